@@ -1,0 +1,52 @@
+# Each target sets up what it needs from nothing, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+JOBS ?= 2
+
+.PHONY: demo test test-gpu lint format bench docs clean
+
+# torch comes first and alone: the pinned CPU build is then what every other package's requirement finds.
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy
+	$(PIP) --editable ".[plots]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(PIP) --editable ".[test]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(PIP) --editable ".[docs]"
+	touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/python examples/train.py $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+
+# On a machine with a GPU and its own torch: PYTHON names the interpreter that has it.
+test-gpu:
+	$(PYTHON) -m pytest -q -p no:cacheprovider $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.core
+	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python benchmarks/linear.py $(ARGS)
+
+docs: $(VENV)/.docs
+	$(BIN)/pdoc --output-directory build/docs hybridtensor
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,269 @@
+"""Put recipes on models: ``quantize_``, ``set_config_``, and the handler behind torchao's own ``quantize_``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor import recipes
+from hybridtensor.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.quantizers import Quantizer
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
+
+Factory = Callable[[QuantizerRole], Quantizer]
+Recipe: TypeAlias = str | HybridConfig | FqnToConfig | Factory
+Filter = Callable[[nn.Module, str], bool]
+
+SKIPPED_NAMES = {
+    "lm_head": "the output head: its error goes straight into the logits",
+    "router": "a router: small, and its rounding flips which expert is chosen",
+    "gate": "a router's gate: small, and its rounding flips which expert is chosen",
+}
+
+
+def why_skipped(name: str, module: nn.Module) -> str | None:
+    """Return why ``quantize_`` leaves this linear layer alone unless told otherwise, or None."""
+    if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention computes with its weight below autograd"
+    return SKIPPED_NAMES.get(name.rpartition(".")[2])
+
+
+def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every linear layer with its fully qualified name; the root's is ``""``."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def quantize_(
+    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, persistent: bool = False
+) -> nn.Module:
+    """Swap the weights of the linear layers of ``model``, in place, for weights that quantize their products.
+
+    Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
+    working. Calling it again changes the recipe. By default the output head, routers and gates are left alone
+    (``explain(model)`` says which and why).
+
+    Args:
+        model: Any module; its linear layers are found at every depth, the root included.
+        recipe: A name or spec (``"fp8"``, ``"fp8/fp8_rowwise/bf16"``, ``"fp8+dequantized"``; see
+            ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory ``QuantizerRole -> Quantizer``, or
+            torchao's ``FqnToConfig`` from names and ``re:`` patterns to any of the first two (None leaves a layer
+            alone).
+        filter_fn: ``(module, name) -> bool``, which linear layers to convert, instead of the default.
+        persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
+            one holds on to its original until ``optim.MasterWeights`` takes it.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: If a word is unknown, nothing matches, or weights would have to turn from persistent to not.
+        TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
+    if filter_fn is not None and isinstance(recipe, FqnToConfig):
+        raise ValueError("quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them")
+    plan = list(_plan(model, recipe, filter_fn))
+    if not plan:
+        names = ", ".join(name or "<root>" for name, _ in linear_modules(model)) or "none"
+        raise ValueError(f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}")
+    for name, module, _ in plan:  # everything is checked before anything changes
+        _check_weight(name, module.weight, persistent)
+    for _, module, config in plan:
+        _convert(module, config, persistent)
+    return model
+
+
+def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Change the recipe of every weight that ``quantize_`` converted; optimizer state is untouched.
+
+    The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights are remade from
+    what they hold; the optimizer's next step makes them again from its masters.
+
+    Args:
+        model: A model that went through ``quantize_``.
+        recipe: As for ``quantize_``.
+
+    Raises:
+        ValueError: If the model has no converted weight, or the recipe matches none of them.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"set_config_: a module is required, got {type(model).__name__}")
+    converted = {id(module) for _, module in linear_modules(model) if is_converted(module.weight)}
+    plan = [
+        step for step in _plan(model, recipe, lambda module, _: id(module) in converted) if id(step[1]) in converted
+    ]
+    if not plan:
+        raise ValueError(
+            "set_config_: a model with weights of this library is required, got none; call quantize_ first"
+        )
+    for _, module, config in plan:
+        _convert(module, config, isinstance(module.weight, HybridTensor))
+    return model
+
+
+def is_converted(weight: Tensor) -> bool:
+    """Whether ``weight`` is one of ours."""
+    return isinstance(weight, (MasterWeight, HybridTensor))
+
+
+def _plan(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+    """Yield the layers to convert with their configs."""
+    if isinstance(recipe, FqnToConfig):
+        yield from _plan_by_name(model, recipe)
+        return
+    config_for = _config_source(recipe)
+    for name, module in linear_modules(model):
+        chosen = why_skipped(name, module) is None if filter_fn is None else filter_fn(module, name)
+        if chosen:
+            yield name, module, config_for(name)
+
+
+def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
+    """Turn any recipe for all layers alike into a function from a layer's name to its config."""
+    if isinstance(recipe, (str, HybridConfig)):
+        config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
+        return lambda name: config
+    if callable(recipe) and not isinstance(recipe, (type, Quantizer)):
+        factory: Factory = recipe
+        return lambda name: from_factory(factory, name)
+    raise TypeError(
+        "quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, "
+        f"got {recipe!r}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
+    )
+
+
+def _plan_by_name(model: nn.Module, recipe: FqnToConfig) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern, ``_default``."""
+    rules: dict[str, Any] = dict(recipe.fqn_to_config)
+    patterns = {key: re.compile(key[3:]) for key in rules if key.startswith("re:")}
+    used = set()
+    for name, module in linear_modules(model):
+        parameter = f"{name}.weight" if name else "weight"
+        matches = [key for key in (parameter, name) if key in rules and key not in patterns]
+        matches += [key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)]
+        if not matches and "_default" in rules and why_skipped(name, module) is None:
+            matches = ["_default"]
+        used.update(matches)
+        rule = rules[matches[0]] if matches else None
+        if rule is not None:
+            if not isinstance(rule, (str, HybridConfig)):
+                raise TypeError(
+                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {rule!r} for {matches[0]}"
+                )
+            yield name, module, recipes.from_name(rule) if isinstance(rule, str) else rule
+    unused = [key for key in rules if key not in used and key != "_default"]
+    if unused:
+        raise ValueError(
+            f"quantize_: FqnToConfig keys must match a linear layer, got {', '.join(unused)} matching none"
+        )
+
+
+def _check_weight(name: str, weight: Any, persistent: bool) -> None:
+    where = f"quantize_: layer {name or '<root>'}"
+    if not isinstance(weight, nn.Parameter):
+        raise TypeError(
+            f"{where}: a Parameter is required as weight, got {type(weight).__name__}; remove what computes it"
+        )
+    if isinstance(weight, HybridTensor) and not persistent:
+        raise ValueError(f"{where}: the weight is persistent and has no high-precision value; pass persistent=True")
+    if not is_converted(weight) and type(weight) is not nn.Parameter:
+        raise TypeError(
+            f"{where}: a plain Parameter is required, got {type(weight).__name__}; quantize the model first"
+        )
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(
+            f"{where}: a bfloat16, float16 or float32 weight is required, got {weight.dtype}; cast the model"
+        )
+
+
+def _convert(module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
+    """Give one layer's weight the config; the Parameter object stays the same."""
+    weight = module.weight
+    if isinstance(weight, MasterWeight) and not persistent:
+        weight.config = config
+    elif isinstance(weight, HybridTensor):
+        if weight.config != config:
+            _requantize(weight, config)
+    else:
+        values = weight.master if isinstance(weight, MasterWeight) else weight.data
+        new: Tensor = _persistent(values, config, weight.requires_grad) if persistent else MasterWeight(values, config)
+        _swap(weight, new)  # type: ignore[arg-type]
+    if not getattr(module, "_hybridtensor_load_hook", False):
+        module.register_load_state_dict_pre_hook(_keep_recipe_on_assign)
+        module._hybridtensor_load_hook = True  # type: ignore[assignment]
+
+
+def _persistent(values: Tensor, config: HybridConfig, trainable: bool) -> HybridTensor:
+    made = config.weight.quantize(values)
+    weight = HybridTensor(made.rowwise, made.columnwise, config)
+    if trainable:
+        weight.original = values
+    return weight
+
+
+def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
+    """Replace the faces of a persistent weight by those of another recipe."""
+    values = weight.original if weight.original is not None else weight.dequantize()
+    made = config.weight.quantize(values, dtype=weight.dtype)
+    weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
+
+
+def _swap(parameter: nn.Parameter, new: Tensor) -> None:
+    """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the new weight."""
+    kept = {name: value for name, value in parameter.__dict__.items() if name not in new.__dict__}
+    replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
+    grad, parameter.grad = parameter.grad, None
+    try:
+        torch.utils.swap_tensors(parameter, replacement)
+    except RuntimeError as error:
+        parameter.grad = grad
+        raise RuntimeError(
+            "quantize_: the weight is referenced by a live graph or a weak reference and cannot be swapped; "
+            f"convert the model before compiling it and outside of forward/backward ({error})"
+        ) from error
+    parameter.grad = grad
+
+
+def _keep_recipe_on_assign(
+    module: nn.Linear, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the weight's place.
+
+    The values belong to the checkpoint, the recipe to the model.
+    """
+    key = f"{prefix}weight"
+    weight: Any = module.weight
+    if not local_metadata.get("assign_to_params_buffers") or key not in state_dict or not is_converted(weight):
+        return
+    value = state_dict[key].detach()
+    config = weight.config
+    if isinstance(weight, MasterWeight):
+        plain = value.dequantize() if is_converted(value) else value
+        state_dict[key] = MasterWeight(plain, config)
+    elif isinstance(value, HybridTensor) and value.config == config:
+        state_dict[key] = value
+    else:
+        plain = value.dequantize() if is_converted(value) else value
+        state_dict[key] = _persistent(plain, config, weight.requires_grad)
+
+
+@register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]
+def _torchao_handler(module: nn.Module, config: HybridConfig, *, parameter_name: str = "weight") -> nn.Module:
+    """Convert one module for ``torchao.quantization.quantize_``."""
+    if not isinstance(module, nn.Linear) or parameter_name != "weight":
+        raise TypeError(
+            f"quantize_: HybridConfig converts the weight of linear layers, got {parameter_name} of "
+            f"{type(module).__name__}; choose linear layers with filter_fn"
+        )
+    _check_weight(type(module).__name__, module.weight, isinstance(module.weight, HybridTensor))
+    _convert(module, config, isinstance(module.weight, HybridTensor))
+    return module

@@ -1,0 +1,1 @@
+"""Process groups: what of this library touches more than one rank lives here."""

@@ -1,0 +1,153 @@
+"""Say what runs: per layer and product the faces, the backend and why, and what is saved for backward."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridtensor.config import GEMMS, HybridConfig
+from hybridtensor.convert import linear_modules, why_skipped
+from hybridtensor.formats import Format
+from hybridtensor.ops.scaled_mm import select_backend
+from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One product of one layer.
+
+    Attributes:
+        layer: Fully qualified name; ``<root>`` for the model itself.
+        gemm: ``output``, ``grad_input`` or ``grad_weight``.
+        left: Role, direction and format of the left operand's face: ``input.rowwise: fp8_e4m3_tensor``.
+        right: The same of the right one.
+        backend: ``native``, ``emulated`` or ``high precision``.
+        reason: Why that backend.
+        saved_bytes_per_token: Bytes that the layer's input costs per token until backward, on the ``grad_weight`` row;
+            None on the others.
+    """
+
+    layer: str
+    gemm: str
+    left: str
+    right: str
+    backend: str
+    reason: str
+    saved_bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found: rows of converted layers, and the layers left alone with the reason."""
+
+    rows: tuple[GemmRow, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+    def __rich__(self) -> Any:
+        """Render as tables."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title="Quantized layers", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("layer / product", overflow="fold", min_width=13)
+        for header in ("left operand", "right operand", "backend"):
+            table.add_column(header, no_wrap=True)
+        for layer, rows in itertools.groupby(self.rows, key=lambda row: row.layer):
+            of_layer = list(rows)
+            table.add_row(f"[bold]{layer}", f"saves {of_layer[-1].saved_bytes_per_token:.0f} B/token", "", "")
+            for row in of_layer:
+                operands = (operand.replace(": ", "\n") for operand in (row.left, row.right))
+                table.add_row(f"  {row.gemm}", *operands, row.backend, end_section=row.gemm == "grad_weight")
+        reasons = dict.fromkeys(f"{row.backend}: {row.reason}" for row in self.rows)
+        parts: list[Any] = [table, *reasons] if self.rows else []
+        if self.skipped:
+            left_alone = Table("layer", "why", title="Left in high precision", box=box.SIMPLE_HEAD, pad_edge=False)
+            for name, reason in self.skipped:
+                left_alone.add_row(name, reason)
+            parts.append(left_alone)
+        return Group(*parts)
+
+
+def explain(model: nn.Module, *, show: bool = True) -> Explanation:
+    """Print, and return, what the products of every linear layer of ``model`` are made of on its device.
+
+    Args:
+        model: A model, before or after ``quantize_``.
+        show: Print the tables (needs ``rich``).
+
+    Returns:
+        The rows, for programs.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: a module is required, got {type(model).__name__}")
+    rows: list[GemmRow] = []
+    skipped = []
+    for name, module in linear_modules(model):
+        layer = name or "<root>"
+        weight: Any = module.weight
+        if isinstance(weight, (MasterWeight, HybridTensor)):
+            rows += _layer_rows(layer, weight.config, weight.dtype, weight.device, module.in_features)
+        else:
+            skipped.append((layer, why_skipped(name, module) or "not converted"))
+    explanation = Explanation(tuple(rows), tuple(skipped))
+    if show:
+        from rich.console import Console
+
+        Console().print(explanation)
+    return explanation
+
+
+def _layer_rows(
+    layer: str, config: HybridConfig, dtype: torch.dtype, device: torch.device, in_features: int
+) -> list[GemmRow]:
+    rows = []
+    for gemm in GEMMS:
+        left, right = config.formats(gemm)
+        backend = select_backend(left, right, dtype, device)
+        saved = saved_bytes_per_token(config, in_features, dtype) if gemm.name == "grad_weight" else None
+        operands = (_operand(config, *gemm.left, left), _operand(config, *gemm.right, right))
+        rows.append(GemmRow(layer, gemm.name, *operands, *backend, saved_bytes_per_token=saved))
+    return rows
+
+
+def _operand(config: HybridConfig, role: str, direction: str, fmt: Format) -> str:
+    if direction == "columnwise" and _is_of_rowwise(getattr(config, role)):
+        return f"{role}.{direction}: " + ("dequantized rowwise" if fmt.is_identity else f"{fmt} of rowwise")
+    return f"{role}.{direction}: {fmt}"
+
+
+def _is_of_rowwise(quantizer: Quantizer) -> bool:
+    return isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "rowwise_dequantized"
+
+
+def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
+    """Return the bytes per token that a layer keeps of its input until backward.
+
+    Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with the tokens.
+
+    Args:
+        config: The layer's recipe.
+        in_features: Features of the input.
+        dtype: High-precision dtype of the input.
+    """
+    quantizer = config.input
+    if config.save_original_input:
+        return in_features * dtype.itemsize
+    if (
+        _is_of_rowwise(quantizer)
+        and isinstance(quantizer, HybridQuantizer)
+        and isinstance(quantizer.columnwise, IdentityQuantizer)
+    ):
+        return quantizer.rowwise_format.bytes_per_row(in_features, dtype)
+    column = quantizer.columnwise_format
+    if column.element is None:
+        return in_features * dtype.itemsize
+    along = column.block[1]
+    scales = 0.0 if along is None or column.scale_dtype is None else column.scale_dtype.itemsize / along
+    return in_features * (column.element.itemsize / column.elements_per_byte + scales)

@@ -1,0 +1,256 @@
+"""The linear layer: one autograd function with its three products. The only file that knows that there are three.
+
+| product       | left operand             | right operand           |
+|---------------|--------------------------|-------------------------|
+| `output`      | `input.rowwise`          | `weight.rowwise.t()`    |
+| `grad_input`  | `grad_output.rowwise`    | `weight.columnwise`     |
+| `grad_weight` | `grad_output.columnwise.t()` | `input.columnwise`  |
+
+``F.linear``, ``@``, ``torch.mm`` and ``torch.addmm`` come here when an operand is a weight of ours, whatever module or
+function calls them. Saved for backward are plain tensors, a list whose length depends on the recipe and on who needs a
+gradient, and on nothing else: one columnwise face per operand that backward will use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtensor.config import HybridConfig
+from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses.matmul import multiply, take_face
+from hybridtensor.subclasses.wrapper import Structure, flatten, unflatten
+
+Weight = MasterWeight | HybridTensor
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class _Needs(NamedTuple):
+    """Which gradients backward will be asked for."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+def linear(input: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Return ``input @ weight.T + bias`` with the products quantized as ``weight.config`` says.
+
+    Args:
+        input: ``[..., in_features]``, one to four dimensions, of the weight's dtype (under autocast: any floating
+            dtype); or a ``HybridTensor`` that was quantized before, whose faces are then used as they are.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or None.
+
+    Returns:
+        ``[..., out_features]``, in the weight's dtype (under autocast: in autocast's).
+
+    Raises:
+        TypeError: If the input is not a floating-point tensor.
+        ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not there.
+    """
+    dtype = _compute_dtype(input, weight)
+    _check(input, weight, bias, dtype)
+    config: HybridConfig = weight.config
+    if not isinstance(input, (HybridTensor, QuantizedTensor, IdentityTensor)):
+        input = input.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    grad = torch.is_grad_enabled()
+    needs = _Needs(
+        input=grad and input.requires_grad,
+        weight=grad and weight.requires_grad,
+        bias=grad and bias is not None and bias.requires_grad,
+    )
+    if not any(needs):
+        return _output(_input_faces(input, config, needs, dtype), weight, bias, dtype, input, needs)[0]
+    return _Linear.apply(input, weight, bias, config, needs, dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, config: HybridConfig, needs: _Needs,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        x = _input_faces(input, config, needs, dtype)
+        out, weight_column = _output(x, weight, bias, dtype, input, needs)
+        keep_input = needs.weight and config.save_original_input and not isinstance(input, HybridTensor)
+        x_saved, ctx.input_structure = ([input], None) if keep_input else _take_apart(x[1])
+        w_saved, ctx.weight_structure = _take_apart(weight_column)
+        ctx.save_for_backward(*x_saved, *w_saved)
+        ctx.num_input_tensors = len(x_saved)
+        ctx.keep_input, ctx.config, ctx.needs = keep_input, config, needs
+        ctx.input_shape = input.shape
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        needs, config, saved = ctx.needs, ctx.config, list(ctx.saved_tensors)
+        x_saved, w_saved = saved[: ctx.num_input_tensors], saved[ctx.num_input_tensors :]
+        grad = _matrix(grad_output)
+        row, column = config.grad_output.faces(
+            grad, rowwise=needs.input, columnwise=needs.weight, dtype=grad_output.dtype
+        )
+        grad_input = grad_weight = grad_bias = None
+        if needs.input:
+            weight = unflatten(w_saved, ctx.weight_structure)
+            grad_input = multiply(row, weight, gemm="grad_input").view(ctx.input_shape)
+        if needs.weight:
+            if ctx.keep_input:
+                x = x_saved[0]
+                x = config.input.faces(x, rowwise=False, columnwise=True, dtype=x.dtype)[1]
+            else:
+                x = unflatten(x_saved, ctx.input_structure)
+            grad_weight = multiply(column.t(), _as_matrix(x), gemm="grad_weight")
+        if needs.bias:
+            grad_bias = grad.sum(dim=0)
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _input_faces(
+    input: Tensor, config: HybridConfig, needs: _Needs, dtype: torch.dtype
+) -> tuple[Face | Tensor, Face | Tensor | None]:
+    """Return the rowwise face, and the columnwise one if backward will use it and does not make it itself."""
+    if isinstance(input, (HybridTensor, QuantizedTensor, IdentityTensor)):
+        row = take_face(input, "rowwise", name="input", gemm="output")
+        return row, take_face(input, "columnwise", name="input", gemm="grad_weight") if needs.weight else None
+    columnwise = needs.weight and not config.save_original_input
+    rowwise, column = config.input.faces(input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype)
+    if rowwise is None:
+        raise ValueError(f"output: {config.input} made no rowwise face of the input")
+    return rowwise, column
+
+
+def _output(
+    x: tuple[Face | Tensor, Face | Tensor | None],
+    weight: Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    input: Tensor,
+    needs: _Needs,
+) -> tuple[Tensor, Face | None]:
+    """Return the first product, and the weight's columnwise face if backward will use it."""
+    row, column = weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype)
+    if row is None:
+        raise ValueError(f"output: {weight!r} has no rowwise face")
+    if isinstance(x[0], IdentityTensor) and isinstance(row, IdentityTensor):
+        return F.linear(x[0].dequantize(), row.dequantize(), bias), column  # bitwise what the plain module computes
+    out = multiply(_as_matrix(x[0]), row.t(), bias=bias, gemm="output", fast_accum=True)
+    return out.view(*input.shape[:-1], weight.shape[0]), column
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Flatten leading dimensions; ``reshape`` cannot infer -1 for an empty tensor."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _as_matrix(face: Face | Tensor) -> Face | Tensor:
+    if isinstance(face, IdentityTensor):
+        return IdentityTensor(_matrix(face.dequantize()))
+    if isinstance(face, QuantizedTensor):
+        return face if face.dim() == 2 else face.view(face.matrix_shape)
+    return _matrix(face)
+
+
+def _take_apart(face: Face | Tensor | None) -> tuple[list[Tensor], Structure | None]:
+    return ([], None) if face is None else flatten(face)
+
+
+def _compute_dtype(input: Tensor, weight: Weight) -> torch.dtype:
+    """Return autocast's dtype where it is on, else the weight's."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and input.is_floating_point():
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Raise for operands that do not go together."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"linear: a tensor is required as input, got {type(input).__name__}")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model")
+    if not input.is_floating_point():
+        raise TypeError(f"linear: a floating-point input is required, got {input.dtype}; cast it")
+    if weight.dim() != 2:
+        raise ValueError(f"linear: a matrix is required as weight, got shape {tuple(weight.shape)}")
+    if not 1 <= input.dim() <= 4 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: an input of one to four dimensions, the last of {weight.shape[1]} features, is required, "
+            f"got shape {tuple(input.shape)} for a weight {tuple(weight.shape)}"
+        )
+    if not torch.is_autocast_enabled(weight.device.type):
+        for name, tensor in (("input", input), ("bias", bias)):
+            if tensor is not None and tensor.dtype != dtype:
+                raise ValueError(
+                    f"linear: one dtype is required, got {name} in {tensor.dtype} for a weight in {dtype}; "
+                    "cast one, or use torch.autocast"
+                )
+    devices = {str(t.device) for t in (input, weight, bias) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"linear: operands on one device are required, got {', '.join(sorted(devices))}; move them")
+
+
+# -- the ways in ----------------------------------------------------------------------------------------------------
+
+
+def _is_weight(tensor: Any) -> bool:
+    return isinstance(tensor, MasterWeight) or (isinstance(tensor, HybridTensor) and tensor.config is not None)
+
+
+def _intercept(*functions: Any) -> Callable[[T], T]:
+    """Return a decorator that handles torch functions on both kinds of weight."""
+
+    def add(handler: T) -> T:
+        MasterWeight.functions.register(*functions)(handler)
+        HybridTensor.functions.register(*functions)(handler)
+        return handler
+
+    return add
+
+
+def _default(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what torch does, which then reaches the class's operator table."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@_intercept(F.linear)
+def _f_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    if not _is_weight(operands["weight"]):
+        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    return linear(**operands)
+
+
+@_intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all three products."""
+    operands = [*args, *kwargs.values()]
+    left, right = reversed(operands) if func is Tensor.__rmatmul__ else operands
+    if _is_weight(right):
+        return linear(left, right.t())
+    if _is_weight(left):
+        if right.dim() != 2:
+            raise NotImplementedError(
+                f"matmul: a matrix is required right of a weight, got shape {tuple(right.shape)}; use F.linear"
+            )
+        return linear(right.t(), left).t()
+    return _default(func, args, kwargs)  # type: ignore[no-any-return]
+
+
+@_intercept(torch.addmm, Tensor.addmm)
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bias, left, right = args
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if not _is_weight(right) and not _is_weight(left):
+        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    if _is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
+        return linear(left, right.t(), bias)
+    out: Tensor = beta * bias + alpha * torch.mm(left, right)
+    return out

@@ -1,0 +1,38 @@
+"""The ``hybridtensor::`` operator namespace and the one way to add an operator to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("hybridtensor", "DEF")
+
+
+def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register an operator and return its overload.
+
+    The reference runs on every device; a device with a faster implementation registers it on top. Operators are
+    opaque to autograd (the linear's autograd function is where gradients are defined) and to ``torch.compile``.
+
+    Args:
+        schema: ``name(arguments) -> returns`` in torch's schema language.
+        reference: The definition, in plain torch operations.
+        fake: Shapes and dtypes of the result, for tracing.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hybridtensor::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.hybridtensor, name).default
+
+
+def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None:
+    """Raise unless ``x`` is a bf16, fp16 or fp32 tensor (of ``rank`` dimensions)."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{who}: a tensor is required, got {type(x).__name__}; pass a torch.Tensor")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"{who}: bfloat16, float16 or float32 is required, got {x.dtype}; cast the tensor first")
+    if rank is not None and x.dim() != rank:
+        raise ValueError(f"{who}: {rank} dimensions are required, got shape {tuple(x.shape)}; flatten or unsqueeze it")

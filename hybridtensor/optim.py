@@ -1,0 +1,121 @@
+"""High-precision master weights for persistent low-precision parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor.subclasses import HybridTensor
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them back.
+
+    Every persistent parameter gets an fp32 master: its original value where the parameter still holds that (and then
+    lets go of it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
+    parameter is ``quantize(master)``, bit for bit, written in place once.
+
+    Args:
+        optimizer_class: For example ``torch.optim.AdamW``.
+        params: Parameters, or parameter groups, as for any optimizer.
+        kwargs: Passed to ``optimizer_class``.
+
+    Raises:
+        TypeError: If ``optimizer_class`` is not an optimizer class.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **kwargs: Any) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise TypeError(f"MasterWeights: an Optimizer class is required, got {optimizer_class!r}")
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+        self._pairs: list[tuple[HybridTensor, nn.Parameter]] = []
+        inner_groups = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        self.inner = optimizer_class(inner_groups, **kwargs)
+        super().__init__(groups, self.inner.defaults)
+        self._share_groups()
+
+    def _master(self, parameter: Any) -> Any:
+        if not isinstance(parameter, HybridTensor):
+            return parameter
+        values = parameter.original if parameter.original is not None else parameter.dequantize()
+        parameter.original = None
+        master = nn.Parameter(values.detach().to(torch.float32, copy=True), requires_grad=parameter.requires_grad)
+        self._pairs.append((parameter, master))
+        return master
+
+    def _share_groups(self) -> None:
+        """Let schedulers, which write ``param_groups``, reach the inner optimizer: all options live in its groups."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for name, value in inner.items():
+                if name != "params":
+                    outer[name] = value
+
+    def _push_options(self) -> None:
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
+
+    def masters(self) -> dict[HybridTensor, Tensor]:
+        """Return the fp32 master of each persistent parameter."""
+        return dict(self._pairs)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters with the parameters' gradients, then write every persistent parameter back.
+
+        Args:
+            closure: Evaluated once, before the step, with gradients enabled. Optimizers that evaluate it several times
+                (LBFGS) are not possible here: the parameters would not follow in between.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._push_options()
+        for parameter, master in self._pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        for parameter, master in self._pairs:
+            if master.grad is not None:
+                parameter.config.weight.update_(parameter, master.detach())
+                master.grad = None
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with masters where they are persistent."""
+        if not hasattr(self, "inner") or len(self.param_groups) < len(self.inner.param_groups):
+            super().add_param_group(param_group)  # called by the base class while it is being built
+            return
+        group = {**param_group, "params": _as_list(param_group["params"])}
+        self.inner.add_param_group({**group, "params": [self._master(p) for p in group["params"]]})
+        super().add_param_group(group)
+        self._share_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state and the masters."""
+        self._push_options()
+        return {"inner": self.inner.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, and quantize every persistent parameter from its master.
+
+        Raises:
+            ValueError: If the masters do not fit the parameters.
+        """
+        loaded = state_dict["masters"]
+        shapes = [[tuple(t.shape) for t in tensors] for tensors in (loaded, [m for _, m in self._pairs])]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"MasterWeights.load_state_dict: masters of {shapes[1]} are required, got {shapes[0]}")
+        self.inner.load_state_dict(state_dict["inner"])
+        self._share_groups()
+        with torch.no_grad():
+            for (parameter, master), values in zip(self._pairs, loaded, strict=True):
+                master.copy_(values)
+                parameter.config.weight.update_(parameter, master.detach())
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)

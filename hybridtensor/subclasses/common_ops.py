@@ -1,0 +1,136 @@
+"""Handlers that every low-precision class shares; a class registers those that fit it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+aten = torch.ops.aten
+
+PLAIN_LIKE = (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a new wrapper object over the same plain tensors, all the way down."""
+    return tensor.map_inner(alias) if isinstance(tensor, WrapperTensor) else tensor
+
+
+SliceAlong = Callable[[Any, int, int, int, int], Tensor]
+"""A class's slice: ``(tensor, dim, start, stop, step)``, with the bounds normalized."""
+
+
+def bound(args: tuple[Any, ...], kwargs: dict[str, Any], *names_and_defaults: tuple[str, Any]) -> list[Any]:
+    """Return the operands after the first, by position or name, with defaults for those not given."""
+    given = dict(zip((name for name, _ in names_and_defaults), args[1:], strict=False)) | kwargs
+    return [given.get(name, default) for name, default in names_and_defaults]
+
+
+def slice_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Normalize the operands of ``aten.slice``: ``(dim, start, stop, step)``, in range and not negative."""
+    dim, start, stop, step = bound(args, kwargs, ("dim", 0), ("start", None), ("end", None), ("step", 1))
+    shape = args[0].shape
+    dim = dim % len(shape)
+    start, stop, step = slice(start, sys.maxsize if stop is None else stop, step).indices(shape[dim])
+    return dim, start, max(start, stop), step
+
+
+def register_common(table: OpTable, slice_: SliceAlong) -> None:
+    """Register aliasing, no-op views, slicing, comparison of sizes and plain ``*_like``."""
+
+    @table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+    def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return alias(args[0])
+
+    @table.register(aten.as_strided.default)
+    def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        size, stride, offset = bound(args, kwargs, ("size", None), ("stride", None), ("storage_offset", 0))
+        x = args[0]
+        if tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not offset:
+            return alias(x)
+        raise NotImplementedError(
+            f"as_strided: only the tensor's own shape {tuple(x.shape)} and strides are representable by "
+            f"{x!r}, got {tuple(size)}, {tuple(stride)}, offset {offset}; dequantize first"
+        )
+
+    @table.register(aten.slice.Tensor)
+    def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        dim, start, stop, step = slice_bounds(args, kwargs)
+        if (start, stop, step) == (0, args[0].shape[dim], 1):
+            return alias(args[0])
+        return slice_(args[0], dim, start, stop, step)
+
+    @table.register(aten.split.Tensor, aten.split_with_sizes.default)
+    def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        sizes, dim = bound(args, kwargs, ("split_size", None), ("dim", 0))
+        if sizes is None:
+            sizes = kwargs["split_sizes"]
+        x = args[0]
+        dim = dim % x.dim()
+        extent = x.shape[dim]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, extent - start) for start in range(0, extent, sizes)] if extent else [0]
+        pieces, start = [], 0
+        for size in sizes:
+            pieces.append(slice_(x, dim, start, start + size, 1))
+            start += size
+        return pieces
+
+    @table.register(aten.transpose.int)
+    def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        dims = {dim % args[0].dim() for dim in args[1:3]}
+        return alias(args[0]) if len(dims) == 1 else table.call(aten.t.default, (args[0],), {})
+
+    @table.register(aten.permute.default)
+    def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        order = [dim % args[0].dim() for dim in args[1]]
+        if order == sorted(order):
+            return alias(args[0])
+        return table.call(aten.t.default, (args[0],), {})  # type: ignore[no-any-return]
+
+    @table.register(aten.is_same_size.default)
+    def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args[0].shape == args[1].shape)
+
+    @table.register(*PLAIN_LIKE)
+    def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Give a plain tensor: optimizer state must never be quantized by accident."""
+        x = args[0]
+        kwargs = {"dtype": x.dtype, "device": x.device, **{k: v for k, v in kwargs.items() if v is not None}}
+        kwargs.pop("memory_format", None)
+        shaped = torch.empty(x.shape, dtype=kwargs["dtype"], device=kwargs["device"])
+        return func(shaped, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def to_copy_options(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, dict[str, Any]]:
+    """Split the operands of ``aten._to_copy`` into the new nominal dtype and what the inner tensors get.
+
+    Raises:
+        TypeError: If the dtype is not a floating-point dtype.
+    """
+    dtype = kwargs.get("dtype") or x.dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"{type(x).__name__}: a floating-point dtype is required, got {dtype}; dequantize first")
+    kept = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking", "pin_memory") and v is not None}
+    return dtype, kept
+
+
+def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...] | None:
+    """Return the strides of a copy: this tensor's own, or contiguous where that is asked for."""
+    if memory_format in (None, torch.preserve_format):
+        return tuple(x.stride())
+    if memory_format == torch.contiguous_format:
+        return None
+    raise ValueError(f"{type(x).__name__}: contiguous or preserved strides are possible, got {memory_format}")

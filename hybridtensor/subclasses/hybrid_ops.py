@@ -1,0 +1,120 @@
+"""What ``HybridTensor`` answers to aten operators: mostly the same operator on both faces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.subclasses.common_ops import bound, register_common
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.matmul import register_matmul
+from hybridtensor.subclasses.op_table import overloads
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.wrapper import flatten
+
+aten = torch.ops.aten
+table = HybridTensor.ops
+
+
+def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
+    return _on_faces(x, lambda face: aten.slice.Tensor(face, dim, start, stop, step))
+
+
+def _on_faces(x: HybridTensor, fn: Any) -> HybridTensor:
+    row, column = (None if face is None else fn(face) for face in (x.rowwise, x.columnwise))
+    return HybridTensor(row, column, x.config)
+
+
+register_common(table, _slice)
+register_matmul(table)
+
+
+@table.register(aten.t.default)
+def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+    """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
+    row, column = (None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise))
+    return HybridTensor(column, row, args[0].config)
+
+
+@table.register(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+)
+def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+    return _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
+
+
+@table.register(aten.is_pinned.default)
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(tensor.is_pinned() for tensor in flatten(args[0])[0])
+
+
+@table.register(aten.copy_.default)
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Dequantize into a plain tensor; copy bytes between equal faces; quantize anything else again."""
+    dst, src = args[0], args[1]
+    non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
+    if not isinstance(dst, HybridTensor):
+        dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
+        return dst  # type: ignore[no-any-return]
+    if isinstance(src, HybridTensor) and _same_kind(dst, src):
+        for name in dst.inner_names:
+            if getattr(dst, name) is not None:
+                getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+        return dst
+    values = src.dequantize() if isinstance(src, (HybridTensor, QuantizedTensor, IdentityTensor)) else src
+    return _requantize_(dst, values.to(dst.device).expand(dst.shape))
+
+
+def _same_kind(dst: HybridTensor, src: HybridTensor) -> bool:
+    """Whether ``src`` has every face of ``dst``, in its format, so that bytes can be copied."""
+    for name in dst.inner_names:
+        mine, theirs = getattr(dst, name), getattr(src, name)
+        if mine is not None and (theirs is None or _kind(mine) != _kind(theirs)):
+            return False
+    return dst.shape == src.shape
+
+
+def _kind(face: Tensor) -> tuple[Any, ...]:
+    source = getattr(face, "source", None)
+    return type(face), getattr(face, "format", None), None if source is None else _kind(source)
+
+
+def _requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
+    if dst.config is None:
+        raise NotImplementedError(
+            f"in-place write: {dst!r} has no recipe to quantize the new values with; "
+            "use quantizer.update_(tensor, values)"
+        )
+    dst.config.weight.update_(dst, values)
+    return dst
+
+
+@table.register(*overloads(aten.fill_, aten.zero_, aten.uniform_, aten.normal_))
+def _fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Draw or fill in high precision, then quantize."""
+    values = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return _requantize_(args[0], func(values, *args[1:], **kwargs))
+
+
+@table.register(aten.equal.default)
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    a, b = args
+    if not isinstance(a, HybridTensor) or not isinstance(b, HybridTensor):
+        raise TypeError(f"equal: two hybrid tensors are required, got {type(a).__name__} and {type(b).__name__}")
+    for name in a.inner_names:
+        mine, theirs = getattr(a, name), getattr(b, name)
+        if (mine is None) != (theirs is None) or type(mine) is not type(theirs):
+            return False
+        if mine is not None and not torch.equal(mine, theirs):
+            return False
+    return True

@@ -1,0 +1,148 @@
+"""A tensor with two faces, each in its own format."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+Face = QuantizedTensor | IdentityTensor
+
+
+class HybridTensor(WrapperTensor):
+    """A tensor that carries a rowwise and a columnwise face; either may be absent.
+
+    ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise`` of its right operand.
+    As a parameter it is a persistent low-precision weight: there is no high-precision copy.
+
+    Attributes:
+        rowwise: Face whose scale groups run along the last dimension, or None.
+        columnwise: Face whose scale groups run along the first dimension, or None.
+        config: The recipe of the layer whose weight this is (a ``HybridConfig``), or None.
+        original: High-precision value that a trainable weight was made from, until an optimizer takes it; or None.
+    """
+
+    ops = OpTable("HybridTensor", "call dequantize() first, or step it through hybridtensor.optim.MasterWeights")
+    functions = OpTable("HybridTensor", "")
+    inner_names = ("rowwise", "columnwise")
+    metadata_names = ("config",)
+
+    rowwise: Face | None
+    columnwise: Face | None
+    config: Any
+    original: Tensor | None = None
+
+    @staticmethod
+    def __new__(
+        cls,
+        rowwise: Face | None,
+        columnwise: Face | None,
+        config: Hashable = None,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
+    ) -> Self:
+        face = rowwise if rowwise is not None else columnwise
+        if face is None:
+            raise ValueError("HybridTensor: at least one face is required, got rowwise=None and columnwise=None")
+        if rowwise is not None and columnwise is not None:
+            _check_same(rowwise, columnwise)
+        size = face.size() if size is None else size
+        return cls._make(size, face.stride() if stride is None else stride, face.dtype, face.device)
+
+    def __init__(
+        self,
+        rowwise: Face | None,
+        columnwise: Face | None,
+        config: Hashable = None,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
+    ) -> None:
+        self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        handler = cls.functions.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def require_face(self, direction: str, *, name: str, gemm: str) -> Face:
+        """Return the face in ``direction``.
+
+        Args:
+            direction: ``"rowwise"`` or ``"columnwise"``.
+            name: What this tensor is to the caller, for the error.
+            gemm: What the face is needed for, for the error.
+
+        Raises:
+            ValueError: If the face is absent: it is not made up silently.
+        """
+        face: Face | None = getattr(self, direction)
+        if face is None:
+            raise ValueError(
+                f"{gemm}: the {direction} face of {name} is required, got a HybridTensor of shape {tuple(self.shape)} "
+                f"without it; quantize with {direction}=True"
+            )
+        return face
+
+    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
+        """Return the faces asked for, with nominal dtype ``dtype``: what ``MasterWeight.faces`` does, without work.
+
+        Raises:
+            ValueError: If one is absent.
+        """
+        row = self.require_face("rowwise", name="weight", gemm="output") if rowwise else None
+        column = self.require_face("columnwise", name="weight", gemm="grad_input") if columnwise else None
+        return _as_dtype(row, dtype), _as_dtype(column, dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).
+
+        A plain high-precision face is the most precise; then more mantissa, then the rowwise one.
+        """
+        faces = [face for face in (self.rowwise, self.columnwise) if face is not None]
+        return max(faces, key=_precision).dequantize(dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        faces = ", ".join(f"{n}={_format_of(getattr(self, n))}" for n in self.inner_names)
+        return f"HybridTensor({faces}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _check_same(rowwise: Face, columnwise: Face) -> None:
+    for what in ("shape", "dtype", "device"):
+        row, column = getattr(rowwise, what), getattr(columnwise, what)
+        if row != column:
+            raise ValueError(
+                f"HybridTensor: faces of one {what} are required, got rowwise {row} and columnwise {column}; "
+                "make both from one tensor"
+            )
+
+
+def _format_of(face: Face | None) -> str:
+    if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
+        return f"identity of {face.source.format}"
+    return "None" if face is None else str(face.format)
+
+
+def _precision(face: Face) -> tuple[bool, int, bool]:
+    """Order faces by precision: plain values first, then mantissa bits of the element, then fewer values per scale."""
+    leaf = face.source if isinstance(face, IdentityTensor) else face
+    if not isinstance(leaf, QuantizedTensor) or leaf.format.element is None:
+        return True, 0, True
+    mantissa_steps = 1.0 / torch.finfo(leaf.format.element).eps
+    return False, int(mantissa_steps), leaf.format.block != (None, None)
+
+
+def _as_dtype(face: Face | None, dtype: torch.dtype) -> Face | None:
+    return face if face is None or face.dtype == dtype else face.to(dtype)  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([HybridTensor])

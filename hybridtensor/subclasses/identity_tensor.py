@@ -1,0 +1,59 @@
+"""The passthrough face: high-precision values."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+
+class IdentityTensor(WrapperTensor):
+    """A face in high precision; serves both directions.
+
+    ``source`` is a plain tensor, or a ``QuantizedTensor`` that is dequantized whenever the values are used: a
+    high-precision face "of what the forward saw", which stores nothing beyond the bytes that it shares.
+
+    Attributes:
+        source: The values.
+    """
+
+    ops = OpTable("IdentityTensor", "call dequantize() first")
+    inner_names = ("source",)
+    metadata_names = ()
+
+    source: Tensor
+
+    @staticmethod
+    def __new__(
+        cls, source: Tensor, size: torch.Size | tuple[int, ...] | None = None, stride: tuple[int, ...] | None = None
+    ) -> Self:
+        return cls._make(source.size(), source.stride(), source.dtype, source.device)
+
+    def __init__(
+        self, source: Tensor, size: torch.Size | tuple[int, ...] | None = None, stride: tuple[int, ...] | None = None
+    ) -> None:
+        self.source = source
+
+    @property
+    def format(self) -> Format:
+        """The identity format."""
+        return IDENTITY
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values as a plain tensor: ``source`` itself where it is plain and of that ``dtype``."""
+        if isinstance(self.source, QuantizedTensor):
+            return self.source.dequantize(dtype)
+        return self.source if dtype is None else self.source.to(dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        of = f", of {self.source!r}" if isinstance(self.source, QuantizedTensor) else ""
+        return f"IdentityTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{of})"
+
+
+torch.serialization.add_safe_globals([IdentityTensor])

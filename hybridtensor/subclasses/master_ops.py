@@ -1,0 +1,116 @@
+"""What ``MasterWeight`` answers to aten operators: it is its high-precision tensor, whose writes are counted.
+
+Three kinds of handler cover everything: *views and copies* give a ``MasterWeight`` again, *writes* happen in place and
+are noted, *reads* give plain tensors. Matrix products are none of these: they belong to ``hybridtensor.linear``, which
+quantizes, and reach this table only from below autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.subclasses.master_tensor import MasterWeight
+from hybridtensor.subclasses.op_table import overloads
+
+aten = torch.ops.aten
+table = MasterWeight.ops
+
+VIEWS = [
+    aten.alias.default, aten.as_strided.default, aten.detach.default, aten.diagonal.default, aten.expand.default,
+    aten.lift_fresh.default, aten.permute.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.squeeze.default, aten.squeeze.dim, aten.t.default, aten.transpose.int,
+    aten.unbind.int, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default,
+]  # fmt: skip
+
+COPIES = [
+    aten.clone.default, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default,
+    aten.new_zeros.default, aten._pin_memory.default, aten._to_copy.default,
+]  # fmt: skip
+
+WRITES = overloads(
+    aten.add_, aten.addcdiv_, aten.addcmul_, aten.bernoulli_, aten.clamp_, aten.clamp_max_, aten.clamp_min_,
+    aten.copy_, aten.div_, aten.erfinv_, aten.exponential_, aten.fill_, aten.index_copy_, aten.index_fill_,
+    aten.index_put_, aten.lerp_, aten.log_normal_, aten.masked_fill_, aten.mul_, aten.neg_, aten.normal_,
+    aten.random_, aten.round_, aten.sign_, aten.sub_, aten.uniform_, aten.zero_,
+    aten._foreach_add_, aten._foreach_addcdiv_, aten._foreach_addcmul_, aten._foreach_clamp_max_,
+    aten._foreach_clamp_min_, aten._foreach_copy_, aten._foreach_div_, aten._foreach_lerp_, aten._foreach_mul_,
+    aten._foreach_neg_, aten._foreach_sign_, aten._foreach_sub_, aten._foreach_zero_,
+    aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_,
+)  # fmt: skip
+
+READS = overloads(
+    aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.bernoulli,
+    aten.cat, aten.clamp, aten.clamp_max, aten.clamp_min, aten.count_nonzero, aten.cumsum, aten.div,
+    aten.dot, aten.embedding, aten.eq, aten.equal, aten.exp, aten.frobenius_norm, aten.full_like, aten.gather,
+    aten.ge, aten.gt, aten.index, aten.index_select, aten.is_pinned, aten.is_same_size, aten.isclose, aten.isfinite,
+    aten.isinf, aten.isnan, aten.le, aten.lerp, aten.linalg_qr, aten.linalg_svd, aten._linalg_svd,
+    aten.linalg_vector_norm, aten.log, aten.lt, aten.masked_select, aten.max, aten.maximum, aten.mean, aten.min,
+    aten.minimum, aten.mul, aten.ne, aten.neg, aten.norm, aten.ones_like, aten.pow, aten.rand_like, aten.randn_like,
+    aten.reciprocal, aten.rsqrt, aten.rsub, aten.sign, aten.sort, aten.sqrt, aten.stack, aten.std, aten.sub, aten.sum,
+    aten.topk, aten.tril, aten.triu, aten.var, aten.where, aten.zeros_like, aten._local_scalar_dense,
+    aten._foreach_abs, aten._foreach_add, aten._foreach_div, aten._foreach_lerp, aten._foreach_mul,
+    aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt, aten._foreach_sub,
+    aten._amp_foreach_non_finite_check_and_unscale_,
+)  # fmt: skip
+
+PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+            aten.mv.default]  # fmt: skip
+
+
+def _unwrap(value: Any) -> Any:
+    """Replace master weights by their plain tensors, in lists too (there is no deeper nesting in aten)."""
+    if isinstance(value, MasterWeight):
+        return value.master
+    if isinstance(value, (list, tuple)):
+        return [_unwrap(item) for item in value]
+    return value
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*(_unwrap(a) for a in args), **{name: _unwrap(value) for name, value in kwargs.items()})
+
+
+@table.register(*VIEWS)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
+        return args[0].alias(args[0].master)  # the same tensor object: one version counter for all
+    out = _run(func, args, kwargs)
+    if isinstance(out, (list, tuple)):
+        return [args[0].alias(piece) for piece in out]
+    return args[0].alias(out)
+
+
+@table.register(*COPIES)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    out = _run(func, args, kwargs)
+    return MasterWeight(out, args[0].config) if out.is_floating_point() else out
+
+
+@table.register(*WRITES)
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run in place and note the write on every master weight that the schema says is written."""
+    _run(func, args, kwargs)
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, MasterWeight):
+                item.note_write()
+    return args[0] if func._schema.returns else None
+
+
+@table.register(*READS)
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _run(func, args, kwargs)
+
+
+@table.register(*PRODUCTS)
+def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"MasterWeight: {func} came from below autograd, where only some of a layer's products could be quantized; "
+        "call F.linear, or x @ weight.t(), or leave this module out of quantize_"
+    )

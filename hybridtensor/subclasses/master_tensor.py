@@ -1,0 +1,121 @@
+"""A high-precision weight that is quantized when it is used."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hybridtensor.subclasses.hybrid_tensor import Face
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+
+class WriteCounter:
+    """Counts writes to one memory; shared by every alias and view of it, even across ``.data``."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class MasterWeight(WrapperTensor):
+    """A high-precision weight with the recipe by which linear layers quantize it.
+
+    To optimizers, checkpoints and initialization it is the high-precision tensor: they read and write ``master``.
+    ``faces`` quantizes it and keeps the result until the next write.
+
+    Attributes:
+        master: The plain tensor.
+        config: The recipe (a ``HybridConfig``).
+    """
+
+    ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")
+    functions = OpTable("MasterWeight", "")
+    inner_names = ("master",)
+    metadata_names = ("config",)
+    transient_names = ("writes", "_cached")
+
+    master: Tensor
+    config: Any
+    writes: WriteCounter
+    _cached: tuple[tuple[Any, ...], Face | None, Face | None] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        master: Tensor,
+        config: Any,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
+    ) -> Self:
+        return cls._make(master.size(), master.stride(), master.dtype, master.device)
+
+    def __init__(
+        self,
+        master: Tensor,
+        config: Any,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
+    ) -> None:
+        self.master, self.config = master, config
+        self.writes, self._cached = WriteCounter(), None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        handler = cls.functions.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def alias(self, master: Tensor) -> MasterWeight:
+        """Wrap ``master``, a view of this weight's memory: a write through either is seen by both."""
+        new = type(self)(master, self.config)
+        new.writes = self.writes
+        return new
+
+    def note_write(self) -> None:
+        """Record that ``master`` was written to, so that no cached face and no saved tensor outlives it."""
+        self.writes.count += 1
+        if not self.master.is_inference():
+            torch.autograd.graph.increment_version(self.master)
+
+    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
+        """Return the faces asked for, quantized from ``master``, with nominal dtype ``dtype``.
+
+        A face is made once per write, recipe and dtype, and a face that was made for evaluation does not stand in the
+        way of training: what is missing is added. While compiling, faces are made in the graph instead.
+        """
+        if torch.compiler.is_compiling():
+            made: tuple[Face | None, Face | None] = self.config.weight.faces(
+                self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype
+            )
+            return made
+        key = (self.writes.count, _version(self), _version(self.master), self.config, dtype)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, None, None)
+        _, row, column = self._cached
+        if (rowwise and row is None) or (columnwise and column is None):
+            with torch.no_grad():
+                row, column = self.config.weight.faces(
+                    self.master, rowwise=True, columnwise=columnwise or column is not None, dtype=dtype
+                )
+            self._cached = (key, row, column)
+        return (row if rowwise else None), (column if columnwise else None)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the high-precision values as a plain tensor: ``master`` itself, or its cast to ``dtype``."""
+        return self.master if dtype is None else self.master.to(dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MasterWeight({self.config}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+torch.serialization.add_safe_globals([MasterWeight])

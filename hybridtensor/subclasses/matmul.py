@@ -1,0 +1,121 @@
+"""The one rule of dispatch: ``mm(a, b)`` multiplies ``a.rowwise`` by ``b.columnwise``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.subclasses.hybrid_tensor import Face, HybridTensor
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+_Operand = tuple[Tensor, Tensor | None, Tensor | None, Format]
+
+
+def multiply(
+    left: Face | Tensor,
+    right: Face | Tensor,
+    *,
+    bias: Tensor | None = None,
+    gemm: str = "mm",
+    fast_accum: bool = False,
+) -> Tensor:
+    """Return ``left @ right + bias`` of two faces, ``[M, K] @ [K, N]``, in the nominal dtype.
+
+    Args:
+        left: Rowwise face, identity face or plain tensor, ``[M, K]``.
+        right: Columnwise face, identity face or plain tensor, ``[K, N]``.
+        bias: ``[N]`` or None.
+        gemm: Name of the product, for errors.
+        fast_accum: See ``ops.scaled_mm``.
+
+    Raises:
+        ValueError: If a face runs along the wrong axis, or shapes, dtypes, devices or formats do not go together.
+    """
+    if left.dtype != right.dtype:
+        raise ValueError(f"{gemm}: operands of one dtype are required, got {left.dtype} and {right.dtype}; cast one")
+    a, b = _values(left), _values(right)
+    if not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    return ops.scaled_mm(
+        _operand(a, "left", -1, gemm), _operand(b, "right", 0, gemm),
+        bias=bias, out_dtype=left.dtype, fast_accum=fast_accum,
+    )  # fmt: skip
+
+
+def _values(face: Face | Tensor) -> QuantizedTensor | Tensor:
+    """Reduce an identity face to the plain tensor that it stands for."""
+    return face.dequantize() if isinstance(face, IdentityTensor) else face
+
+
+def _operand(face: QuantizedTensor | Tensor, side: str, axis: int, gemm: str) -> _Operand:
+    """Return the matrix ``[other, contraction]`` of an operand, with its scales and format."""
+    if face.dim() != 2:
+        raise ValueError(f"{gemm}: a matrix is required as {side} operand, got shape {tuple(face.shape)}")
+    if not isinstance(face, QuantizedTensor):
+        return (face if axis == -1 else face.t()), None, None, IDENTITY
+    if face.axis != axis:
+        needed, given = ("rowwise", "columnwise") if axis == -1 else ("columnwise", "rowwise")
+        raise ValueError(
+            f"{gemm}: a {needed} face is required as {side} operand, got a {given} {face!r}; quantize the other face"
+        )
+    if face.matrix_shape != tuple(face.shape):
+        raise ValueError(
+            f"{gemm}: the {side} operand is a flattened view {tuple(face.shape)} of a {face.matrix_shape} matrix, "
+            "whose contraction axis is gone; view it back"
+        )
+    return face.qdata, face.scale, face.tensor_scale, face.format
+
+
+def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> Face | Tensor:
+    """Return the face of ``tensor`` in ``direction``; a leaf or plain tensor is its own."""
+    if isinstance(tensor, HybridTensor):
+        return tensor.require_face(direction, name=name, gemm=gemm)
+    return tensor
+
+
+def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm") -> Tensor:
+    """Apply the rule to any mix of hybrid, leaf, identity and plain matrices."""
+    return multiply(
+        take_face(left, "rowwise", name="the left operand", gemm=gemm),
+        take_face(right, "columnwise", name="the right operand", gemm=gemm),
+        bias=bias,
+        gemm=gemm,
+    )
+
+
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return mm(*args)
+
+
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bias, left, right = args
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if isinstance(bias, (HybridTensor, QuantizedTensor, IdentityTensor)):
+        raise NotImplementedError("addmm: a plain tensor is required as the summand; dequantize it")
+    if bias.dim() == 1 and beta == 1 and alpha == 1:
+        return mm(left, right, bias, "addmm")
+    out: Tensor = beta * bias + alpha * mm(left, right, gemm="addmm")
+    return out
+
+
+def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle the undecomposed ``aten.linear`` of inference mode."""
+    x, weight = args[:2]
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    out = mm(x.view(-1, x.shape[-1]) if x.dim() != 2 else x, weight.t(), bias, "linear")
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def register_matmul(table: OpTable) -> None:
+    """Add the matrix products to ``table``."""
+    table.register(aten.mm.default)(_mm)
+    table.register(aten.addmm.default)(_addmm)
+    table.register(aten.linear.default)(_linear)

@@ -1,0 +1,78 @@
+"""A table from operators to handlers: one per tensor class, exact, without fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+H = TypeVar("H", bound=Handler)
+
+
+class OpTable:
+    """Handlers ``(func, args, kwargs) -> result`` by exact operator.
+
+    Registering an operator twice is an error, and so is looking up one that is not there: an operator that a class
+    has not thought about must not quietly dequantize.
+
+    Args:
+        owner: Name of the class, for errors.
+        advice: What a user should do about an operator that is not there.
+    """
+
+    def __init__(self, owner: str, advice: str) -> None:
+        self._owner = owner
+        self._advice = advice
+        self._handlers: dict[Any, Handler] = {}
+
+    def register(self, *funcs: Any) -> Callable[[H], H]:
+        """Return a decorator that makes a function the handler of ``funcs``.
+
+        Raises:
+            TypeError: If an operator is given without its overload (``aten.mm`` rather than ``aten.mm.default``).
+            ValueError: If one has a handler already.
+        """
+
+        def add(handler: H) -> H:
+            for func in funcs:
+                if isinstance(func, torch._ops.OpOverloadPacket):
+                    raise TypeError(f"OpTable of {self._owner}: an exact overload is required, got {func}; name it")
+                if func in self._handlers:
+                    raise ValueError(f"OpTable of {self._owner}: {func} has a handler already; register it once")
+                self._handlers[func] = handler
+            return handler
+
+        return add
+
+    def get(self, func: Any) -> Handler | None:
+        """Return the handler of ``func``, or None."""
+        return self._handlers.get(func)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the handler of ``func``.
+
+        Raises:
+            NotImplementedError: If there is none.
+        """
+        handler = self._handlers.get(func)
+        if handler is None:
+            raise NotImplementedError(f"{self._owner}: {func} is not an operation of this class; {self._advice}")
+        return handler(func, args, kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._handlers)
+
+    def __len__(self) -> int:
+        return len(self._handlers)
+
+
+def overloads(*packets: Any) -> list[Any]:
+    """Return every exact overload of the ``aten`` operators given, except those that write to ``out``."""
+    found = []
+    for packet in packets:
+        for name in packet.overloads():
+            if name != "out" and not name.endswith("_out"):
+                found.append(getattr(packet, name))
+    return found

@@ -1,0 +1,200 @@
+"""What ``QuantizedTensor`` answers to aten operators."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import infer_size
+
+from hybridtensor.formats import Format
+from hybridtensor.subclasses.common_ops import (
+    alias,
+    bound,
+    register_common,
+    to_copy_options,
+    to_copy_stride,
+)
+from hybridtensor.subclasses.matmul import register_matmul
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+
+aten = torch.ops.aten
+table = QuantizedTensor.ops
+
+
+def _slice_scale(scale: Tensor, block: int | None, axis: int, start: int, stop: int, step: int, extent: int) -> Tensor:
+    """Return the scales of a slice of one axis; raises where the slice cuts a block."""
+    if block is None:
+        return scale
+    if block == 1:
+        return aten.slice.Tensor(scale, axis, start, stop, step)  # type: ignore[no-any-return]
+    if step != 1 or start % block or (stop % block and stop != extent):
+        raise ValueError(
+            f"slice: blocks of {block} are cut by [{start}:{stop}:{step}] of {extent}; slice at multiples of {block}, "
+            "or dequantize first"
+        )
+    return aten.slice.Tensor(scale, axis, start // block, -(-stop // block))  # type: ignore[no-any-return]
+
+
+def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> QuantizedTensor:
+    """Slice a logical dimension: the last one, or the first (whole groups of rows)."""
+    size = list(x.shape)
+    size[dim] = len(range(start, stop, step))
+    rows, columns = x.matrix_shape
+    inner = rows // x.shape[0] if x.shape[0] else 0  # rows of the matrix per entry of the first dimension
+    if x.shape[-1] != columns or (dim == 0 and x.dim() > 2 and step != 1) or 0 < dim < x.dim() - 1:
+        raise NotImplementedError(
+            f"slice: the first or the last dimension of a face can be sliced, got dimension {dim} of {x!r} "
+            f"(a {x.matrix_shape} matrix); dequantize first"
+        )
+    if dim == 0 and x.dim() > 1:
+        logical_axis, extent = 0, rows
+        start, stop = start * inner, stop * inner
+    else:
+        logical_axis, extent = 1, columns
+    stored_axis = logical_axis if x.axis == -1 else 1 - logical_axis
+    block = x.format.block[stored_axis]
+    scale = _slice_scale(x.scale, block, stored_axis, start, stop, step, extent)
+    qdata = aten.slice.Tensor(x.qdata, stored_axis, start, stop, step)
+    cuts = x.cuts_group or block is None
+    return QuantizedTensor(
+        qdata, scale, x.tensor_scale, x.format, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts
+    )
+
+
+register_common(table, _slice)
+register_matmul(table)
+
+
+@table.register(aten.t.default)
+def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    x: QuantizedTensor = args[0]
+    if x.dim() != 2 or x.matrix_shape != tuple(x.shape):
+        raise NotImplementedError(f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix")
+    axis = 0 if x.axis == -1 else -1
+    return x.map_inner(lambda t: t, size=tuple(reversed(x.shape)), stride=tuple(reversed(x.stride())), axis=axis)
+
+
+@table.register(aten.view.default, aten._unsafe_view.default)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Regroup leading dimensions, flatten, or undo that; the scale groups stay where they are."""
+    x: QuantizedTensor = args[0]
+    size = tuple(infer_size(args[1], x.numel()))
+    if size == tuple(x.shape):
+        return alias(x)
+    if not x.is_contiguous():
+        raise RuntimeError(f"view: a contiguous tensor is required, got strides {tuple(x.stride())}; call contiguous()")
+    if len(size) != 1 and size[-1] != x.matrix_shape[1]:
+        raise NotImplementedError(
+            f"view: {tuple(x.shape)} as {size} would split the scale groups of a {x.matrix_shape} matrix in "
+            f"{x.format}; keep the last dimension {x.matrix_shape[1]}, or dequantize first"
+        )
+    return x.map_inner(lambda t: t, size=size)
+
+
+@table.register(aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    x: QuantizedTensor = args[0]
+    stride = to_copy_stride(x, kwargs.get("memory_format"))
+    return x.map_inner(torch.clone, size=x.shape, stride=stride, cuts_group=False)
+
+
+@table.register(aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    """Copy the bytes; a new dtype changes only what ``dequantize`` gives."""
+    x: QuantizedTensor = args[0]
+    dtype, options = to_copy_options(x, kwargs)
+    stride = to_copy_stride(x, kwargs.get("memory_format"))
+    changes = {"nominal_dtype": dtype, "cuts_group": False}
+    return x.map_inner(lambda t: aten._to_copy(t, **options), size=x.shape, stride=stride, **changes)
+
+
+@table.register(aten._pin_memory.default)
+def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    return args[0].map_inner(lambda t: t.pin_memory())  # type: ignore[no-any-return]
+
+
+@table.register(aten.is_pinned.default)
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].qdata.is_pinned()  # type: ignore[no-any-return]
+
+
+@table.register(aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    """Make a face of the same format and another size; zeros have scale 1."""
+    x: QuantizedTensor = args[0]
+    size = tuple(x.shape if func is aten.empty_like.default else args[1])
+    dtype, options = to_copy_options(x, kwargs)
+    options.pop("non_blocking", None)
+    columns = size[-1] if size else 1
+    stored = (math.prod(size[:-1]), columns)
+    stored = stored if x.axis == -1 else stored[::-1]
+    make = torch.zeros if func is aten.new_zeros.default else torch.empty
+    options.setdefault("device", x.qdata.device)
+    qdata = make(stored_shape(x.format, stored), dtype=x.qdata.dtype, **options)
+    scale = make(x.format.scale_shape(*stored), dtype=x.scale.dtype, **options)
+    if func is aten.new_zeros.default:
+        scale.fill_(1)
+    tensor_scale = None if x.tensor_scale is None else torch.ones_like(x.tensor_scale, device=options["device"])
+    return QuantizedTensor(qdata, scale, tensor_scale, x.format, x.axis, dtype, size)
+
+
+def stored_shape(fmt: Format, matrix: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of ``qdata`` for an ``[other, contraction]`` matrix of elements."""
+    return matrix[0], matrix[1] // fmt.elements_per_byte
+
+
+@table.register(aten.copy_.default)
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Copy bytes between faces of one format, or dequantize into a plain tensor."""
+    dst, src = args[0], args[1]
+    non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
+    if not isinstance(dst, QuantizedTensor):
+        dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
+        return dst  # type: ignore[no-any-return]
+    if not isinstance(src, QuantizedTensor):
+        raise NotImplementedError(
+            f"copy_: a face does not know how it was quantized, got a {type(src).__name__} for {dst!r}; "
+            "use quantizer.update_(tensor, values)"
+        )
+    copy_face_(dst, src, non_blocking=non_blocking)
+    return dst
+
+
+def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool = False) -> None:
+    """Overwrite the payload of ``dst`` with that of ``src``.
+
+    Raises:
+        ValueError: If formats, axes or shapes differ, or if ``dst`` is a slice through a scale group whose scale would
+            change under the part outside the slice.
+    """
+    mine, theirs = (dst.format, dst.axis, dst.matrix_shape), (src.format, src.axis, src.matrix_shape)
+    if mine != theirs:
+        raise ValueError(f"copy_: faces of one format, axis and shape are required, got {dst!r} from {src!r}")
+    if dst.cuts_group and not torch.equal(dst.scale, src.scale.to(dst.scale.device)):
+        raise ValueError(
+            f"copy_: {dst!r} is a slice through a scale group, and its new scale would change the rest of the group; "
+            "write the whole tensor"
+        )
+    for name in dst.inner_names:
+        if getattr(dst, name) is not None:
+            getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+
+
+@table.register(aten.equal.default)
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compare payloads bit for bit."""
+    a, b = args
+    if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor):
+        raise TypeError(
+            f"equal: two faces are required, got {type(a).__name__} and {type(b).__name__}; dequantize both"
+        )
+    if (a.format, a.axis, a.shape) != (b.format, b.axis, b.shape):
+        return False
+    return all(
+        torch.equal(getattr(a, n).contiguous().view(torch.uint8), getattr(b, n).contiguous().view(torch.uint8))
+        for n in a.inner_names
+        if getattr(a, n) is not None
+    )

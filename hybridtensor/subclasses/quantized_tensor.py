@@ -1,0 +1,101 @@
+"""One quantized face of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.formats import Format
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+
+class QuantizedTensor(WrapperTensor):
+    """One face: elements, scales and everything else that dequantizing needs, never the quantizer that made it.
+
+    The elements are a matrix ``[other, contraction]``, whatever the logical shape: leading dimensions are flattened,
+    and ``axis`` says which logical dimension is the contraction.
+
+    - ``axis == -1`` (rowwise): scale groups run along the last dimension; ``qdata`` is ``[prod(leading), last]``.
+    - ``axis == 0`` (columnwise): they run along the first; ``qdata`` is ``[last, prod(leading)]``.
+
+    Attributes:
+        qdata: Elements, dtype ``format.element``.
+        scale: Block scales, ``format.scale_shape(*qdata.shape)``: element times scale is the value.
+        tensor_scale: Second-level scale (fp32), or None.
+        format: What the bytes mean.
+        axis: -1 or 0.
+        dtype: Nominal dtype, the default of ``dequantize``.
+        cuts_group: Whether this is a slice through a scale group, which it shares with the rest of that group.
+    """
+
+    ops = OpTable("QuantizedTensor", "call dequantize() first")
+    inner_names = ("qdata", "scale", "tensor_scale")
+    metadata_names = ("format", "axis", "nominal_dtype", "cuts_group")
+
+    qdata: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None
+    format: Format
+    axis: int
+    nominal_dtype: torch.dtype
+    cuts_group: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None,
+        format: Format,
+        axis: int,
+        nominal_dtype: torch.dtype,
+        size: torch.Size | tuple[int, ...],
+        stride: tuple[int, ...] | None = None,
+        cuts_group: bool = False,
+    ) -> Self:
+        return cls._make(size, stride, nominal_dtype, qdata.device)
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None,
+        format: Format,
+        axis: int,
+        nominal_dtype: torch.dtype,
+        size: torch.Size | tuple[int, ...],
+        stride: tuple[int, ...] | None = None,
+        cuts_group: bool = False,
+    ) -> None:
+        self.qdata, self.scale, self.tensor_scale = qdata, scale, tensor_scale
+        self.format, self.axis, self.nominal_dtype, self.cuts_group = format, axis, nominal_dtype, cuts_group
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The logical matrix that was quantized, ``(prod(leading), last)``, whatever views were taken since."""
+        other, contraction = self.qdata.shape
+        return (other, contraction) if self.axis == -1 else (contraction, other)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
+        values = ops.dequantize(
+            self.qdata, self.scale, self.tensor_scale, format=self.format, dtype=dtype or self.nominal_dtype
+        )
+        matrix = values if self.axis == -1 else values.t()
+        if self.dim() == 2 and matrix.shape == self.shape:
+            return matrix
+        return matrix.reshape(self.shape)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        direction = "rowwise" if self.axis == -1 else "columnwise"
+        return (
+            f"QuantizedTensor({self.format}, {direction}, shape={tuple(self.shape)}, dtype={self.nominal_dtype}, "
+            f"device={self.qdata.device})"
+        )
+
+
+torch.serialization.add_safe_globals([QuantizedTensor])

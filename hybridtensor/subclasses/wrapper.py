@@ -1,0 +1,222 @@
+"""What the tensor classes share: inner tensors by name, dispatch by table, copying, pickling, refusals.
+
+A wrapper has no storage of its own. It has a logical shape, a nominal dtype (the dtype of the high-precision tensor it
+stands for), *inner tensors* (attributes named in ``inner_names``; some may be None) and *metadata* (attributes named in
+``metadata_names``; frozen and compared by value, so that equal wrappers share one compiled graph).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+
+from hybridtensor.subclasses.op_table import OpTable
+
+
+class WrapperTensor(Tensor):
+    """Base of the tensor classes; see the module's docstring."""
+
+    ops: ClassVar[OpTable]
+    inner_names: ClassVar[tuple[str, ...]]
+    metadata_names: ClassVar[tuple[str, ...]]
+    transient_names: ClassVar[tuple[str, ...]] = ()  # attributes that belong to one object: never copied or pickled
+
+    @classmethod
+    def _make(
+        cls,
+        size: torch.Size | tuple[int, ...],
+        stride: tuple[int, ...] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
+    ) -> Self:
+        """Make the outer tensor; ``stride=None`` is contiguous."""
+        size = tuple(size)
+        with _normal_mode():
+            return torch.Tensor._make_wrapper_subclass(
+                cls,
+                size,
+                strides=make_contiguous_strides_for(size) if stride is None else stride,
+                dtype=dtype,
+                device=device,
+                requires_grad=requires_grad,
+            )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.ops.call(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    # -- inner tensors and metadata -----------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [name for name in self.inner_names if getattr(self, name) is not None]
+        return names, tuple(getattr(self, name) for name in self.metadata_names)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        metadata: tuple[Any, ...],
+        outer_size: torch.Size | tuple[int, ...],
+        outer_stride: tuple[int, ...] | None,
+    ) -> Self:
+        tensors = {name: inner.get(name) for name in cls.inner_names}
+        values = dict(zip(cls.metadata_names, metadata, strict=True))
+        make: Any = cls
+        made: Self = make(**tensors, **values, size=outer_size, stride=outer_stride)
+        return made
+
+    def map_inner(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        *,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
+        **metadata: Any,
+    ) -> Self:
+        """Rebuild this tensor with ``fn`` applied to every inner tensor. The one way to make one from another.
+
+        Args:
+            fn: Called once per inner tensor that is there.
+            size: Logical shape of the result; by default this tensor's, with its strides.
+            stride: Strides of the result; by default contiguous if ``size`` is given.
+            metadata: Metadata that differs in the result.
+        """
+        if size is None:
+            size, stride = self.size(), stride or self.stride()
+        names, old = self.__tensor_flatten__()
+        new = {**dict(zip(self.metadata_names, old, strict=True)), **metadata}
+        inner = {name: fn(getattr(self, name)) for name in names}
+        return self.__tensor_unflatten__(inner, tuple(new.values()), size, stride)
+
+    # -- copying and pickling -----------------------------------------------------------------------------------
+
+    def _user_attributes(self) -> dict[str, Any]:
+        """Return what others put on the object, such as the mark that makes it a Parameter."""
+        own = {*self.inner_names, *self.metadata_names, *self.transient_names}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        names, metadata = self.__tensor_flatten__()
+        inner = {name: getattr(self, name) for name in names}
+        state = (type(self), inner, metadata, tuple(self.size()), tuple(self.stride()), self.requires_grad)
+        return _rebuild, (*state, self._user_attributes())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(f"{type(self).__name__}: deepcopy needs a leaf tensor, got a result; detach it first")
+        with torch.no_grad():
+            new: Any = self.clone()
+        new.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        new.__dict__.update(copy.deepcopy(self._user_attributes(), memo))
+        memo[id(self)] = new
+        copied: Self = new
+        return copied
+
+    # -- what a tensor without storage cannot do by inheritance ---------------------------------------------------
+
+    def data_ptr(self) -> int:
+        """Return the address of the first inner tensor: a wrapper has no memory, its payload has."""
+        names, _ = self.__tensor_flatten__()
+        address: int = getattr(self, names[0]).data_ptr()
+        return address
+
+    def share_memory_(self) -> Self:
+        """Refuse: the inherited one would touch a storage that is not there."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: share_memory_() needs one storage, got a tensor of several; "
+            "share the inner tensors, or send the state dict"
+        )
+
+    @property
+    def data(self) -> Tensor:
+        """Return a detached tensor of the same class."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__}: assigning .data would leave the payload behind, got a {type(value).__name__}; "
+            "use copy_(), or torch.utils.swap_tensors"
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the dequantized values as fp32 numpy array (``force=True``), as plain tensors do."""
+        if not force:
+            raise TypeError(
+                f"{type(self).__name__}: numpy() needs plain memory; call dequantize() or numpy(force=True)"
+            )
+        return self.dequantize().float().cpu().numpy()
+
+
+def _normal_mode() -> contextlib.AbstractContextManager[object]:
+    """Leave inference mode: a wrapper made inside it could not be a view of one made outside."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def _rebuild(
+    cls: type[WrapperTensor],
+    inner: dict[str, Tensor],
+    metadata: tuple[Any, ...],
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> WrapperTensor:
+    """Undo ``__reduce_ex__``."""
+    tensor = cls.__tensor_unflatten__(inner, metadata, size, stride)
+    tensor.requires_grad_(requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+class Structure(NamedTuple):
+    """How to put a flattened wrapper together again; hashable."""
+
+    cls: type[Tensor]
+    names: tuple[str, ...]
+    metadata: tuple[Any, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    children: tuple[Structure | None, ...]
+
+
+def flatten(tensor: Tensor) -> tuple[list[Tensor], Structure | None]:
+    """Take ``tensor`` apart into plain tensors, however deep it is nested, and the structure to rebuild it."""
+    if not isinstance(tensor, WrapperTensor):
+        return [tensor], None
+    names, metadata = tensor.__tensor_flatten__()
+    plain: list[Tensor] = []
+    children = []
+    for name in names:
+        tensors, child = flatten(getattr(tensor, name))
+        plain += tensors
+        children.append(child)
+    shape = tuple(tensor.size()), tuple(tensor.stride())
+    return plain, Structure(type(tensor), tuple(names), metadata, *shape, tuple(children))
+
+
+def unflatten(plain: list[Tensor], structure: Structure | None) -> Tensor:
+    """Undo ``flatten``; takes its tensors off the front of ``plain``."""
+    if structure is None:
+        return plain.pop(0)
+    inner = {name: unflatten(plain, child) for name, child in zip(structure.names, structure.children, strict=True)}
+    rebuild = structure.cls.__tensor_unflatten__  # type: ignore[attr-defined]
+    return rebuild(inner, structure.metadata, structure.size, structure.stride)  # type: ignore[no-any-return]
+
+
+torch.serialization.add_safe_globals([_rebuild])

@@ -1,0 +1,31 @@
+"""What this library uses of torchao, imported without torchao's own start-up messages."""
+
+from __future__ import annotations
+
+import logging
+
+
+def _silently() -> None:
+    """Import torchao while its notes about optional binaries, which nothing here uses, are muted."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import torchao.quantization  # noqa: F401
+    finally:
+        logging.disable(previous)
+
+
+_silently()
+
+from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig, config_from_dict, config_to_dict  # noqa: E402
+from torchao.quantization import FqnToConfig  # noqa: E402
+from torchao.quantization.transform_module import register_quantize_module_handler  # noqa: E402
+
+__all__ = [
+    "ALLOWED_AO_MODULES",
+    "AOBaseConfig",
+    "FqnToConfig",
+    "config_from_dict",
+    "config_to_dict",
+    "register_quantize_module_handler",
+]
