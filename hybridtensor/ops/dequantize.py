@@ -24,7 +24,8 @@ def dequantize_reference(
     values = qdata.float() * expand_scale(scale.float(), get_format(format), qdata.shape)
     if tensor_scale is not None:
         values = values * tensor_scale
-    return values.to(dtype, copy=values is qdata)
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
 
 
 def _fake(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype) -> Tensor:
@@ -42,6 +43,9 @@ def dequantize(
     qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, *, format: Format, dtype: torch.dtype
 ) -> Tensor:
     """Return ``element * scale`` (times ``tensor_scale``) in ``dtype``, each product rounded to fp32.
+
+    Saturates: rounding up to a power-of-two scale's grid can step just beyond the largest value of ``dtype``, and what
+    was finite must stay finite. NaN stays NaN.
 
     Args:
         qdata: Elements, ``[other, contraction]``.

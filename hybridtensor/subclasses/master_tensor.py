@@ -106,6 +106,10 @@ class MasterWeight(WrapperTensor):
             self._cached = (key, row, column)
         return (row if rowwise else None), (column if columnwise else None)
 
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of quantization."""
+        return self.master
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the high-precision values as a plain tensor: ``master`` itself, or its cast to ``dtype``."""
         return self.master if dtype is None else self.master.to(dtype)

@@ -1,0 +1,32 @@
+"""How far a product in low precision may be from the exact one; derived, not tuned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+
+def product_bound(
+    left: Tensor, right: Tensor, out_dtype: torch.dtype, *, accumulate: float = 2.0**-24, summands: int = 0
+) -> Tensor:
+    """Bound ``|computed - left @ right|``, elementwise, for operands whose values are exact in the hardware.
+
+    With exact products and ``n`` additions of relative error ``u``, a sum is off by at most ``n u sum|terms|`` (Higham,
+    Accuracy and Stability of Numerical Algorithms, section 4.2, any order of summation). The scale costs three more
+    roundings in fp32, and the result one in ``out_dtype``, or the smallest subnormal.
+
+    Args:
+        left: Exact values ``[M, K]``, float64.
+        right: Exact values ``[K, N]``, float64.
+        out_dtype: Dtype of the result.
+        accumulate: Relative error of one addition: 2^-24 in fp32; Hopper's tensor cores keep fewer bits in FP8.
+        summands: Terms added beside the K products: 1 for a bias.
+    """
+    exact = left @ right
+    magnitude = left.abs() @ right.abs()
+    terms = left.shape[1] + summands + 3
+    summation = terms * accumulate * magnitude
+    rounding = _UNIT_ROUNDOFF[out_dtype] * (exact.abs() + summation)
+    return summation + rounding + torch.finfo(out_dtype).smallest_normal

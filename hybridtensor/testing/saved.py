@@ -1,0 +1,48 @@
+"""Count what autograd saves for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses.wrapper import flatten
+
+
+@dataclass
+class SavedTensors:
+    """What was saved: plain tensors, in order; ``tensors`` may repeat a storage, ``nbytes`` counts each once."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def nbytes(self, *, without: Iterable[Tensor] = ()) -> int:
+        """Return the bytes of the distinct storages, less those that hold one of ``without`` (or its cached faces)."""
+        excluded = {t.untyped_storage().data_ptr() for tensor in without for t in _held(tensor)}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors}
+        return sum(size for address, size in storages.items() if address not in excluded)
+
+
+def _held(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
+    plain, _ = flatten(tensor)
+    if isinstance(tensor, MasterWeight) and tensor._cached is not None:
+        for face in tensor._cached[1:]:
+            plain += [] if face is None else flatten(face)[0]
+    return plain
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[SavedTensors]:
+    """Record every tensor that autograd saves while the context is open."""
+    saved = SavedTensors()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.tensors.extend(flatten(tensor)[0])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved

@@ -1,0 +1,25 @@
+"""Fixtures for all tests: devices, CPU first; deterministic seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device of this machine; the CUDA tests carry the ``gpu`` marker."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)

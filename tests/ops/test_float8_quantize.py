@@ -1,0 +1,156 @@
+"""FP8 current scaling against an oracle in numpy and ml_dtypes. All comparisons are exact: bits of codes and scales."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridtensor import formats
+from hybridtensor.ops.dequantize import dequantize
+from hybridtensor.ops.float8_quantize import float8_quantize, float8_quantize_reference
+from hybridtensor.testing import edge_tensor, float8_oracle, random_tensor
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+GRANULARITIES = ["tensor", "row"]
+ELEMENTS = ["e4m3", "e5m2"]
+
+
+def check(x, dtype, granularity, pow2_scale=False):
+    fmt = formats.get_format(f"fp8_{dtype}_{granularity}")
+    codes, scale = float8_quantize(x, fmt, pow2_scale=pow2_scale)
+    expected_codes, expected_scale = float8_oracle(x, dtype=dtype, granularity=granularity, pow2_scale=pow2_scale)
+    assert codes.dtype == fmt.element
+    assert codes.is_contiguous()
+    assert tuple(scale.shape) == fmt.scale_shape(*x.shape)
+    np.testing.assert_array_equal(scale.cpu().numpy().view(np.uint32), expected_scale.view(np.uint32))
+    np.testing.assert_array_equal(codes.cpu().view(torch.uint8).numpy(), expected_codes)
+    return codes, scale
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True], ids=["fp32_scale", "pow2_scale"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestEqualsOracle:
+    def test_random(self, dtype, element, granularity, pow2_scale, device):
+        check(random_tensor(70, 52, dtype=dtype, device=device), element, granularity, pow2_scale)
+
+    def test_edge_values(self, dtype, element, granularity, pow2_scale, device):
+        for row in edge_tensor(dtype, device):
+            check(row[None], element, granularity, pow2_scale)
+        check(edge_tensor(dtype, device), element, granularity, pow2_scale)
+
+    def test_any_strides(self, dtype, element, granularity, pow2_scale, device):
+        x = random_tensor(24, 40, dtype=dtype, device=device)
+        for view in (x.t(), x[::2, ::3], x[3:, 5:], x.flip(0), x[:1].expand(7, 40)):
+            check(view, element, granularity, pow2_scale)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)], ids=str)
+def test_empty_gives_empty_codes_and_scale_one(shape, granularity, device):
+    fmt = formats.get_format(f"fp8_e4m3_{granularity}")
+    codes, scale = float8_quantize(torch.empty(shape, device=device), fmt)
+    assert codes.shape == shape
+    assert tuple(scale.shape) == fmt.scale_shape(*shape)
+    assert scale.eq(1).all()
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("pow2_scale", [False, True], ids=["fp32_scale", "pow2_scale"])
+def test_scale_over_every_exponent_and_both_sides_of_it(element, pow2_scale, device):
+    powers = torch.ldexp(torch.ones(277), torch.arange(-149, 128))
+    below, above = (torch.nextafter(powers, torch.full_like(powers, end)) for end in (0.0, 3e38))
+    amax = torch.cat([powers, below, above])[:, None]
+    x = torch.cat([amax, -amax / 3, torch.zeros_like(amax)], dim=1).to(device)
+    codes, scale = check(x, element, "row", pow2_scale)
+    assert scale.isfinite().all()
+    largest = formats.get_format(f"fp8_{element}_row").max
+    assert codes.float().abs().max() <= largest
+    if pow2_scale:
+        assert (scale.view(torch.int32) & 0x007FFFFF)[amax[:, 0].to(device) > 2.0**-100].eq(0).all()
+
+
+def test_edge_policy(device):
+    """The table of edge values: zero, NaN, Inf and tiny groups do what is promised and leave other groups alone."""
+    ordinary = [1.0, -2.0, 4.0]
+    rows = {
+        "ordinary": ordinary,
+        "zero": [0.0, 0.0, 0.0],
+        "nan": [float("nan"), -2.0, 4.0],
+        "inf": [float("inf"), -float("inf"), 4.0],
+        "tiny": [1e-45, 0.0, -1e-45],
+    }
+    x = torch.tensor(list(rows.values()), device=device)
+    codes, scale = float8_quantize(x, formats.FP8_E4M3_ROW)
+    values = dict(zip(rows, codes.float() * scale, strict=True))
+    scales = dict(zip(rows, scale[:, 0].tolist(), strict=True))
+    torch.testing.assert_close(values["ordinary"], x[0], rtol=0, atol=0.05)
+    assert scales["zero"] == 1
+    assert values["zero"].eq(0).all()
+    assert values["nan"].isnan().tolist() == [True, False, False]
+    torch.testing.assert_close(values["nan"][1:], values["ordinary"][1:], rtol=0, atol=0)
+    assert scales["nan"] == scales["ordinary"]
+    assert scales["inf"] == 1
+    assert values["inf"].tolist() == [448.0, -448.0, 4.0]
+    assert values["tiny"].isfinite().all()
+
+
+def test_infinite_input_does_not_spoil_a_per_tensor_face(device):
+    x = torch.tensor([[1.0, float("inf")], [2.0, 3.0]], device=device)
+    codes, scale = float8_quantize(x, formats.FP8_E4M3_TENSOR)
+    assert (codes.float() * scale).tolist() == [[1.0, 448.0], [2.0, 3.0]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    st.sampled_from(ELEMENTS),
+    st.sampled_from(GRANULARITIES),
+    st.booleans(),
+)
+def test_finite_in_gives_finite_out(values, element, granularity, pow2_scale):
+    fmt = formats.get_format(f"fp8_{element}_{granularity}")
+    codes, scale = float8_quantize(torch.tensor([values]), fmt, pow2_scale=pow2_scale)
+    assert dequantize(codes, scale, None, format=fmt, dtype=torch.float32).isfinite().all()
+    assert scale.gt(0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40))
+def test_per_tensor_shards_with_the_whole_amax_agree(values):
+    x = torch.tensor([values, values[::-1]])
+    whole, scale = float8_quantize(x, formats.FP8_E4M3_TENSOR)
+    for row, codes in zip(x, whole, strict=True):  # each shard has the whole's amax here
+        part, part_scale = float8_quantize(row[None], formats.FP8_E4M3_TENSOR)
+        assert torch.equal(part.view(torch.uint8)[0], codes.view(torch.uint8))
+        assert torch.equal(part_scale, scale)
+
+
+@pytest.mark.parametrize("fmt", [formats.FP8_E4M3_TENSOR, formats.FP8_E5M2_ROW], ids=str)
+def test_operator_is_well_registered(fmt, device):
+    x = random_tensor(6, 10, device=device)
+    torch.library.opcheck(torch.ops.hybridtensor.float8_quantize.default, (x, fmt.name, True))
+    torch.library.opcheck(torch.ops.hybridtensor.float8_quantize.default, (x.t(), fmt.name, False))
+
+
+def test_the_reference_is_what_runs():
+    x = random_tensor(6, 10)
+    for got, expected in zip(
+        float8_quantize(x, formats.FP8_E4M3_ROW), float8_quantize_reference(x, "fp8_e4m3_row", False), strict=True
+    ):
+        assert torch.equal(got.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float64], ids=str)
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(TypeError, match=f"bfloat16, float16 or float32 is required, got {dtype}"):
+        float8_quantize(torch.zeros(2, 2, dtype=dtype), formats.FP8_E4M3_TENSOR)
+
+
+def test_other_ranks_and_formats_are_refused():
+    with pytest.raises(ValueError, match=r"2 dimensions are required, got shape \(3,\)"):
+        float8_quantize(torch.zeros(3), formats.FP8_E4M3_TENSOR)
+    with pytest.raises(ValueError, match="per tensor or per row is required, got identity"):
+        float8_quantize(torch.zeros(3, 3), formats.IDENTITY)

@@ -1,0 +1,81 @@
+"""Format records against the published formats."""
+
+import pickle
+
+import gfloat
+import gfloat.formats
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hybridtensor import formats
+from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, IDENTITY, Format
+from hybridtensor.ops.float8_quantize import cast_saturating
+
+CODECS = [
+    pytest.param(FP8_E4M3_TENSOR, ml_dtypes.float8_e4m3fn, gfloat.formats.format_info_ocp_e4m3, id="e4m3"),
+    pytest.param(FP8_E5M2_TENSOR, ml_dtypes.float8_e5m2, gfloat.formats.format_info_ocp_e5m2, id="e5m2"),
+]
+
+
+@pytest.mark.parametrize(("fmt", "element", "info"), CODECS)
+def test_max_is_the_largest_finite_element(fmt, element, info):
+    assert fmt.max == float(ml_dtypes.finfo(element).max) == info.max
+    assert fmt.max == torch.finfo(fmt.element).max
+
+
+@pytest.mark.parametrize(("fmt", "element", "info"), CODECS)
+def test_every_bf16_value_is_encoded_as_ml_dtypes_and_gfloat_do(fmt, element, info, device):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    codes = cast_saturating(x.to(device).float(), fmt).cpu().view(torch.uint8).numpy()
+    values = x.float().numpy()
+    with np.errstate(invalid="ignore"):
+        expected = np.clip(values, -fmt.max, fmt.max).astype(element).view(np.uint8)
+    expected = np.where(np.isnan(values), 0x7F, expected)
+    np.testing.assert_array_equal(codes, expected)
+    some = np.arange(0, 65536, 7)  # gfloat is slow: a seventh of them, which covers every exponent
+    for i in some[~np.isnan(values[some])]:
+        decoded = gfloat.decode_float(info, int(codes[i])).fval
+        assert decoded == gfloat.round_float(info, float(values[i]), sat=True)
+
+
+@pytest.mark.parametrize(("fmt", "element", "info"), CODECS)
+def test_fp32_ties_go_to_even(fmt, element, info, device):
+    finite = np.arange(256, dtype=np.uint8).view(element).astype(np.float32)
+    finite = np.sort(finite[np.isfinite(finite)])
+    ties = (finite[1:].astype(np.float64) + finite[:-1]) / 2
+    around = np.concatenate([np.nextafter(ties.astype(np.float32), np.float32(s)) for s in (-np.inf, np.inf)])
+    x = np.concatenate([ties.astype(np.float32), around])
+    codes = cast_saturating(torch.from_numpy(x).to(device), fmt).cpu().view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes, x.astype(element).view(np.uint8))
+
+
+def test_blocks_give_the_shape_of_the_scales():
+    assert FP8_E4M3_TENSOR.scale_shape(5, 7) == (1, 1)
+    assert FP8_E4M3_ROW.scale_shape(5, 7) == (5, 1)
+    assert Format("x", torch.uint8, 6.0, block=(1, 16), scale_dtype=torch.float8_e4m3fn).scale_shape(5, 40) == (5, 3)
+    assert Format("x", torch.uint8, 6.0, block=(128, 128), scale_dtype=torch.float32).scale_shape(130, 128) == (2, 1)
+
+
+def test_bytes_per_row_counts_elements_and_scales():
+    assert IDENTITY.bytes_per_row(64) == 128
+    assert FP8_E4M3_TENSOR.bytes_per_row(64) == 64
+    assert FP8_E4M3_ROW.bytes_per_row(64) == 68
+    packed = Format("x", torch.uint8, 6.0, (1, 16), torch.float8_e4m3fn, elements_per_byte=2)
+    assert packed.bytes_per_row(64) == 32 + 4
+
+
+def test_formats_are_values_pickled_by_name():
+    assert pickle.loads(pickle.dumps(FP8_E4M3_ROW)) is FP8_E4M3_ROW
+    assert Format("fp8_e4m3_row", torch.float8_e4m3fn, 448.0, (1, None), torch.float32) == FP8_E4M3_ROW
+
+
+def test_an_unknown_format_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'fp8_e4m3_row'"):
+        formats.get_format("fp8_e4m3_rows")
+
+
+def test_a_second_record_of_one_name_is_refused():
+    with pytest.raises(ValueError, match="names are unique"):
+        formats.register_format(Format("fp8_e4m3_row", torch.float8_e5m2, 1.0))
