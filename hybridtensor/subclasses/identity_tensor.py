@@ -46,10 +46,9 @@ class IdentityTensor(WrapperTensor):
         return IDENTITY
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a plain tensor: ``source`` itself where it is plain and of that ``dtype``."""
-        if isinstance(self.source, QuantizedTensor):
-            return self.source.dequantize(dtype)
-        return self.source if dtype is None else self.source.to(dtype)
+        """Return the values, which are of the nominal dtype, cast to ``dtype``: ``source`` itself where it is that."""
+        values = self.source.dequantize() if isinstance(self.source, QuantizedTensor) else self.source
+        return values if dtype is None else values.to(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         of = f", of {self.source!r}" if isinstance(self.source, QuantizedTensor) else ""

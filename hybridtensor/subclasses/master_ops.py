@@ -38,8 +38,8 @@ WRITES = overloads(
     aten._foreach_add_, aten._foreach_addcdiv_, aten._foreach_addcmul_, aten._foreach_clamp_max_,
     aten._foreach_clamp_min_, aten._foreach_copy_, aten._foreach_div_, aten._foreach_lerp_, aten._foreach_mul_,
     aten._foreach_neg_, aten._foreach_sign_, aten._foreach_sub_, aten._foreach_zero_,
-    aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_,
-)  # fmt: skip
+    aten._amp_foreach_non_finite_check_and_unscale_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_,
+) + [aten.eye.m_out]  # fmt: skip
 
 READS = overloads(
     aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.bernoulli,
@@ -53,7 +53,6 @@ READS = overloads(
     aten.topk, aten.tril, aten.triu, aten.var, aten.where, aten.zeros_like, aten._local_scalar_dense,
     aten._foreach_abs, aten._foreach_add, aten._foreach_div, aten._foreach_lerp, aten._foreach_mul,
     aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt, aten._foreach_sub,
-    aten._amp_foreach_non_finite_check_and_unscale_,
 )  # fmt: skip
 
 PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
@@ -93,14 +92,16 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run in place and note the write on every master weight that the schema says is written."""
     _run(func, args, kwargs)
+    written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for item in value if isinstance(value, (list, tuple)) else [value]:
+            written.append(item)
             if isinstance(item, MasterWeight):
                 item.note_write()
-    return args[0] if func._schema.returns else None
+    return written[0] if func._schema.returns else None
 
 
 @table.register(*READS)

@@ -35,10 +35,12 @@ class OpTable:
             ValueError: If one has a handler already.
         """
 
+        for func in funcs:
+            if isinstance(func, torch._ops.OpOverloadPacket):
+                raise TypeError(f"OpTable of {self._owner}: an exact overload is required, got {func}; name it")
+
         def add(handler: H) -> H:
             for func in funcs:
-                if isinstance(func, torch._ops.OpOverloadPacket):
-                    raise TypeError(f"OpTable of {self._owner}: an exact overload is required, got {func}; name it")
                 if func in self._handlers:
                     raise ValueError(f"OpTable of {self._owner}: {func} has a handler already; register it once")
                 self._handlers[func] = handler
@@ -73,6 +75,7 @@ def overloads(*packets: Any) -> list[Any]:
     found = []
     for packet in packets:
         for name in packet.overloads():
-            if name != "out" and not name.endswith("_out"):
-                found.append(getattr(packet, name))
+            op = getattr(packet, name)
+            if not any(argument.is_out for argument in op._schema.arguments):
+                found.append(op)
     return found

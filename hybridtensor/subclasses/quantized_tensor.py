@@ -81,14 +81,12 @@ class QuantizedTensor(WrapperTensor):
         return (other, contraction) if self.axis == -1 else (contraction, other)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
+        """Return the values as a plain contiguous tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
         values = ops.dequantize(
             self.qdata, self.scale, self.tensor_scale, format=self.format, dtype=dtype or self.nominal_dtype
         )
         matrix = values if self.axis == -1 else values.t()
-        if self.dim() == 2 and matrix.shape == self.shape:
-            return matrix
-        return matrix.reshape(self.shape)
+        return matrix.reshape(self.shape).contiguous()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         direction = "rowwise" if self.axis == -1 else "columnwise"

@@ -108,7 +108,7 @@ class WrapperTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         names, metadata = self.__tensor_flatten__()
-        inner = {name: getattr(self, name) for name in names}
+        inner = {name: _as_bytes(getattr(self, name)) for name in names}
         state = (type(self), inner, metadata, tuple(self.size()), tuple(self.stride()), self.requires_grad)
         return _rebuild, (*state, self._user_attributes())
 
@@ -168,9 +168,16 @@ def _normal_mode() -> contextlib.AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
+def _as_bytes(tensor: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
+    """Return an FP8 tensor as bytes and its dtype: torch reads such tensors back from torch.save, not from pickle."""
+    if isinstance(tensor, WrapperTensor) or tensor.itemsize != 1 or not tensor.is_floating_point():
+        return tensor
+    return tensor.view(torch.uint8), tensor.dtype
+
+
 def _rebuild(
     cls: type[WrapperTensor],
-    inner: dict[str, Tensor],
+    inner: dict[str, Tensor | tuple[Tensor, torch.dtype]],
     metadata: tuple[Any, ...],
     size: tuple[int, ...],
     stride: tuple[int, ...],
@@ -178,7 +185,8 @@ def _rebuild(
     attributes: dict[str, Any],
 ) -> WrapperTensor:
     """Undo ``__reduce_ex__``."""
-    tensor = cls.__tensor_unflatten__(inner, metadata, size, stride)
+    tensors = {name: t if isinstance(t, Tensor) else t[0].view(t[1]) for name, t in inner.items()}
+    tensor = cls.__tensor_unflatten__(tensors, metadata, size, stride)
     tensor.requires_grad_(requires_grad)
     tensor.__dict__.update(attributes)
     return tensor

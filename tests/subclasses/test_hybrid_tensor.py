@@ -1,0 +1,90 @@
+"""HybridTensor: construction, precision, serialization, flattening."""
+
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hybridtensor import Float8Quantizer, HybridConfig, HybridQuantizer, HybridTensor, IdentityQuantizer
+from hybridtensor.subclasses.wrapper import flatten, unflatten
+from hybridtensor.testing import random_tensor
+
+E4M3, E5M2, ROW = Float8Quantizer(), Float8Quantizer(dtype="e5m2"), Float8Quantizer(granularity="row")
+QUANTIZERS = [E4M3, ROW, HybridQuantizer(ROW, E5M2), HybridQuantizer(E4M3, IdentityQuantizer(), "rowwise_dequantized")]
+
+
+def test_dequantize_takes_the_more_precise_face():
+    x = random_tensor(8, 16)
+    for quantizer, expected in (
+        (HybridQuantizer(E4M3, IdentityQuantizer()), "columnwise"),
+        (HybridQuantizer(E5M2, E4M3), "columnwise"),
+        (HybridQuantizer(E4M3, E5M2), "rowwise"),
+        (HybridQuantizer(E4M3, ROW), "columnwise"),
+        (HybridQuantizer(ROW, E4M3), "rowwise"),
+        (E4M3, "rowwise"),
+    ):
+        h = quantizer.quantize(x)
+        assert torch.equal(h.dequantize(), getattr(h, expected).dequantize()), quantizer
+    assert torch.equal(HybridQuantizer(E4M3, IdentityQuantizer()).quantize(x).dequantize(), x)
+    assert E4M3.quantize(x).dequantize(torch.float32).dtype == torch.float32
+
+
+def test_faces_must_belong_together():
+    x, y = E4M3.quantize(random_tensor(4, 8)), E4M3.quantize(random_tensor(4, 16))
+    with pytest.raises(ValueError, match=r"faces of one shape are required, got rowwise .*\[4, 8\].*\[4, 16\]"):
+        HybridTensor(x.rowwise, y.columnwise)
+    with pytest.raises(ValueError, match="faces of one dtype"):
+        HybridTensor(x.rowwise, x.columnwise.to(torch.float32))
+    with pytest.raises(ValueError, match="at least one face"):
+        HybridTensor(None, None)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("which", [{}, {"columnwise": False}, {"rowwise": False}], ids=["both", "row", "column"])
+class TestRoundTrips:
+    def test_flatten(self, quantizer, which):
+        x = quantizer.quantize(random_tensor(2, 3, 8), **which)
+        plain, structure = flatten(x)
+        assert all(type(t) is torch.Tensor for t in plain)
+        assert hash(structure) == hash(flatten(quantizer.quantize(random_tensor(2, 3, 8, seed=1), **which))[1])
+        assert torch.equal(unflatten(plain, structure), x)
+        names, metadata = x.__tensor_flatten__()
+        inner = {name: getattr(x, name) for name in names}
+        assert torch.equal(HybridTensor.__tensor_unflatten__(inner, metadata, x.size(), x.stride()), x)
+
+    def test_pickle_and_torch_save(self, quantizer, which):
+        x = quantizer.quantize(random_tensor(6, 8), **which)
+        assert torch.equal(pickle.loads(pickle.dumps(x)), x)
+        for weights_only in (True, False):
+            buffer = io.BytesIO()
+            torch.save({"x": x, "xt": x.t()}, buffer)
+            buffer.seek(0)
+            loaded = torch.load(buffer, weights_only=weights_only)
+            assert torch.equal(loaded["x"], x)
+            assert torch.equal(loaded["xt"], x.t())
+            assert loaded["xt"].stride() == x.t().stride()
+
+
+def test_weights_only_load_works_in_a_process_that_only_imports_us(tmp_path):
+    weight = E4M3.quantize(random_tensor(6, 8))
+    weight = HybridTensor(weight.rowwise, weight.columnwise, HybridConfig.parse("fp8+dequantized"))
+    torch.save({"w": weight}, tmp_path / "w.pt")
+    program = (
+        f"import torch, hybridtensor; w = torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True)['w']; "
+        "print(type(w).__name__, w.config, w.dequantize().float().sum().item().hex())"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["HybridTensor", "fp8+dequantized", weight.dequantize().float().sum().item().hex()]
+
+
+def test_a_wrapper_reports_the_plain_tensors_shape_and_strides():
+    x = random_tensor(6, 8)
+    h = E4M3.quantize(x)
+    assert (h.shape, h.stride(), h.dtype, h.device) == (x.shape, x.stride(), x.dtype, x.device)
+    assert h.t().stride() == x.t().stride()
+    assert not h.requires_grad
+    assert "rowwise=fp8_e4m3_tensor" in repr(h)
+    assert "columnwise" in repr(h.columnwise)

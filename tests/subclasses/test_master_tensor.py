@@ -1,0 +1,236 @@
+"""MasterWeight is its high-precision tensor to everything but the linear, and never lends out a stale face."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
+from hybridtensor.subclasses import master_ops
+from hybridtensor.testing import random_tensor
+
+aten = torch.ops.aten
+CONFIG = HybridConfig.parse("fp8")
+
+
+def weight(*shape, dtype=torch.float32, config=CONFIG, seed=0):
+    return MasterWeight(random_tensor(*(shape or (6, 8)), dtype=dtype, seed=seed), config)
+
+
+def faces(w):
+    return w.faces(rowwise=True, columnwise=True, dtype=w.dtype)
+
+
+def assert_fresh(w):
+    """The faces are those of the weight's present value."""
+    expected = w.config.weight.quantize(w.master)
+    for got, face in zip(faces(w), (expected.rowwise, expected.columnwise), strict=True):
+        assert torch.equal(got, face)
+
+
+WRITES = {
+    "add_": lambda w: w.add_(1.0),
+    "mul_": lambda w: w.mul_(3.0),
+    "copy_": lambda w: w.copy_(torch.ones(6, 8)),
+    "copy_ ours": lambda w: w.copy_(weight(seed=5)),
+    "copy_ faces": lambda w: w.copy_(Float8Quantizer().quantize(random_tensor(6, 8, dtype=torch.float32, seed=5))),
+    "fill_": lambda w: w.fill_(2.0),
+    "zero_": lambda w: w.zero_(),
+    "uniform_": lambda w: w.uniform_(),
+    "normal_": lambda w: w.normal_(),
+    "trunc_normal_": lambda w: nn.init.trunc_normal_(w),
+    "kaiming": lambda w: nn.init.kaiming_uniform_(w),
+    "xavier": lambda w: nn.init.xavier_normal_(w),
+    "orthogonal": lambda w: nn.init.orthogonal_(w.t()),
+    "eye": lambda w: nn.init.eye_(w),
+    "lerp_": lambda w: w.lerp_(torch.ones(6, 8), 0.5),
+    "clamp_": lambda w: w.clamp_(-0.1, 0.1),
+    "masked_fill_": lambda w: w.masked_fill_(torch.ones(6, 8, dtype=torch.bool), 4.0),
+    "foreach_mul_": lambda w: torch._foreach_mul_([w], 5.0),
+    "foreach_add_": lambda w: torch._foreach_add_([w], [torch.ones(6, 8)]),
+    "foreach_copy_": lambda w: torch._foreach_copy_([w], [torch.ones(6, 8)]),
+    "setitem": lambda w: w.__setitem__(0, 7.0),
+    "setitem slice": lambda w: w.__setitem__((slice(1, 3), slice(2, 4)), torch.full((2, 2), 9.0)),
+    "view": lambda w: w.view(-1).fill_(1.0),
+    "slice": lambda w: w[2:4].mul_(10.0),
+    "row": lambda w: w[0].zero_(),
+    "transpose": lambda w: w.t()[0].add_(1.0),
+    "detach": lambda w: w.detach().add_(1.0),
+    "data": lambda w: w.data.mul_(0.5),
+    "data of a view": lambda w: w.data.view(-1)[3:9].add_(2.0),
+    "split": lambda w: w.split(3)[1].zero_(),
+    "unbind": lambda w: w.unbind(0)[2].fill_(1.0),
+    "the master itself": lambda w: w.dequantize().add_(1.0),
+    "version bump": lambda w: w.master.view(-1)[:4].copy_(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_no_write_is_missed(name):
+    w = nn.Parameter(weight())
+    assert_fresh(w)
+    before = w.master.clone()
+    with torch.no_grad():
+        WRITES[name](w)
+    assert not torch.equal(w.master, before)
+    assert_fresh(w)
+
+
+def test_faces_are_made_once_per_write():
+    w = weight()
+    row, column = faces(w)
+    assert faces(w)[0] is row
+    assert faces(w)[1] is column
+    w.add_(1)
+    assert faces(w)[0] is not row
+
+
+def test_a_face_made_for_evaluation_does_not_stand_in_the_way_of_training():
+    w = weight()
+    row, none = w.faces(rowwise=True, columnwise=False, dtype=w.dtype)
+    assert none is None
+    assert_fresh(w)
+    assert torch.equal(w.faces(rowwise=True, columnwise=False, dtype=w.dtype)[0], row)
+
+
+def test_another_recipe_or_dtype_makes_other_faces():
+    w = weight()
+    faces(w)
+    w.config = HybridConfig.parse("fp8_rowwise")
+    assert faces(w)[0].format.name == "fp8_e4m3_row"
+    half = w.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
+    assert [f.dtype for f in half] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("op", master_ops.VIEWS + master_ops.COPIES, ids=str)
+def test_views_and_copies_are_master_weights_with_the_plain_result(op):
+    arguments = {
+        aten.as_strided.default: ((6, 4), (8, 2), 1), aten.expand.default: ((2, 6, 8),), aten.permute.default: ((1, 0),),
+        aten.select.int: (1, 2), aten.slice.Tensor: (1, 2, 6, 2), aten.split.Tensor: (4, 1),
+        aten.split_with_sizes.default: ([2, 4], 0), aten.squeeze.dim: (0,), aten.transpose.int: (0, 1),
+        aten.unsqueeze.default: (1,), aten.view.default: ((2, 24),), aten._unsafe_view.default: ((48,),),
+        aten.new_empty.default: ((3, 5),), aten.new_empty_strided.default: ((3, 5), (5, 1)),
+        aten.new_zeros.default: ((3, 5),),
+    }.get(op, ())  # fmt: skip
+    w = weight()
+    if op is aten._pin_memory.default and not torch.cuda.is_available():
+        pytest.skip("pinned memory needs a CUDA device")
+    got, expected = op(w, *arguments), op(w.master, *arguments)
+    pairs = zip(got, expected, strict=True) if isinstance(got, list) else [(got, expected)]
+    for ours, plain in pairs:
+        assert type(ours) is MasterWeight
+        assert ours is not w
+        assert (ours.shape, ours.stride(), ours.dtype) == (plain.shape, plain.stride(), plain.dtype)
+        if op not in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
+            assert torch.equal(ours.master, plain)
+        shares = ours.master.untyped_storage().data_ptr() == w.master.untyped_storage().data_ptr()
+        assert shares == (op in master_ops.VIEWS)
+
+
+READS = {
+    "abs": torch.abs, "add": lambda w: w + 1, "mul": lambda w: 2 * w, "sub": lambda w: 1 - w, "div": lambda w: w / 2,
+    "neg": lambda w: -w, "pow": lambda w: w**2, "norm": torch.linalg.vector_norm, "norm2": lambda w: w.norm(),
+    "sum": torch.sum, "mean": lambda w: w.mean(dim=0), "std": torch.std, "max": lambda w: w.max(), "amax": torch.amax,
+    "eq": lambda w: w == 0, "isfinite": torch.isfinite, "isnan": torch.isnan, "cat": lambda w: torch.cat([w, w]),
+    "stack": lambda w: torch.stack([w, w]), "gather": lambda w: w.gather(0, torch.zeros(1, 8, dtype=torch.long)),
+    "index": lambda w: w[torch.tensor([0, 2])], "topk": lambda w: w.topk(2)[0], "where": lambda w: w.where(w > 0, 0.0),
+    "embedding": lambda w: nn.functional.embedding(torch.tensor([1, 2]), w), "item": lambda w: torch.tensor(w.sum().item()),
+    "zeros_like": torch.zeros_like, "ones_like": torch.ones_like, "foreach_norm": lambda w: torch._foreach_norm([w])[0],
+    "to_int": lambda w: w.to(torch.int32), "allclose": lambda w: torch.tensor(torch.allclose(w, w)),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_give_the_plain_result(name):
+    w = weight()
+    with torch.no_grad():
+        got, expected = READS[name](w), READS[name](w.master)
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, expected)
+
+
+def test_every_write_operator_is_noted():
+    """The handler finds what is written from the schema: check that for every operator in the list there is such."""
+    for op in master_ops.WRITES:
+        assert any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments), op
+    for op in master_ops.READS:
+        assert not op._schema.is_mutable, op
+
+
+def test_products_below_autograd_are_refused():
+    w = weight()
+    for op in master_ops.PRODUCTS:
+        with pytest.raises(NotImplementedError, match="came from below autograd"):
+            op(*[w] * sum(1 for a in op._schema.arguments if not a.has_default_value()))
+
+
+def test_an_unknown_operator_is_refused():
+    with pytest.raises(NotImplementedError, match=r"MasterWeight: aten\.cholesky.* is not an operation"):
+        torch.ops.aten.cholesky.default(weight(4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pickle_save_and_deepcopy(dtype):
+    w = nn.Parameter(weight(dtype=dtype), requires_grad=False)
+    faces(w)
+    for copied in (pickle.loads(pickle.dumps(w)), copy.deepcopy(w)):
+        assert type(copied) is MasterWeight
+        assert isinstance(copied, nn.Parameter)
+        assert not copied.requires_grad
+        assert copied.config == w.config
+        assert torch.equal(copied.master, w.master)
+        assert copied.master.data_ptr() != w.master.data_ptr()
+        with torch.no_grad():
+            copied.add_(1)
+        assert_fresh(copied)
+        assert_fresh(w)
+    buffer = io.BytesIO()
+    torch.save({"w": w.detach()}, buffer)
+    size = buffer.tell()
+    assert size < w.numel() * w.itemsize + 4000  # the cached faces are not in it
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True)["w"].master, w.master)
+
+
+def test_swap_tensors_exchanges_class_and_payload():
+    w, plain = nn.Parameter(weight()), nn.Parameter(torch.ones(6, 8))
+    value = w.master.clone()
+    torch.utils.swap_tensors(w, plain)
+    assert type(w) is nn.Parameter
+    assert type(plain) is MasterWeight
+    assert torch.equal(plain.master, value)
+    assert_fresh(plain)
+
+
+def test_a_write_between_forward_and_backward_is_an_error_where_the_value_was_saved():
+    layer = nn.Linear(8, 6, bias=False)
+    ht.quantize_(layer, "fp8+high_precision")
+    y = layer(torch.randn(4, 8, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_refusals():
+    w = nn.Parameter(weight())
+    with pytest.raises(NotImplementedError, match=r"assigning \.data"):
+        w.data = torch.zeros(6, 8)
+    with pytest.raises(NotImplementedError, match="share_memory_"):
+        w.share_memory_()
+    assert w.data_ptr() == w.master.data_ptr()
+
+
+def test_inference_tensors_are_quantized_afresh_after_writes():
+    with torch.inference_mode():
+        w = weight()
+        assert_fresh(w)
+        w.add_(1)
+        assert_fresh(w)
+        w.view(-1)[:3].zero_()
+        assert_fresh(w)

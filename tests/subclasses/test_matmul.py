@@ -1,0 +1,136 @@
+"""The rule of dispatch: ``mm(a, b)`` multiplies ``a.rowwise`` by ``b.columnwise``, in every mix of operands.
+
+Oracle: float64 products of the dequantized faces, within the derived bound.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, IdentityQuantizer
+from hybridtensor.testing import product_bound, random_tensor
+
+TENSOR, ROW, IDENTITY = Float8Quantizer(), Float8Quantizer(granularity="row"), IdentityQuantizer()
+DEQUANTIZED = HybridQuantizer(TENSOR, IDENTITY, "rowwise_dequantized")
+HOPPER_ACCUMULATE = 2.0**-13
+
+
+def operand(kind, x, side):
+    """Return ``x`` as an operand of a kind, and the exact values that a product with it on that side uses."""
+    if kind == "plain":
+        return x, x.double()
+    quantizer = {"identity": IDENTITY, "leaf": ROW, "tensor": TENSOR, "row": ROW, "dequantized": DEQUANTIZED}[kind]
+    hybrid = quantizer.quantize(x)
+    face = hybrid.rowwise if side == "left" else hybrid.columnwise
+    exact = face.dequantize(torch.float32 if kind not in ("identity", "dequantized") else None).double()
+    if kind == "dequantized" and side == "left":
+        exact = face.dequantize(torch.float32).double()
+    return (face if kind == "leaf" else hybrid), exact
+
+
+KINDS = ["plain", "identity", "leaf", "tensor", "row", "dequantized"]
+
+
+@pytest.mark.parametrize(("left", "right"), list(itertools.product(KINDS, KINDS)))
+def test_every_mix_of_operands(left, right, device):
+    a, exact_a = operand(left, random_tensor(16, 32, device=device, seed=1), "left")
+    b, exact_b = operand(right, random_tensor(32, 48, device=device, seed=2), "right")
+    bias = random_tensor(48, device=device)
+    accumulate = 2.0**-24 if device == "cpu" else HOPPER_ACCUMULATE
+    bound = product_bound(exact_a, exact_b, torch.bfloat16, accumulate=accumulate, summands=1)
+    for got in (torch.mm(a, b), a @ b, a.mm(b), torch.matmul(a, b)):
+        assert type(got) is torch.Tensor
+        assert ((got.double() - exact_a @ exact_b).abs() <= bound).all()
+    with_bias = torch.addmm(bias, a, b).double()
+    assert ((with_bias - exact_a @ exact_b - bias.double()).abs() <= 2 * bound + 2**-7 * bias.double().abs()).all()
+    if (left, right) != ("plain", "plain"):
+        assert torch.equal(torch.addmm(bias, a, b, beta=2, alpha=3), 2 * bias + 3 * torch.mm(a, b))
+
+
+def test_identity_products_are_bitwise_plain_ones(device):
+    a, b = random_tensor(5, 16, device=device, seed=1), random_tensor(16, 7, device=device, seed=2)
+    bias = random_tensor(7, device=device)
+    x, y = IDENTITY.quantize(a), IDENTITY.quantize(b)
+    assert torch.equal(x @ y, a @ b)
+    assert torch.equal(torch.addmm(bias, x, y), torch.addmm(bias, a, b))
+
+
+def test_t_swaps_the_faces():
+    x = HybridQuantizer(ROW, Float8Quantizer(dtype="e5m2")).quantize(random_tensor(6, 8))
+    y = x.t()
+    assert y.shape == (8, 6)
+    assert y.rowwise.format == x.columnwise.format
+    assert y.rowwise.axis == -1
+    assert torch.equal(y.rowwise, x.columnwise.t())
+    assert torch.equal(y.columnwise, x.rowwise.t())
+    assert torch.equal(y.t(), x)
+
+
+def test_the_three_products_of_a_linear_use_the_faces_of_the_rule():
+    """Give each face its own values, so that a product with the wrong face cannot go unnoticed."""
+
+    def two_faced(seed, *shape):
+        row = IDENTITY.quantize(random_tensor(*shape, seed=seed), columnwise=False).rowwise
+        column = IDENTITY.quantize(random_tensor(*shape, seed=seed + 100), rowwise=False).columnwise
+        return HybridTensor(row, column), row.dequantize(), column.dequantize()
+
+    x, x_row, x_column = two_faced(1, 4, 8)
+    w, w_row, w_column = two_faced(2, 6, 8)
+    g, g_row, g_column = two_faced(3, 4, 6)
+    assert torch.equal(torch.mm(x, w.t()), x_row @ w_row.t())
+    assert torch.equal(torch.mm(g, w), g_row @ w_column)
+    assert torch.equal(torch.mm(g.t(), x), g_column.t() @ x_column)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8)], ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_f_linear_with_quantized_input_or_weight(shape, mode):
+    x, w, bias = random_tensor(*shape, seed=1), random_tensor(6, 8, seed=2), random_tensor(6, seed=3)
+    with mode():
+        for a, b in ((ROW.quantize(x), w), (x, ROW.quantize(w)), (ROW.quantize(x), ROW.quantize(w))):
+            got = F.linear(a, b, bias)
+            exact = [t.rowwise.dequantize(torch.float32) if isinstance(t, HybridTensor) else t.float() for t in (a, b)]
+            expected = F.linear(*exact, bias.float()).bfloat16()
+            torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
+
+
+def test_gradients_flow_to_plain_operands_through_the_other_face():
+    x = random_tensor(4, 8, seed=1).requires_grad_()
+    w = HybridQuantizer(ROW, TENSOR).quantize(random_tensor(6, 8, seed=2))
+    g = random_tensor(4, 6, seed=3)
+    F.linear(x, w).backward(g)
+    expected = torch.mm(g, w)
+    assert torch.equal(x.grad, expected)
+    plain = random_tensor(6, 8, seed=2).requires_grad_()
+    h = HybridQuantizer(ROW, TENSOR).quantize(x.detach())
+    F.linear(h, plain).backward(g)
+    assert torch.equal(plain.grad, torch.mm(g.t(), h))
+
+
+def test_a_missing_face_is_named():
+    x, w = ROW.quantize(random_tensor(4, 8), columnwise=False), ROW.quantize(random_tensor(6, 8), columnwise=False)
+    torch.mm(x, w.t())
+    with pytest.raises(ValueError, match=r"mm: the columnwise face of the right operand is required.*columnwise=True"):
+        torch.mm(random_tensor(4, 6), w)
+
+
+def test_leaves_of_the_wrong_direction_are_refused():
+    x = ROW.quantize(random_tensor(8, 8))
+    with pytest.raises(ValueError, match="rowwise face is required as left operand, got a columnwise"):
+        torch.mm(x.columnwise, x.columnwise)
+    with pytest.raises(ValueError, match="columnwise face is required as right operand, got a rowwise"):
+        torch.mm(x.rowwise, x.rowwise)
+
+
+def test_operands_that_do_not_go_together_are_refused():
+    x = TENSOR.quantize(random_tensor(4, 8))
+    with pytest.raises(ValueError, match="operands of one dtype are required"):
+        torch.mm(x, torch.zeros(8, 4))
+    with pytest.raises(ValueError, match="contraction sizes must match"):
+        torch.mm(x, TENSOR.quantize(random_tensor(4, 8)))
+    with pytest.raises(NotImplementedError, match="plain tensor is required as the summand"):
+        torch.addmm(x, x, x.t())
+    flat = TENSOR.quantize(random_tensor(2, 2, 8)).view(-1, 8)
+    assert torch.mm(flat, flat.t()).shape == (4, 4)
