@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*x_saved, *w_saved)
         ctx.num_input_tensors = len(x_saved)
         ctx.keep_input, ctx.config, ctx.needs = keep_input, config, needs
-        ctx.input_shape = input.shape
+        ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
     @staticmethod
@@ -108,7 +108,8 @@ class _Linear(torch.autograd.Function):
                 x = unflatten(x_saved, ctx.input_structure)
             grad_weight = multiply(column.t(), _as_matrix(x), gemm="grad_weight")
         if needs.bias:
-            grad_bias = grad.sum(dim=0)
+            flat = ctx.input_contiguous or grad_output.dim() == 1
+            grad_bias = grad.sum(dim=0) if flat else grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
@@ -139,9 +140,21 @@ def _output(
     if row is None:
         raise ValueError(f"output: {weight!r} has no rowwise face")
     if isinstance(x[0], IdentityTensor) and isinstance(row, IdentityTensor):
-        return F.linear(x[0].dequantize(), row.dequantize(), bias), column  # bitwise what the plain module computes
+        return _plain_linear(x[0].dequantize(), row.dequantize(), bias, needs), column
     out = multiply(_as_matrix(x[0]), row.t(), bias=bias, gemm="output", fast_accum=True)
     return out.view(*input.shape[:-1], weight.shape[0]), column
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs) -> Tensor:
+    """Return bitwise what the plain module computes.
+
+    For a weight that needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias after.
+    Here, below autograd, it would not see that the weight does.
+    """
+    if x.is_contiguous() or x.dim() == 2 or not needs.weight:
+        return F.linear(x, weight, bias)
+    out = torch.mm(_matrix(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ COPIES = [
     aten.new_zeros.default, aten._pin_memory.default, aten._to_copy.default,
 ]  # fmt: skip
 
-WRITES = overloads(
+WRITES = [aten.eye.m_out, *overloads(
     aten.add_, aten.addcdiv_, aten.addcmul_, aten.bernoulli_, aten.clamp_, aten.clamp_max_, aten.clamp_min_,
     aten.copy_, aten.div_, aten.erfinv_, aten.exponential_, aten.fill_, aten.index_copy_, aten.index_fill_,
     aten.index_put_, aten.lerp_, aten.log_normal_, aten.masked_fill_, aten.mul_, aten.neg_, aten.normal_,
@@ -38,8 +38,9 @@ WRITES = overloads(
     aten._foreach_add_, aten._foreach_addcdiv_, aten._foreach_addcmul_, aten._foreach_clamp_max_,
     aten._foreach_clamp_min_, aten._foreach_copy_, aten._foreach_div_, aten._foreach_lerp_, aten._foreach_mul_,
     aten._foreach_neg_, aten._foreach_sign_, aten._foreach_sub_, aten._foreach_zero_,
-    aten._amp_foreach_non_finite_check_and_unscale_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_,
-) + [aten.eye.m_out]  # fmt: skip
+    aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_,
+    aten._amp_foreach_non_finite_check_and_unscale_,
+)]  # fmt: skip
 
 READS = overloads(
     aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.bernoulli,

@@ -71,11 +71,13 @@ class OpTable:
 
 
 def overloads(*packets: Any) -> list[Any]:
-    """Return every exact overload of the ``aten`` operators given, except those that write to ``out``."""
+    """Return every exact overload of the ``aten`` operators given that takes tensors and has no ``out``."""
     found = []
     for packet in packets:
         for name in packet.overloads():
             op = getattr(packet, name)
-            if not any(argument.is_out for argument in op._schema.arguments):
+            arguments = op._schema.arguments
+            has_out = any(a.kwarg_only and a.alias_info and a.alias_info.is_write for a in arguments)
+            if not has_out and any("Tensor" in str(a.type) for a in arguments):
                 found.append(op)
     return found

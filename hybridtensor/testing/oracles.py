@@ -27,7 +27,7 @@ def float8_oracle(
     element, largest = _ELEMENTS[dtype]
     values = x.detach().cpu().to(torch.float32).numpy()  # exact for bf16 and fp16
     groups = values if granularity == "row" else values.reshape(1, -1)
-    scales = np.array([[_scale(group, largest, pow2_scale)] for group in groups], dtype=np.float32)
+    scales = np.array([_scale(group, largest, pow2_scale) for group in groups], dtype=np.float32).reshape(-1, 1)
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = values * scales  # fp32 product, rounded to nearest even
         codes = np.clip(scaled, -largest, largest).astype(element).view(np.uint8)

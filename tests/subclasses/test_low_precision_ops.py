@@ -180,10 +180,7 @@ def test_products_run(op, cls, name):
 @pytest.mark.parametrize("op", sorted(FILLS, key=str), ids=str)
 def test_fills_need_a_recipe_on_a_hybrid_and_write_through_an_identity(op):
     arguments = {aten.fill_: (2.0,), aten.zero_: (), aten.uniform_: (2.0, 3.0), aten.normal_: (5.0, 0.1)}
-    if op is aten.fill_.Tensor:
-        given = (torch.tensor(2.0),)
-    else:
-        given = arguments[op.overloadpacket]
+    given = (torch.tensor(2.0),) if op is aten.fill_.Tensor else arguments[op.overloadpacket]
     identity = make(IdentityTensor, "identity")
     op(identity, *given)
     plain = torch.empty(6, 8, dtype=torch.bfloat16)

@@ -109,7 +109,8 @@ def test_another_recipe_or_dtype_makes_other_faces():
 @pytest.mark.parametrize("op", master_ops.VIEWS + master_ops.COPIES, ids=str)
 def test_views_and_copies_are_master_weights_with_the_plain_result(op):
     arguments = {
-        aten.as_strided.default: ((6, 4), (8, 2), 1), aten.expand.default: ((2, 6, 8),), aten.permute.default: ((1, 0),),
+        aten.as_strided.default: ((6, 4), (8, 2), 1), aten.expand.default: ((2, 6, 8),),
+        aten.permute.default: ((1, 0),),
         aten.select.int: (1, 2), aten.slice.Tensor: (1, 2, 6, 2), aten.split.Tensor: (4, 1),
         aten.split_with_sizes.default: ([2, 4], 0), aten.squeeze.dim: (0,), aten.transpose.int: (0, 1),
         aten.unsqueeze.default: (1,), aten.view.default: ((2, 24),), aten._unsafe_view.default: ((48,),),
@@ -138,7 +139,8 @@ READS = {
     "eq": lambda w: w == 0, "isfinite": torch.isfinite, "isnan": torch.isnan, "cat": lambda w: torch.cat([w, w]),
     "stack": lambda w: torch.stack([w, w]), "gather": lambda w: w.gather(0, torch.zeros(1, 8, dtype=torch.long)),
     "index": lambda w: w[torch.tensor([0, 2])], "topk": lambda w: w.topk(2)[0], "where": lambda w: w.where(w > 0, 0.0),
-    "embedding": lambda w: nn.functional.embedding(torch.tensor([1, 2]), w), "item": lambda w: torch.tensor(w.sum().item()),
+    "embedding": lambda w: nn.functional.embedding(torch.tensor([1, 2]), w),
+    "item": lambda w: torch.tensor(w.sum().item()),
     "zeros_like": torch.zeros_like, "ones_like": torch.ones_like, "foreach_norm": lambda w: torch._foreach_norm([w])[0],
     "to_int": lambda w: w.to(torch.int32), "allclose": lambda w: torch.tensor(torch.allclose(w, w)),
     "vector": lambda w: nn.utils.parameters_to_vector([w]),

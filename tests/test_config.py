@@ -1,0 +1,208 @@
+"""Configs: strings, equality, serialization, validation."""
+
+import copy
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torchao.core.config import config_from_dict, config_to_dict
+
+from hybridtensor import (
+    Float8Quantizer,
+    HybridConfig,
+    HybridQuantizer,
+    IdentityQuantizer,
+    Quantizer,
+    QuantizerRole,
+    formats,
+    recipes,
+)
+from hybridtensor.config import GEMMS, from_factory
+
+WORDS = ("bf16", "fp8", "fp8_rowwise")
+MODIFIERS = ("", "+high_precision", "+dequantized", "+save_original_input")
+SPECS = [*WORDS, *("/".join(words) for words in itertools.product(WORDS, WORDS, WORDS) if len(set(words)) > 1)]
+E4M3, E5M2 = Float8Quantizer(), Float8Quantizer(dtype="e5m2")
+UNSPELLABLE = HybridConfig(input=E4M3, weight=Float8Quantizer(pow2_scale=True), grad_output=E4M3)
+CONFIGS = [HybridConfig.parse(s) for s in ("fp8", "fp8/bf16/fp8_rowwise", "fp8+dequantized", "fp8+high_precision")]
+CONFIGS += [UNSPELLABLE, HybridConfig.parse("fp8_rowwise+save_original_input")]
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_str_parses_back_to_an_equal_config(spec, modifier):
+    config = HybridConfig.parse(spec + modifier)
+    assert HybridConfig.parse(str(config)) == config
+    if not modifier.startswith(("+high", "+deq")):
+        assert str(config) == spec + modifier
+
+
+def test_a_config_without_spec_prints_its_constructor():
+    assert str(UNSPELLABLE).startswith("HybridConfig(input=Float8Quantizer(")
+
+
+def test_words_give_each_role_its_quantizer():
+    config = HybridConfig.parse("fp8")
+    assert config == HybridConfig(input=E4M3, weight=E4M3, grad_output=E5M2)
+    mixed = HybridConfig.parse("fp8/fp8_rowwise/bf16")
+    row = Float8Quantizer(granularity="row")
+    assert mixed.input == HybridQuantizer(E4M3, IdentityQuantizer())
+    assert mixed.weight == HybridQuantizer(E4M3, row)
+    assert mixed.grad_output == HybridQuantizer(row, IdentityQuantizer())
+
+
+def test_by_gemm_pairs_the_operands_of_each_product():
+    config = HybridConfig.by_gemm(output="fp8", grad_input=Float8Quantizer(granularity="row"), grad_weight="bf16")
+    names = [[fmt.name for fmt in config.formats(gemm)] for gemm in GEMMS]
+    assert names == [["fp8_e4m3_tensor"] * 2, ["fp8_e4m3_row"] * 2, ["identity"] * 2]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+class TestValues:
+    def test_equality_hash_pickle_copy(self, config):
+        for again in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
+            assert again == config
+            assert hash(again) == hash(config)
+            assert again.fingerprint() == config.fingerprint()
+
+    def test_json_through_torchao(self, config):
+        text = json.dumps(config_to_dict(config))
+        again = config_from_dict(json.loads(text))
+        assert type(again) is HybridConfig
+        assert again == config
+
+    def test_torch_load_with_weights_only(self, config, tmp_path):
+        torch.save(config, tmp_path / "config.pt")
+        assert torch.load(tmp_path / "config.pt", weights_only=True) == config
+
+
+def test_fingerprints_differ_between_configs_and_agree_between_processes():
+    prints = [config.fingerprint() for config in CONFIGS]
+    assert len(set(prints)) == len(CONFIGS)
+    program = "import hybridtensor as ht; print(ht.HybridConfig.parse('fp8/bf16/fp8_rowwise').fingerprint())"
+    for seed in ("0", "1"):
+        run = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        )
+        assert run.stdout.strip() == prints[1]
+
+
+def test_a_fingerprint_is_stable_across_versions():
+    """Checkpoints carry it: a change here makes old checkpoints foreign, so it must be on purpose."""
+    assert HybridConfig.parse("fp8").fingerprint() == "b95e9ab2d7f963ee"
+
+
+class TestOverrides:
+    def test_high_precision(self):
+        config = HybridConfig(input=E4M3, weight=E4M3, grad_output=E5M2, backward_override="high_precision")
+        original = HybridQuantizer(E4M3, IdentityQuantizer(), "original")
+        assert (config.input, config.weight, config.grad_output) == (original, original, IdentityQuantizer())
+        assert config.save_original_input
+
+    def test_dequantized(self):
+        config = HybridConfig(input=E4M3, weight=E4M3, grad_output=E5M2, backward_override="dequantized")
+        seen = HybridQuantizer(E4M3, IdentityQuantizer(), "rowwise_dequantized")
+        assert (config.input, config.weight, config.grad_output) == (seen, seen, IdentityQuantizer())
+        assert not config.save_original_input
+
+    def test_dequantized_forbids_the_original_input(self):
+        with pytest.raises(ValueError, match="must not use; drop one"):
+            HybridConfig.parse("fp8+dequantized+save_original_input")
+
+    def test_a_quantizer_that_cannot_repeat_itself_vetoes_with_one_warning(self):
+        class Dice(Quantizer):
+            repeatable = False
+            rowwise_format = columnwise_format = formats.IDENTITY
+
+            def faces(self, x, *, rowwise, columnwise, dtype):
+                raise NotImplementedError
+
+        for quantizer in (Dice(), HybridQuantizer(E4M3, Dice())):
+            with pytest.warns(UserWarning, match="repeats itself") as record:
+                config = HybridConfig(input=quantizer, weight=E4M3, grad_output=E4M3, save_original_input=True)
+            assert len(record) == 1
+            assert not config.save_original_input
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("fp9", "unknown format 'fp9'; did you mean 'fp8'"),
+            ("fp8_rowise", "did you mean 'fp8_rowwise'"),
+            ("fp8/bf16", "one format, or three"),
+            ("fp8+dequantised", "unknown modifier 'dequantised'; did you mean 'dequantized'"),
+            ("fp8+dequantized+high_precision", "one backward_override is possible"),
+            ("", "unknown format ''"),
+        ],
+    )
+    def test_specs(self, spec, message):
+        with pytest.raises(ValueError, match=message):
+            HybridConfig.parse(spec)
+
+    def test_kinds(self):
+        with pytest.raises(TypeError, match="a string is required, got int"):
+            HybridConfig.parse(8)
+        with pytest.raises(TypeError, match="a quantizer is required for weight, got 'fp8'"):
+            HybridConfig(input=E4M3, weight="fp8", grad_output=E4M3)
+        with pytest.raises(ValueError, match="did you mean 'dequantized'"):
+            HybridConfig(input=E4M3, weight=E4M3, grad_output=E4M3, backward_override="dequantize")
+
+    def test_products_that_are_not_defined_name_product_and_operands(self):
+        class Rotated(Quantizer):
+            rowwise_format = columnwise_format = formats.Format("t", torch.float8_e4m3fn, 448.0, hadamard=True)
+
+            def faces(self, x, *, rowwise, columnwise, dtype):
+                raise NotImplementedError
+
+        both = HybridQuantizer(E4M3, Rotated())
+        with pytest.raises(
+            ValueError,
+            match=r"grad_weight multiplies grad_output\.columnwise by input\.columnwise: .* got fp8_e5m2_tensor and t;",
+        ):
+            HybridConfig(input=both, weight=E4M3, grad_output=E5M2)
+        HybridConfig(input=both, weight=E4M3, grad_output=HybridQuantizer(E5M2, Rotated()))
+
+    def test_factories(self):
+        with pytest.raises(TypeError, match=r"returned None for QuantizerRole.*tensor_type='input', name='a\.b'"):
+            from_factory(lambda role: None, "a.b")
+
+        def broken(role: QuantizerRole) -> Quantizer:
+            raise KeyError("no such role")
+
+        with pytest.raises(RuntimeError, match=r"raised for QuantizerRole\(module_type='linear'.*no such role"):
+            from_factory(broken, "")
+
+
+class TestRecipes:
+    @pytest.mark.parametrize("name", recipes.RECIPES)
+    def test_has_a_name_a_source_and_a_row_in_the_table(self, name):
+        recipe = recipes.RECIPES[name]
+        assert recipes.from_name(name) == recipe()
+        assert f"``{name}``" in recipes.__doc__
+        assert name == "bf16" or "Source:" in recipe.__doc__
+
+    def test_names_and_specs_agree(self):
+        for name, spec in {
+            "bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8_rowwise",
+            "fp8_rowwise_hp_grad_weight": "fp8_rowwise/fp8_rowwise/bf16",
+            "fp8_high_precision_backward": "fp8+high_precision", "fp8_dequantized_backward": "fp8+dequantized",
+        }.items():  # fmt: skip
+            assert recipes.from_name(name) == recipes.from_name(spec)
+            assert str(recipes.from_name(name)) == spec
+
+    def test_the_table_tells_the_formats(self):
+        letters = {"fp8_e4m3_tensor": "E4", "fp8_e4m3_row": "E4", "fp8_e5m2_tensor": "E5", "identity": "HP"}
+        for name in recipes.RECIPES:
+            row = next(line for line in recipes.__doc__.splitlines() if line.startswith(f"| ``{name}``"))
+            cells = [cell.strip() for cell in row.split("|")[2:5]]
+            made = [" x ".join(letters[f.name] for f in recipes.from_name(name).formats(gemm)) for gemm in GEMMS]
+            assert cells == made
+
+    def test_an_unknown_name_lists_specs_and_recipes(self):
+        with pytest.raises(ValueError, match="did you mean 'fp8_dequantized_backward'"):
+            recipes.from_name("fp8_dequantised_backward")

@@ -1,0 +1,370 @@
+"""The linear: three products, who needs a gradient, shapes, dtypes, modes.
+
+Oracles: float64 products of the dequantized faces within the derived bound; ``F.linear`` and its autograd, bitwise,
+where a product is in high precision.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import HybridConfig
+from hybridtensor.linear import linear
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.testing import product_bound, random_tensor
+
+HOPPER_ACCUMULATE = 2.0**-13
+WORDS = ("bf16", "fp8", "fp8_rowwise")
+MIXES = ["/".join(words) for words in itertools.product(WORDS, repeat=3)]
+SPECS = [*WORDS, "fp8/fp8_rowwise/bf16", "fp8_rowwise/bf16/fp8", "bf16/fp8/fp8_rowwise", "fp8+high_precision",
+         "fp8+dequantized", "fp8_rowwise+dequantized", "fp8+save_original_input"]  # fmt: skip
+SHAPES = [(32,), (5, 32), (2, 5, 32), (2, 3, 5, 32), (1, 32), (0, 32), (2, 0, 32)]
+
+
+def layer(spec, k=32, n=48, *, bias=False, dtype=torch.bfloat16, device="cpu", persistent=False):
+    """Return a converted layer and a plain one with the same parameters."""
+    plain = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        plain.weight.copy_(random_tensor(n, k, dtype=dtype, seed=7))
+    converted = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)
+    converted.load_state_dict(plain.state_dict())
+    ht.quantize_(converted, spec, persistent=persistent)
+    return converted, plain
+
+
+def run(module, x, g):
+    """Return output and gradients of input, weight and bias."""
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    y.backward(g)
+    return y.detach(), x.grad, module.weight.grad, None if module.bias is None else module.bias.grad
+
+
+def faces_used(config, x, w, g):
+    """Return, per product, the exact values of both operands, float64, as matrices ready to multiply."""
+    x, w, g = config.input.quantize(x), config.weight.quantize(w), config.grad_output.quantize(g)
+
+    def exact(face):
+        kept = face.dtype if isinstance(face, ht.IdentityTensor) else torch.float32
+        values = face.dequantize(kept).double()
+        return values.reshape(-1, values.shape[-1])
+
+    return (
+        (exact(x.rowwise), exact(w.rowwise).t()),
+        (exact(g.rowwise), exact(w.columnwise)),
+        (exact(g.columnwise).t(), exact(x.columnwise)),
+    )
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+@pytest.mark.parametrize("spec", sorted({*MIXES, *SPECS}))
+def test_three_products_against_float64(spec, persistent, device):
+    converted, plain = layer(spec, device=device, persistent=persistent)
+    x = random_tensor(2, 12, 32, device=device, seed=1)
+    g = random_tensor(2, 12, 48, device=device, seed=2)
+    config = HybridConfig.parse(spec)
+    operands = faces_used(config, x, plain.weight.detach(), g)
+    accumulate = 2.0**-24 if device == "cpu" else HOPPER_ACCUMULATE
+    for got, (left, right) in zip(run(converted, x, g)[:3], operands, strict=True):
+        bound = product_bound(left, right, torch.bfloat16, accumulate=accumulate)
+        error = (got.reshape(left.shape[0], -1).double() - left @ right).abs()
+        assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.parametrize("spec", MIXES)
+def test_each_product_depends_only_on_its_own_format(spec, device):
+    """With one product changed to another format, the other two are bitwise what they were."""
+    x, g = random_tensor(24, 32, device=device, seed=1), random_tensor(24, 48, device=device, seed=2)
+    words = spec.split("/")
+    before = run(layer(spec, device=device)[0], x, g)[:3]
+    for changed in range(3):
+        other = [w if i != changed else WORDS[(WORDS.index(w) + 1) % 3] for i, w in enumerate(words)]
+        after = run(layer("/".join(other), device=device)[0], x, g)[:3]
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert same == [i != changed for i in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("contiguous", [True, False], ids=["", "strided"])
+def test_bf16_recipe_is_bitwise_the_plain_module(shape, bias, dtype, contiguous, device):
+    converted, plain = layer("bf16", bias=bias, dtype=dtype, device=device)
+    x = random_tensor(*shape, dtype=dtype, device=device, seed=1)
+    g = random_tensor(*shape[:-1], 48, dtype=dtype, device=device, seed=2)
+    if not contiguous and len(shape) > 2:
+        x, g = x.transpose(0, 1), g.transpose(0, 1)
+    for got, expected in zip(run(converted, x, g), run(plain, x, g), strict=True):
+        assert (got is None) == (expected is None)
+        assert got is None or (torch.equal(got, expected) and got.shape == expected.shape)
+
+
+@pytest.mark.parametrize("word", ["fp8", "fp8_rowwise"])
+def test_high_precision_products_among_others_are_bitwise_plain(word, device):
+    x, g = random_tensor(24, 32, device=device, seed=1), random_tensor(24, 48, device=device, seed=2)
+    expected = run(layer("bf16", device=device)[1], x, g)
+    for position in range(3):
+        words = [word] * 3
+        words[position] = "bf16"
+        got = run(layer("/".join(words), device=device)[0], x, g)
+        assert torch.equal(got[position], expected[position])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, spec, bias, device):
+    """Every rank gives what the flattened input gives; nothing breaks on zero tokens."""
+    converted, _ = layer(spec, bias=bias, device=device)
+    x, g = random_tensor(*shape, device=device, seed=1), random_tensor(*shape[:-1], 48, device=device, seed=2)
+    got = run(converted, x, g)
+    tokens = x.shape[:-1].numel()
+    flat = run(converted, x.reshape(tokens, 32), g.reshape(tokens, 48))
+    assert got[0].shape == (*shape[:-1], 48)
+    assert got[1].shape == shape
+    for a, b in zip(got, flat, strict=True):
+        assert a is None or torch.equal(a.reshape(-1), b.reshape(-1))
+    if 0 in shape:
+        assert got[2].eq(0).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 5), (17, 48), (32, 20), (40, 33)])
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_sizes_that_hardware_would_pad(spec, k, n, tokens, device):
+    converted, plain = layer(spec, k, n, bias=True, device=device)
+    x, g = random_tensor(tokens, k, device=device, seed=1), random_tensor(tokens, n, device=device, seed=2)
+    got = run(converted, x, g)
+    operands = faces_used(HybridConfig.parse(spec), x, plain.weight.detach(), g)
+    accumulate = 2.0**-24 if device == "cpu" else HOPPER_ACCUMULATE
+    for position, (left, right) in enumerate(operands):
+        extra = plain.bias.detach().double() if position == 0 else 0.0
+        bound = product_bound(left, right, torch.bfloat16, accumulate=accumulate, summands=1)
+        bound = 2 * bound + 2.0**-7 * (extra.abs() if position == 0 else 0.0)
+        assert ((got[position].double() - left @ right - extra).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("x_grad", "w_grad", "b_grad"), list(itertools.product([True, False], repeat=3)))
+def test_frozen_operands(spec, x_grad, w_grad, b_grad, device):
+    """A gradient that nobody needs is not computed, and the others are what they are when all are needed."""
+    converted, _ = layer(spec, bias=True, device=device)
+    x, g = random_tensor(6, 32, device=device, seed=1), random_tensor(6, 48, device=device, seed=2)
+    full = run(converted, x, g)
+    converted.zero_grad()
+    x = x.clone().requires_grad_(x_grad)
+    converted.weight.requires_grad_(w_grad)
+    converted.bias.requires_grad_(b_grad)
+    y = converted(x)
+    assert torch.equal(y, full[0])
+    assert y.requires_grad == (x_grad or w_grad or b_grad)
+    if y.requires_grad:
+        y.backward(g)
+    grads = (x.grad, converted.weight.grad, converted.bias.grad)
+    for got, expected, needed in zip(grads, full[1:], (x_grad, w_grad, b_grad), strict=True):
+        assert (got is not None) == needed
+        assert got is None or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(spec, mode, device):
+    converted, _ = layer(spec, bias=True, device=device)
+    x = random_tensor(2, 6, 32, device=device)
+    expected = converted(x).detach()
+    with mode():
+        y = converted(x)
+    assert torch.equal(y, expected)
+    assert not y.requires_grad
+    converted(x.clone().requires_grad_()).sum().backward()  # and training still works after
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(spec, autocast, x_dtype, device):
+    converted, plain = layer(spec, bias=True, dtype=torch.float32, device=device)
+    x = random_tensor(6, 32, dtype=x_dtype, device=device, seed=1).requires_grad_()
+    with torch.autocast(device, autocast):
+        y, expected = converted(x), plain(x)
+    assert y.dtype == expected.dtype == autocast
+    y.backward(random_tensor(6, 48, dtype=autocast, device=device, seed=2))
+    assert x.grad.dtype == x_dtype
+    assert converted.weight.grad.dtype == converted.bias.grad.dtype == torch.float32
+    if spec == "bf16":
+        assert torch.equal(y, expected)
+    else:
+        torch.testing.assert_close(y, expected, rtol=0.2, atol=0.1 * expected.abs().max().item())
+
+
+def test_autocast_quantizes_the_weight_from_its_full_precision():
+    """Not from its bf16 rounding: there is one rounding between the master and the codes."""
+    converted, plain = layer("fp8", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        converted(random_tensor(4, 32))
+    row, _ = converted.weight.faces(rowwise=True, columnwise=False, dtype=torch.bfloat16)
+    assert torch.equal(row, ht.Float8Quantizer().quantize(plain.weight.detach(), dtype=torch.bfloat16).rowwise)
+
+
+@pytest.mark.parametrize("spec", ["fp8", "fp8_rowwise", "bf16"])
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_every_way_to_write_the_product(spec, persistent):
+    """``@``, mm, matmul and addmm with a weight of ours are the same linear, with all three products quantized."""
+    converted, _ = layer(spec, bias=True, persistent=persistent)
+    w, b = converted.weight, converted.bias
+    x, g = random_tensor(6, 32, seed=1), random_tensor(6, 48, seed=2)
+
+    def grads(function):
+        leaf = x.clone().requires_grad_()
+        w.grad = b.grad = None
+        y = function(leaf)
+        y.backward(g)
+        return y.detach(), leaf.grad, w.grad
+
+    expected = grads(lambda x: F.linear(x, w))
+    for function in (
+        lambda x: x @ w.t(), lambda x: torch.mm(x, w.t()), lambda x: x.mm(w.T), lambda x: torch.matmul(x, w.mT),
+        lambda x: x.matmul(w.transpose(0, 1)), lambda x: (w @ x.t()).t(), lambda x: linear(x, w),
+    ):  # fmt: skip
+        for got, value in zip(grads(function), expected, strict=True):
+            assert torch.equal(got, value)
+    with_bias = grads(lambda x: F.linear(x, w, b))[0]
+    assert torch.equal(grads(lambda x: torch.addmm(b, x, w.t()))[0], with_bias)
+    scaled = grads(lambda x: torch.addmm(b, x, w.t(), beta=2, alpha=0.5))[0]
+    assert torch.equal(scaled, 2 * b + 0.5 * expected[0])
+    batched = (x.view(2, 3, 32) @ w.t()).view(6, 48)
+    assert torch.equal(batched, expected[0])
+
+
+def test_an_input_quantized_before_is_used_as_it_is():
+    converted, _ = layer("fp8")
+    x, g = random_tensor(6, 32, seed=1), random_tensor(6, 48, seed=2)
+    y, _, w_grad, _ = run(converted, x, g)
+    converted.zero_grad()
+    again = converted(ht.Float8Quantizer().quantize(x))
+    again.backward(g)
+    assert torch.equal(again, y)
+    assert torch.equal(converted.weight.grad, w_grad)
+    rows_only = ht.Float8Quantizer().quantize(x, columnwise=False)
+    with pytest.raises(ValueError, match="grad_weight: the columnwise face of input is required"):
+        converted(rows_only)
+    with torch.no_grad():
+        assert torch.equal(converted(rows_only), y)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_gradient_accumulation_quantizes_the_weight_once(spec, monkeypatch):
+    converted, _ = layer(spec)
+    made = []
+    cls = type(HybridConfig.parse(spec).weight)
+    original = cls.faces
+
+    def counting(self, x, **kwargs):
+        if x is converted.weight.master:
+            made.append(kwargs)
+        return original(self, x, **kwargs)
+
+    monkeypatch.setattr(cls, "faces", counting)
+    for _ in range(4):
+        run(converted, random_tensor(6, 32), random_tensor(6, 48))
+    assert len(made) == 1
+    with torch.no_grad():
+        converted.weight.mul_(0.5)
+    run(converted, random_tensor(6, 32), random_tensor(6, 48))
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "order", ["train eval train", "eval train eval", "train train eval", "infer train infer train"]
+)
+@pytest.mark.parametrize("spec", SPECS)
+def test_train_and_eval_in_any_order_never_see_a_stale_face(spec, order):
+    converted, _ = layer(spec)
+    x, g = random_tensor(6, 32, seed=1), random_tensor(6, 48, seed=2)
+    for step, phase in enumerate(order.split()):
+        with torch.no_grad():
+            converted.weight.copy_(random_tensor(48, 32, seed=step))
+        fresh, _ = layer(spec)
+        with torch.no_grad():
+            fresh.weight.copy_(random_tensor(48, 32, seed=step))
+        if phase == "train":
+            for got, expected in zip(run(converted, x, g)[:3], run(fresh, x, g)[:3], strict=True):
+                assert torch.equal(got, expected)
+        else:
+            with torch.no_grad() if phase == "eval" else torch.inference_mode():
+                assert torch.equal(converted(x), fresh(x))
+
+
+def test_low_precision_really_runs():
+    """The operators are called, and the result differs from BF16: a test that a silent fallback would fail."""
+    calls = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "hybridtensor":
+                calls.append(func._schema.name.split("::")[1])
+            return func(*args, **(kwargs or {}))
+
+    converted, plain = layer("fp8")
+    x, g = random_tensor(6, 32, seed=1), random_tensor(6, 48, seed=2)
+    expected = run(plain, x, g)
+    with Spy():
+        got = run(converted, x, g)
+    assert calls.count("scaled_mm") == 3
+    assert calls.count("float8_quantize") == 3  # the weight's cache, the input and the gradient; transposed as bytes
+    assert all(not torch.equal(a, b) for a, b in zip(got[:3], expected[:3], strict=True))
+
+
+def test_double_backward_is_refused():
+    converted, _ = layer("fp8")
+    x = random_tensor(6, 32).requires_grad_()
+    (grad,) = torch.autograd.grad(converted(x).float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
+    def test_dtype(self, dtype):
+        converted, _ = layer("fp8")
+        with pytest.raises(TypeError, match=f"floating-point input is required, got {dtype}"):
+            converted(torch.zeros(4, 32, dtype=dtype))
+
+    def test_mixed_dtypes(self):
+        converted, _ = layer("fp8", bias=True)
+        with pytest.raises(ValueError, match=r"got input in torch\.float32 for a weight in torch\.bfloat16"):
+            converted(torch.zeros(4, 32))
+        with pytest.raises(ValueError, match=r"got bias in torch\.float32"):
+            F.linear(torch.zeros(4, 32).bfloat16(), converted.weight, torch.zeros(48))
+
+    @pytest.mark.parametrize("shape", [(), (33,), (4, 31), (1, 1, 1, 1, 32)], ids=str)
+    def test_shape(self, shape):
+        converted, _ = layer("fp8")
+        with pytest.raises((ValueError, IndexError), match="input of one to four dimensions, the last of 32 features"):
+            converted(torch.zeros(shape, dtype=torch.bfloat16))
+
+    def test_devices(self):
+        converted, _ = layer("fp8")
+        with pytest.raises(ValueError, match="operands on one device are required, got cpu, meta"):
+            converted(torch.zeros(4, 32, dtype=torch.bfloat16, device="meta"))
+
+    def test_missing_face_of_a_persistent_weight(self):
+        converted, _ = layer("fp8", persistent=True)
+        faces = converted.weight.detach()
+        weight = nn.Parameter(HybridTensor(faces.rowwise, None, faces.config), requires_grad=False)
+        x = random_tensor(4, 32)
+        F.linear(x, weight)
+        with pytest.raises(ValueError, match="grad_input: the columnwise face of weight is required"):
+            F.linear(x.requires_grad_(), weight)
+
+    def test_weights_that_are_no_matrix(self):
+        weight = MasterWeight(torch.zeros(2, 3, 4), HybridConfig.parse("fp8"))
+        with pytest.raises(ValueError, match="a matrix is required as weight"):
+            F.linear(torch.zeros(2, 4), weight)
+        with pytest.raises(NotImplementedError, match="a matrix is required right of a weight"):
+            MasterWeight(torch.zeros(3, 4), HybridConfig.parse("fp8")) @ torch.zeros(4)
