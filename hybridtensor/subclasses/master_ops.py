@@ -42,7 +42,7 @@ WRITES = [aten.eye.m_out, *overloads(
     aten._amp_foreach_non_finite_check_and_unscale_,
 )]  # fmt: skip
 
-READS = overloads(
+READS = [op for op in overloads(
     aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.bernoulli,
     aten.cat, aten.clamp, aten.clamp_max, aten.clamp_min, aten.count_nonzero, aten.cumsum, aten.div,
     aten.dot, aten.embedding, aten.eq, aten.equal, aten.exp, aten.frobenius_norm, aten.full_like, aten.gather,
@@ -54,7 +54,7 @@ READS = overloads(
     aten.topk, aten.tril, aten.triu, aten.var, aten.where, aten.zeros_like, aten._local_scalar_dense,
     aten._foreach_abs, aten._foreach_add, aten._foreach_div, aten._foreach_lerp, aten._foreach_mul,
     aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt, aten._foreach_sub,
-)  # fmt: skip
+) if not op._schema.is_mutable]  # fmt: skip
 
 PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
             aten.mv.default]  # fmt: skip
