@@ -217,7 +217,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             made = [_face_quantizer(getattr(self, role), direction) for role, direction in gemm[1:]]
             roles = [role for role, _ in gemm[1:]]
             per_gemm.append([w for w, make in _WORDS.items() if [make(role) for role in roles] == made])
-        yield from (words[0] + suffix for words in zip(*per_gemm, strict=True) if len(set(words)) == 1)
+        yield from (word + suffix for word in _WORDS if all(word in words for words in per_gemm))
         if all(per_gemm):
             yield "/".join(words[0] for words in per_gemm) + suffix
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+# Optimizers choose their foreach implementation on a GPU by exact type; DTensor enters itself here in the same way.
+_foreach_types = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", [])
+if MasterWeight not in _foreach_types:
+    _foreach_types.append(MasterWeight)
 
 
 class MasterWeights(torch.optim.Optimizer):

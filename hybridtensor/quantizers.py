@@ -12,8 +12,8 @@ from torch import Tensor
 from hybridtensor import formats, ops
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.ops.library import require_float
-from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, QuantizedTensor
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
 
 Faces = tuple[Face | None, Face | None]
 
@@ -62,7 +62,7 @@ class Quantizer(ABC):
             ValueError: If ``x`` has no dimension or more than four, or no face is asked for.
         """
         who = type(self).__name__
-        require_float(who, x)
+        x = _values(who, x)
         if not 1 <= x.dim() <= 4:
             raise ValueError(f"{who}: one to four dimensions are required, got shape {tuple(x.shape)}; reshape it")
         if not rowwise and not columnwise:
@@ -81,7 +81,7 @@ class Quantizer(ABC):
         who = f"{type(self).__name__}.update_"
         if not isinstance(dst, HybridTensor):
             raise TypeError(f"{who}: a HybridTensor is required, got {type(dst).__name__}; use quantize()")
-        require_float(who, x)
+        x = _values(who, x)
         if x.shape != dst.shape:
             raise ValueError(f"{who}: the shape {tuple(dst.shape)} is required, got {tuple(x.shape)}")
         with torch.no_grad():
@@ -95,6 +95,16 @@ class Quantizer(ABC):
                 for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
                     target.copy_(source)
         return dst
+
+
+def _values(who: str, x: Tensor) -> Tensor:
+    """Return ``x`` as a plain tensor, or raise."""
+    if isinstance(x, MasterWeight):
+        return x.master
+    if isinstance(x, WrapperTensor):
+        raise TypeError(f"{who}: a tensor in high precision is required, got {x!r}; call dequantize() on it")
+    require_float(who, x)
+    return x
 
 
 def _check_refreshable(who: str, old: Face, new: Face | None) -> None:

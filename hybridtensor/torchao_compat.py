@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 
 def _silently() -> None:
-    """Import torchao while its notes about optional binaries, which nothing here uses, are muted."""
+    """Import torchao while its notes about its own code and optional binaries, which nothing here uses, are muted."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        import torchao.quantization  # noqa: F401
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao.quantization  # noqa: F401
     finally:
         logging.disable(previous)
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -86,7 +87,11 @@ def test_fingerprints_differ_between_configs_and_agree_between_processes():
     program = "import hybridtensor as ht; print(ht.HybridConfig.parse('fp8/bf16/fp8_rowwise').fingerprint())"
     for seed in ("0", "1"):
         run = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert run.stdout.strip() == prints[1]
 

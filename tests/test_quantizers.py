@@ -189,6 +189,11 @@ class TestBadInput:
         with pytest.raises(TypeError, match=rf"{type(quantizer).__name__}: bfloat16, float16 or float32 .*got {dtype}"):
             quantizer.quantize(torch.zeros(2, 2, dtype=dtype))
 
+    def test_quantized_twice(self):
+        h = PLAIN[0].quantize(torch.ones(2, 3))
+        with pytest.raises(TypeError, match=r"in high precision is required, got HybridTensor.*call dequantize\(\)"):
+            PLAIN[0].quantize(h)
+
     def test_rank(self):
         for shape in ((), (1, 1, 1, 1, 1)):
             with pytest.raises(ValueError, match="one to four dimensions"):

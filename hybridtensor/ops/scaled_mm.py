@@ -158,9 +158,12 @@ def _native(a: _Operand, b: _Operand, bias: Tensor | None, out_dtype: torch.dtyp
 
 
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Return contiguous codes with zero codes appended."""
+    """Return contiguous codes with zero codes appended.
+
+    A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the leading dimension.
+    """
     if not rows and not columns:
-        return codes.contiguous()
+        return codes.contiguous().as_strided(codes.shape, (codes.shape[1], 1))
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
 

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
-from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.matmul import register_matmul
 from hybridtensor.subclasses.op_table import overloads
-from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
 
 aten = torch.ops.aten
 table = HybridTensor.ops
@@ -71,7 +69,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
         return dst
-    values = src.dequantize() if isinstance(src, (HybridTensor, QuantizedTensor, IdentityTensor)) else src
+    values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return _requantize_(dst, values.to(dst.device).expand(dst.shape))
 
 

@@ -56,6 +56,10 @@ class WrapperTensor(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
+        raise NotImplementedError(f"{type(self).__name__}: dequantize() is for the classes that hold values")
+
     # -- inner tensors and metadata -----------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

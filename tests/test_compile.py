@@ -1,0 +1,111 @@
+"""torch.compile: one graph, no break, the eager results, one recompilation per recipe."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hybridtensor as ht
+from hybridtensor.testing import random_tensor
+
+SPECS = ["bf16", "fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+high_precision", "fp8+dequantized"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make(spec, persistent=False, device="cpu"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.SiLU(), nn.Linear(64, 32)).to(device, torch.bfloat16)
+    return ht.quantize_(model, spec, persistent=persistent)
+
+
+def step(function, parameters, x, g):
+    for p in parameters:
+        p.grad = None
+    x = x.detach().clone().requires_grad_()
+    y = function(x)
+    y.backward(g)
+    return [y.detach(), x.grad, *[p.grad for p in parameters]]
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_graph_equal_to_eager(spec, persistent, device):
+    model = make(spec, persistent, device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for seed in range(3):
+        x, g = (random_tensor(2, 6, 32, device=device, seed=seed + i) for i in (0, 10))
+        expected = step(model, list(model.parameters()), x, g)
+        for got, value in zip(step(compiled, list(model.parameters()), x, g), expected, strict=True):
+            assert torch.equal(got, value)
+    assert counter.frame_count == 1
+
+
+def test_a_change_of_recipe_is_one_recompilation():
+    model = make("fp8")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    x, g = random_tensor(6, 32), random_tensor(6, 32, seed=1)
+    for count, spec in enumerate(["fp8", "fp8_rowwise"], start=1):
+        ht.set_config_(model, spec)
+        for _ in range(2):
+            expected = step(model, list(model.parameters()), x, g)
+            for got, value in zip(step(compiled, list(model.parameters()), x, g), expected, strict=True):
+                assert torch.equal(got, value)
+        assert counter.frame_count == count
+
+
+def test_layers_of_one_recipe_share_a_graph():
+    layers = nn.ModuleList(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(3))
+    ht.quantize_(layers, "fp8")
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def apply(weight, x):
+        return torch.nn.functional.linear(x, weight)
+
+    for layer in layers:
+        apply(layer.weight, random_tensor(6, 32))
+    assert counter.frame_count == 1
+
+
+def test_writes_by_compiled_code_are_seen():
+    """An optimizer step inside a graph writes below the handlers: the cached faces must go all the same."""
+    model = make("fp8")
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.5, foreach=True)
+    x, g = random_tensor(6, 32), random_tensor(6, 32, seed=1)
+    step(model, parameters, x, g)
+
+    @torch.compile(backend="aot_eager")
+    def compiled_step():
+        optimizer.step()
+
+    compiled_step()
+    for layer in (model[0], model[2]):
+        row, _ = layer.weight.faces(rowwise=True, columnwise=False, dtype=torch.bfloat16)
+        assert torch.equal(row, layer.weight.config.weight.quantize(layer.weight.master).rowwise)
+
+
+def test_dynamic_token_counts_make_one_graph():
+    model = make("fp8")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for tokens in (8, 12, 20):
+        x, g = random_tensor(tokens, 32), random_tensor(tokens, 32, seed=1)
+        expected = step(model, list(model.parameters()), x, g)
+        for got, value in zip(step(compiled, list(model.parameters()), x, g), expected, strict=True):
+            assert torch.equal(got, value)
+    assert counter.frame_count == 1
+
+
+def test_inductor_runs():
+    model = make("fp8")
+    x = random_tensor(6, 32)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), rtol=2**-6, atol=2**-6)

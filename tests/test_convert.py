@@ -1,0 +1,462 @@
+"""Putting recipes on models: every way to call it, what stays, what is refused."""
+
+import copy
+import io
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torchao.quantization import FqnToConfig
+from torchao.quantization import quantize_ as torchao_quantize_
+
+import hybridtensor as ht
+from hybridtensor import (
+    Float8Quantizer,
+    HybridConfig,
+    HybridTensor,
+    IdentityQuantizer,
+    MasterWeight,
+    QuantizerRole,
+)
+from hybridtensor.testing import random_tensor
+
+FP8 = HybridConfig.parse("fp8")
+
+
+class Block(nn.Module):
+    """Names as in the models that people convert."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.gate = nn.Linear(dim, 4, bias=False)
+        self.gate_proj = nn.Linear(dim, 2 * dim)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x):
+        return self.gate_proj(self.norm(self.q_proj(x))).sum(-1) + self.gate(x).sum(-1)
+
+
+class Model(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(16, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)[..., None]
+        return self.lm_head(x)
+
+
+def configs(model):
+    """Return the recipe of each linear layer, None where the weight is plain."""
+    return {
+        name: str(m.weight.config) if isinstance(m.weight, (MasterWeight, HybridTensor)) else None
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+    }
+
+
+CONVERTED = {"layers.0.q_proj", "layers.0.gate_proj", "layers.1.q_proj", "layers.1.gate_proj"}
+
+
+def test_weights_change_and_nothing_else_does():
+    model = Model()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    types = {name: type(module) for name, module in modules.items()}
+    values = {name: p.detach().clone() for name, p in parameters.items()}
+    parameters["layers.0.q_proj.weight"].requires_grad_(False)
+    parameters["layers.0.q_proj.weight"].tag = "mine"
+    assert ht.quantize_(model, "fp8") is model
+    assert all(module is modules[name] and type(module) is types[name] for name, module in model.named_modules())
+    for name, p in model.named_parameters():
+        assert p is parameters[name]
+        assert isinstance(p, nn.Parameter)
+        assert torch.equal(p.dequantize() if isinstance(p, MasterWeight) else p, values[name])
+    assert not model.layers[0].q_proj.weight.requires_grad
+    assert model.layers[0].q_proj.weight.tag == "mine"
+    assert {name for name, config in configs(model).items() if config} == CONVERTED
+
+
+def test_the_head_and_routers_are_left_alone_unless_asked_for():
+    model = ht.quantize_(Model(), "fp8")
+    assert configs(model)["lm_head"] is configs(model)["layers.0.gate"] is None
+    model = ht.quantize_(Model(), "fp8", filter_fn=lambda module, name: name == "lm_head")
+    assert {name for name, config in configs(model).items() if config} == {"lm_head"}
+
+
+@pytest.mark.parametrize("convert", [ht.quantize_, torchao_quantize_], ids=["ours", "torchao"])
+class TestBothVerbs:
+    def test_config(self, convert):
+        model = Model()
+        module = model.layers[0].q_proj
+        convert(model, FP8)
+        assert model.layers[0].q_proj is module
+        assert module.weight.config == FP8
+
+    def test_root(self, convert):
+        root = nn.Linear(16, 8)
+        weight = root.weight
+        convert(root, FP8)
+        assert root.weight is weight
+        assert isinstance(weight, MasterWeight)
+        root(torch.randn(4, 16)).sum().backward()
+
+    def test_filter(self, convert):
+        model = Model()
+        convert(model, FP8, filter_fn=lambda module, name: name.endswith("q_proj"))
+        assert {n for n, c in configs(model).items() if c} == {"layers.0.q_proj", "layers.1.q_proj"}
+
+    def test_tied_weights_stay_tied(self, convert):
+        model = Model(tied=True)
+        convert(model, FP8, filter_fn=lambda module, name: name == "lm_head")
+        assert model.lm_head.weight is model.embed.weight
+        assert isinstance(model.embed.weight, MasterWeight)
+        model(torch.tensor([[1, 2]])).sum().backward()
+        assert type(model.embed.weight.grad) is torch.Tensor
+        assert len(list(model.parameters())) == len(list(Model(tied=True).parameters()))
+
+    def test_fqn_to_config(self, convert):
+        rules = OrderedDict(
+            {
+                "layers.1.q_proj": None,
+                "layers.0.q_proj.weight": HybridConfig.parse("fp8_rowwise"),
+                r"re:layers\.\d+\.q_proj": FP8,
+                r"re:.*gate_proj\.weight": HybridConfig.parse("bf16"),
+            }
+        )
+        model = Model()
+        if convert is torchao_quantize_:
+            convert(model, FqnToConfig(rules), filter_fn=None)
+        else:
+            convert(model, FqnToConfig(rules))
+        assert configs(model) == {
+            "layers.0.q_proj": "fp8_rowwise", "layers.0.gate": None, "layers.0.gate_proj": "bf16",
+            "layers.1.q_proj": None, "layers.1.gate": None, "layers.1.gate_proj": "bf16", "lm_head": None,
+        }  # fmt: skip
+
+    def test_a_second_call_changes_the_recipe(self, convert):
+        model = Model()
+        convert(model, FP8)
+        weight = model.layers[0].q_proj.weight
+        master = weight.master
+        convert(model, HybridConfig.parse("fp8_rowwise"))
+        assert model.layers[0].q_proj.weight is weight
+        assert weight.master is master
+        assert str(weight.config) == "fp8_rowwise"
+
+
+def test_default_of_fqn_to_config_takes_the_rest():
+    with pytest.warns(UserWarning, match="_default is deprecated"):
+        rules = FqnToConfig(OrderedDict({"layers.0.q_proj": "fp8_rowwise", "_default": "fp8"}))
+    model = ht.quantize_(Model(), rules)
+    assert configs(model)["layers.0.q_proj"] == "fp8_rowwise"
+    assert configs(model)["layers.1.q_proj"] == "fp8"
+    assert configs(model)["lm_head"] is None
+
+
+def test_factories_see_every_role_of_every_layer():
+    seen = []
+
+    def factory(role: QuantizerRole):
+        seen.append(role)
+        if role.name.startswith("layers.0"):
+            return IdentityQuantizer()
+        return Float8Quantizer(dtype="e5m2" if role.tensor_type == "grad_output" else "e4m3")
+
+    model = ht.quantize_(Model(), factory)
+    assert {role.name for role in seen} == CONVERTED
+    assert {role.tensor_type for role in seen} == {"input", "weight", "grad_output"}
+    assert {role.module_type for role in seen} == {"linear"}
+    assert configs(model)["layers.0.q_proj"] == "bf16"
+    assert configs(model)["layers.1.q_proj"] == "fp8"
+
+
+def test_an_optimizer_made_before_keeps_working():
+    model, x = nn.Linear(16, 8), torch.randn(4, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    ht.quantize_(model, "fp8")
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight.master, before)
+
+
+def test_gradients_survive_conversion():
+    model = nn.Linear(16, 8)
+    model(torch.randn(4, 16)).sum().backward()
+    grad = model.weight.grad
+    ht.quantize_(model, "fp8")
+    assert model.weight.grad is grad
+
+
+class TestSetConfig:
+    @pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8+dequantized", HybridConfig.parse("bf16")], ids=str)
+    def test_the_next_step_uses_it(self, recipe):
+        model = ht.quantize_(nn.Linear(32, 16), "fp8")
+        x = torch.randn(4, 32)
+        model(x).sum().backward()
+        fresh = nn.Linear(32, 16)
+        fresh.load_state_dict(
+            {k: v.dequantize() if isinstance(v, MasterWeight) else v for k, v in model.state_dict().items()}
+        )
+        ht.quantize_(fresh, recipe)
+        assert ht.set_config_(model, recipe) is model
+        for m in (model, fresh):
+            m.zero_grad()
+            m(x).sum().backward()
+        assert torch.equal(model(x), fresh(x))
+        assert torch.equal(model.weight.grad, fresh.weight.grad)
+
+    def test_only_converted_layers_change_and_optimizer_state_stays(self):
+        model = ht.quantize_(Model(), "fp8", filter_fn=lambda m, name: name in ("lm_head", "layers.0.q_proj"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict())
+        ht.set_config_(model, "fp8_rowwise")
+        assert {n: c for n, c in configs(model).items() if c} == {
+            "layers.0.q_proj": "fp8_rowwise",
+            "lm_head": "fp8_rowwise",
+        }
+        after = optimizer.state_dict()
+        for key, state in before["state"].items():
+            assert all(torch.equal(value, after["state"][key][name]) for name, value in state.items())
+
+    def test_persistent_weights_are_remade(self):
+        model = ht.quantize_(nn.Linear(32, 16).requires_grad_(False), "fp8", persistent=True)
+        value = model.weight.dequantize()
+        ht.set_config_(model, "fp8_rowwise")
+        expected = Float8Quantizer(granularity="row").quantize(value)
+        assert torch.equal(model.weight.rowwise, expected.rowwise)
+        assert torch.equal(model.weight.columnwise, expected.columnwise)
+
+    def test_schedules_by_factory_and_names(self):
+        model = ht.quantize_(Model(), "fp8")
+        ht.set_config_(model, lambda role: IdentityQuantizer() if "layers.0" in role.name else Float8Quantizer())
+        assert configs(model)["layers.0.q_proj"] == "bf16"
+        ht.set_config_(model, FqnToConfig(OrderedDict({"layers.1.q_proj": "fp8_rowwise"})))
+        assert configs(model)["layers.1.q_proj"] == "fp8_rowwise"
+        assert configs(model)["layers.0.q_proj"] == "bf16"
+
+
+class TestStateDict:
+    @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+    @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+    @pytest.mark.parametrize("source", ["plain", "master", "persistent", "other recipe"])
+    @pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
+    def test_load_keeps_the_recipe(self, source, persistent, assign, swap, request):
+        torch.manual_seed(1)
+        other = nn.Linear(16, 8).bfloat16()
+        value = other.weight.detach().clone()
+        if source != "plain":
+            spec = "fp8_rowwise" if source == "other recipe" else "fp8"
+            ht.quantize_(other, spec, persistent=source == "persistent")
+        state = other.state_dict()
+        model = ht.quantize_(nn.Linear(16, 8).bfloat16(), "fp8", persistent=persistent)
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        request.addfinalizer(lambda: torch.__future__.set_swap_module_params_on_conversion(False))
+        model.load_state_dict(state, assign=assign)
+        weight = model.weight
+        assert isinstance(weight, HybridTensor if persistent else MasterWeight)
+        assert isinstance(weight, nn.Parameter)
+        assert weight.requires_grad
+        assert str(weight.config) == "fp8"
+        expected = Float8Quantizer().quantize(value)
+        if source == "persistent":
+            expected = expected if persistent else Float8Quantizer().quantize(expected.dequantize())
+        row, column = weight.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
+        assert torch.equal(row, expected.rowwise)
+        assert torch.equal(column, expected.columnwise)
+        model(torch.randn(2, 16).bfloat16()).sum().backward()
+        assert type(weight.grad) is torch.Tensor
+
+    @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+    def test_a_plain_model_loads_ours(self, assign):
+        source = ht.quantize_(nn.Linear(16, 8), "fp8")
+        plain = nn.Linear(16, 8)
+        plain.load_state_dict(source.state_dict(), assign=assign)
+        value = plain.weight.dequantize() if isinstance(plain.weight, MasterWeight) else plain.weight
+        assert torch.equal(value, source.weight.master)
+
+    def test_assign_on_meta_loads_without_a_copy(self):
+        with torch.device("meta"):
+            model = nn.Linear(16, 8)
+        ht.quantize_(model, "fp8")
+        value = torch.randn(8, 16)
+        model.load_state_dict({"weight": value, "bias": torch.zeros(8)}, assign=True)
+        assert isinstance(model.weight, MasterWeight)
+        assert model.weight.master.data_ptr() == value.data_ptr()
+        model(torch.randn(2, 16)).sum().backward()
+
+    @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+    def test_torch_save_weights_only_round_trip(self, persistent):
+        model = ht.quantize_(nn.Linear(16, 8), "fp8/fp8_rowwise/bf16", persistent=persistent)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        again = ht.quantize_(nn.Linear(16, 8), "fp8/fp8_rowwise/bf16", persistent=persistent)
+        again.load_state_dict(torch.load(buffer, weights_only=True))
+        x = torch.randn(4, 16)
+        assert torch.equal(again(x), model(x))
+
+    def test_whole_models_pickle_and_copy(self):
+        model = ht.quantize_(Model(), "fp8")
+        x = torch.tensor([[1, 2, 3]])
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        for again in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+            assert configs(again) == configs(model)
+            assert torch.equal(again(x), model(x))
+            state = {k: v.dequantize() if isinstance(v, MasterWeight) else v for k, v in model.state_dict().items()}
+            again.load_state_dict(state, assign=True)
+            assert configs(again) == configs(model)
+
+
+class TestConversions:
+    @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+    @pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
+    def test_module_to_dtype_and_device(self, persistent, swap, device, request):
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        request.addfinalizer(lambda: torch.__future__.set_swap_module_params_on_conversion(False))
+        model = ht.quantize_(nn.Linear(16, 8), "fp8", persistent=persistent)
+        weight = model.weight
+        model.to(device).to(torch.bfloat16)
+        assert model.weight is weight
+        assert isinstance(weight, HybridTensor if persistent else MasterWeight)
+        assert (weight.dtype, weight.device.type) == (torch.bfloat16, device)
+        y = model(random_tensor(4, 16, device=device))
+        y.sum().backward()
+        assert y.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+    def test_meta_then_to_empty_then_init(self, persistent):
+        with torch.device("meta"):
+            model = nn.Linear(16, 8)
+        ht.quantize_(model, "fp8", persistent=persistent)
+        model.to_empty(device="cpu")
+        assert isinstance(model.weight, HybridTensor if persistent else MasterWeight)
+        model.reset_parameters()
+        values = model.weight.dequantize()
+        assert 0 < values.abs().max() <= 0.3
+        model(torch.randn(4, 16)).sum().backward()
+
+    def test_functional_call_and_parametrized_training_utilities(self):
+        model = ht.quantize_(nn.Linear(16, 8), "fp8")
+        x = torch.randn(4, 16)
+        expected = model(x)
+        assert torch.equal(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), expected)
+        expected.sum().backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+        assert torch.nn.utils.parameters_to_vector(model.parameters()).shape == (16 * 8 + 8,)
+
+
+class TestPersistent:
+    def test_only_faces_are_kept(self):
+        model = ht.quantize_(nn.Linear(16, 8).requires_grad_(False), "fp8", persistent=True)
+        assert isinstance(model.weight, HybridTensor)
+        assert model.weight.original is None
+        assert not model.weight.requires_grad
+
+    def test_a_trainable_one_holds_on_to_its_original(self):
+        plain = nn.Linear(16, 8)
+        value = plain.weight.detach().clone()
+        model = ht.quantize_(plain, "fp8", persistent=True)
+        assert torch.equal(model.weight.original, value)
+        assert torch.equal(copy.deepcopy(model).weight.original, value)
+
+    def test_master_weights_can_become_persistent_but_not_the_reverse(self):
+        model = ht.quantize_(nn.Linear(16, 8), "fp8")
+        y = model(torch.ones(1, 16))
+        ht.quantize_(model, "fp8", persistent=True)
+        assert isinstance(model.weight, HybridTensor)
+        assert torch.equal(model(torch.ones(1, 16)), y)
+        with pytest.raises(ValueError, match="weight is persistent and has no high-precision value"):
+            ht.quantize_(model, "fp8")
+
+
+class TestBadInput:
+    def test_nothing_matches(self):
+        with pytest.raises(ValueError, match="matches a layer is required, got none; linear layers are: none"):
+            ht.quantize_(nn.LayerNorm(4), "fp8")
+        with pytest.raises(ValueError, match="linear layers are: lm_head"):
+            ht.quantize_(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), "fp8")
+        with pytest.raises(ValueError, match=r"must match a linear layer, got layer\.0, re:foo matching none"):
+            ht.quantize_(Model(), FqnToConfig(OrderedDict({"layer.0": FP8, "re:foo": FP8, "lm_head": FP8})))
+        with pytest.raises(ValueError, match="weights of this library is required, got none"):
+            ht.set_config_(Model(), "fp8")
+
+    def test_unknown_recipe(self):
+        model = Model()
+        with pytest.raises(ValueError, match="unknown format 'fp88'; did you mean 'fp8'"):
+            ht.quantize_(model, "fp88")
+        assert set(configs(model).values()) == {None}
+
+    @pytest.mark.parametrize("recipe", [None, 8, FP8.input, HybridConfig], ids=str)
+    def test_wrong_kind_of_recipe(self, recipe):
+        with pytest.raises(TypeError, match="recipe name, HybridConfig, FqnToConfig or factory is required"):
+            ht.quantize_(Model(), recipe)
+
+    def test_wrong_kind_of_model_and_rule(self):
+        for call in (lambda: ht.quantize_([nn.Linear(4, 4)], "fp8"), lambda: ht.set_config_("model", "fp8")):
+            with pytest.raises(TypeError, match="a module is required, got"):
+                call()
+        with pytest.raises(TypeError, match="must name a HybridConfig or None, got 8 for lm_head"):
+            ht.quantize_(Model(), FqnToConfig(OrderedDict({"lm_head": 8})))
+        with pytest.raises(ValueError, match="selects layers itself, got a filter_fn too"):
+            ht.quantize_(Model(), FqnToConfig(OrderedDict({"lm_head": FP8})), filter_fn=lambda m, n: True)
+
+    def test_a_factory_that_fails_leaves_the_model_alone(self):
+        model = Model()
+        with pytest.raises(TypeError, match=r"returned None for QuantizerRole.*name='layers\.0\.q_proj'"):
+            ht.quantize_(model, lambda role: None)
+        with pytest.raises(RuntimeError, match="no such layer"):
+            ht.quantize_(model, lambda role: {}[f"no such layer {role.name}"])
+        assert set(configs(model).values()) == {None}
+
+    def test_weights_that_cannot_be_converted(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+        with pytest.raises(TypeError, match=r"layer 1: a bfloat16, float16 or float32 weight .* got torch\.float64"):
+            ht.quantize_(model, "fp8")
+        assert not isinstance(model[0].weight, MasterWeight)
+        computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        with pytest.raises(TypeError, match="a Parameter is required as weight"):
+            ht.quantize_(computed, "fp8")
+        foreign = nn.Linear(4, 4)
+        foreign.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+        with pytest.raises(TypeError, match="a plain Parameter is required, got TwoTensor"):
+            ht.quantize_(foreign, "fp8")
+
+    def test_a_live_graph_is_refused_and_nothing_is_lost(self):
+        model = nn.Linear(4, 4)
+        y = model(torch.randn(2, 4))
+        view = model.weight.t()
+        with pytest.raises(RuntimeError, match="live graph or a weak reference"):
+            ht.quantize_(model, "fp8")
+        assert type(model.weight) is nn.Parameter
+        del view
+        y.sum().backward()
+        ht.quantize_(model, "fp8")
+
+    def test_multihead_attention_is_left_alone_and_says_why(self):
+        model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        ht.quantize_(model, "fp8")
+        assert configs(model) == {"self_attn.out_proj": None, "linear1": "fp8", "linear2": "fp8"}
+        model(torch.randn(2, 3, 16)).sum().backward()
+        skipped = dict(ht.explain(model, show=False).skipped)
+        assert "below autograd" in skipped["self_attn.out_proj"]
+        ht.quantize_(model, "fp8", filter_fn=lambda m, name: True)
+        with pytest.raises(NotImplementedError, match="came from below autograd"):
+            model(torch.randn(2, 3, 16))
+
+    def test_torchao_with_other_modules(self):
+        with pytest.raises(TypeError, match="converts the weight of linear layers, got weight of Embedding"):
+            torchao_quantize_(nn.Embedding(4, 4), FP8, filter_fn=lambda m, n: True)

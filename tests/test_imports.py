@@ -1,0 +1,169 @@
+"""What importing the package does, and which way its imports point."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hybridtensor
+
+PACKAGE = Path(hybridtensor.__file__).parent
+MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.rglob("*.py"))
+
+# Each layer may import those before it; a folder is one layer with an order of its own below.
+LAYERS = [
+    "version", "formats", "ops", "kernels", "subclasses", "quantizers", "torchao_compat", "config", "recipes", "linear",
+    "optim", "distributed", "convert", "explain", "testing",
+]  # fmt: skip
+SUBCLASS_LAYERS = [
+    "op_table", "wrapper", "quantized_tensor", "identity_tensor", "hybrid_tensor", "master_tensor", "matmul",
+    "common_ops", "quantized_ops", "identity_ops", "hybrid_ops", "master_ops",
+]  # fmt: skip
+
+
+def imports(path):
+    """Yield ``(module, inside a function)`` for every import of the package's own modules."""
+    tree = ast.parse(path.read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    nested = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [node.module] if node.module != "hybridtensor" else []
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            path = PACKAGE.parent / name.replace(".", "/")
+            if path.is_relative_to(PACKAGE) and (path.with_suffix(".py").exists() or path.is_dir()):
+                yield name, id(node) in nested
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_point_one_way(module):
+    parts = module.parts[1:]
+    if parts == ("__init__",):
+        return
+    own = LAYERS.index(parts[0])
+    for name, _ in imports((PACKAGE.parent / module).with_suffix(".py")):
+        target = name.split(".")[1:]
+        if not target:
+            raise AssertionError(f"{module} imports the package itself")
+        assert LAYERS.index(target[0]) <= own, f"{module} imports {name}"
+        if parts[0] == target[0] == "subclasses" and parts[-1] != "__init__" and len(target) > 1:
+            assert SUBCLASS_LAYERS.index(target[1]) < SUBCLASS_LAYERS.index(parts[1]), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_own_imports_are_at_the_top_except_kernels(module):
+    for name, nested in imports((PACKAGE.parent / module).with_suffix(".py")):
+        assert not nested or name.startswith("hybridtensor.kernels"), f"{module} imports {name} inside a function"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_the_core_imports_only_torch_and_torchao(module):
+    allowed = {"hybridtensor", "torch", "torchao", *sys.stdlib_module_names}
+    if module.parts[1] == "testing":
+        allowed |= {"numpy", "ml_dtypes"}
+    if module.parts[1] == "kernels":
+        allowed |= {"triton"}
+    tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            assert name.split(".")[0] in allowed | {"rich"}, f"{module} imports {name}"
+            if name.startswith("rich"):
+                assert node not in tree.body, f"{module} imports rich when it is itself imported"
+            assert "torchao.prototype" not in name
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_no_check_vanishes_under_python_o(module):
+    tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+
+
+def python(program, *options):
+    return subprocess.run(
+        [sys.executable, "-W", "error", *options, "-c", program], capture_output=True, text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+
+
+BLOCKED = """
+import importlib.abc, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        heavy = ("triton", "rich", "numpy.f2py", "matplotlib", "ml_dtypes", "torchao.prototype.mx_formats",
+                 "torchao.prototype.moe_training", "torchao.prototype.blockwise_fp8_training")
+        if any(name == h or name.startswith(h + ".") for h in heavy):
+            raise ImportError(f"blocked: {name}")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_importing_is_silent_and_needs_neither_triton_nor_cuda():
+    run = python(BLOCKED + "import hybridtensor, torch; assert not torch.cuda.is_initialized(); print('done')")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "done\n"
+    assert run.stderr == ""
+
+
+def test_training_needs_neither_triton_nor_rich():
+    program = """
+import torch, hybridtensor as ht
+model = ht.quantize_(torch.nn.Linear(16, 16), "fp8")
+model(torch.randn(4, 16)).sum().backward()
+assert not ht.explain(model, show=False).skipped
+print("done")
+"""
+    run = python(BLOCKED + program)
+    assert run.stdout == "done\n", run.stderr
+
+
+def test_errors_rise_under_python_o_too():
+    program = """
+import torch, hybridtensor as ht
+from torch import nn
+linear = ht.quantize_(nn.Linear(16, 8), "fp8")
+persistent = ht.quantize_(nn.Linear(16, 8), "fp8", persistent=True)
+row = ht.Float8Quantizer().quantize(torch.ones(4, 16), columnwise=False)
+cases = {
+    TypeError: [
+        lambda: linear(torch.zeros(4, 16, dtype=torch.int32)), lambda: ht.quantize_(linear, 3),
+        lambda: ht.Float8Quantizer().quantize(torch.zeros(2, 2, dtype=torch.bool)),
+        lambda: ht.quantize_(nn.Linear(4, 4), lambda role: None),
+    ],
+    ValueError: [
+        lambda: ht.quantize_(nn.Linear(4, 4), "fp9"), lambda: ht.quantize_(nn.LayerNorm(4), "fp8"),
+        lambda: linear(torch.zeros(4, 15)), lambda: torch.mm(torch.ones(4, 4), row),
+        lambda: linear(torch.zeros(4, 16, dtype=torch.bfloat16)), lambda: linear(torch.zeros(4, 16, device="meta")),
+        lambda: ht.HybridConfig.parse("fp8+dequantized+save_original_input"),
+        lambda: ht.Float8Quantizer().quantize(torch.zeros(1, 1, 1, 1, 1)),
+    ],
+    NotImplementedError: [
+        lambda: persistent.weight.add_(1), lambda: row.abs(), lambda: row.copy_(torch.ones(4, 16)),
+        lambda: linear.weight.share_memory_(),
+    ],
+}
+for kind, calls in cases.items():
+    for i, call in enumerate(calls):
+        try:
+            with torch.no_grad():
+                call()
+        except kind as error:
+            if type(error) is not kind:
+                raise
+        else:
+            raise SystemExit(f"{kind.__name__} case {i} did not raise")
+print("done", __debug__)
+"""
+    run = python(program, "-O")
+    assert run.stdout == "done False\n", run.stderr

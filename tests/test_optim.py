@@ -1,0 +1,223 @@
+"""Optimizers on master weights are bitwise those on plain ones; masters of persistent weights write back exactly."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
+
+import hybridtensor as ht
+from hybridtensor import HybridTensor
+from hybridtensor.optim import MasterWeights
+
+SPECS = ["fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+dequantized", "bf16"]
+OPTIMIZERS = {
+    "adamw-loop": (torch.optim.AdamW, {"foreach": False}),
+    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+    "adamw-amsgrad": (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "maximize": True}),
+    "adam": (torch.optim.Adam, {"foreach": True, "weight_decay": 0.1}),
+    "sgd-loop": (torch.optim.SGD, {"foreach": False, "weight_decay": 0.1}),
+    "sgd-foreach": (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    "sgd-fused": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"foreach": True}),
+    "rmsprop": (torch.optim.RMSprop, {"foreach": True}),
+    "lion-like": (torch.optim.NAdam, {"foreach": False}),
+}
+
+
+def model(dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 8)).to(device, dtype)
+
+
+def set_grads(parameters, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_master_weights_equals_the_plain_model(name, dtype, device):
+    if name == "sgd-fused" and dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("torch's own fused bf16 SGD differs from run to run on the CPU")
+    cls, options = OPTIMIZERS[name]
+    plain, ours = model(dtype, device), ht.quantize_(model(dtype, device), "fp8")
+    optimizers = [cls(m.parameters(), lr=0.01, **options) for m in (plain, ours)]
+    for step in range(4):
+        for m, optimizer in zip((plain, ours), optimizers, strict=True):
+            ours(torch.randn(2, 16, dtype=dtype, device=device))  # a cached face must not survive the step
+            set_grads(m.parameters(), step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q.dequantize() if isinstance(q, ht.MasterWeight) else q)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for key, state in states[0].items():
+        for field, value in state.items():
+            assert type(states[1][key][field]) is type(value) is torch.Tensor
+            assert torch.equal(states[1][key][field], value)
+    weight = ours[0].weight
+    row, _ = weight.faces(rowwise=True, columnwise=False, dtype=dtype)
+    assert torch.equal(row, weight.config.weight.quantize(weight.master).rowwise)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the default depends on the device")
+def test_the_default_implementation_on_a_gpu_is_that_of_plain_parameters():
+    calls = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    ours = ht.quantize_(model(device="cuda"), "fp8")
+    optimizer = torch.optim.AdamW(ours.parameters())
+    set_grads(ours.parameters(), 0)
+    with Spy():
+        optimizer.step()
+    assert any("_foreach_addcdiv_" in call for call in calls)
+
+
+def test_optimizers_know_master_weights_as_a_type_for_foreach():
+    assert ht.MasterWeight in _foreach_supported_types
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["adamw-loop", "adamw-foreach", "adamw-fused", "sgd-foreach"])
+def test_masters_step_and_write_back(name, spec, device):
+    """After every step a persistent weight is quantize(master), and the masters are those of plain fp32 training."""
+    cls, options = OPTIMIZERS[name]
+    plain, ours = model(device=device), ht.quantize_(model(device=device), spec, persistent=True)
+    reference = cls(plain.parameters(), lr=0.01, **options)
+    optimizer = MasterWeights(cls, ours.parameters(), lr=0.01, **options)
+    assert ours[0].weight.original is None
+    for step in range(3):
+        address = ours[0].weight.data_ptr()
+        for m, o in ((plain, reference), (ours, optimizer)):
+            set_grads(m.parameters(), step)
+            o.step()
+            o.zero_grad()
+        assert ours[0].weight.data_ptr() == address
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            if isinstance(q, HybridTensor):
+                assert torch.equal(optimizer.masters()[q], p)
+                assert torch.equal(q, _quantized(q, p))
+            else:
+                assert torch.equal(q, p)
+        assert all(p.grad is None for p in ours.parameters())
+
+
+def _quantized(weight, value):
+    made = weight.config.weight.quantize(value)
+    return HybridTensor(made.rowwise, made.columnwise, weight.config)
+
+
+def test_a_step_writes_each_weight_once(monkeypatch):
+    ours = ht.quantize_(model(), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.AdamW, ours.parameters())
+    writes = []
+    original = ht.Float8Quantizer.update_
+    monkeypatch.setattr(
+        ht.Float8Quantizer, "update_", lambda self, dst, x: writes.append(dst) or original(self, dst, x)
+    )
+    set_grads(ours.parameters(), 0)
+    optimizer.step()
+    assert [id(w) for w in writes] == [id(ours[0].weight), id(ours[2].weight)]
+    ours[0].weight.grad = None
+    writes.clear()
+    optimizer.step()  # no gradient, no step, no write
+    assert [id(w) for w in writes] == [id(ours[2].weight)]
+
+
+def test_without_an_original_the_master_is_the_dequantized_weight():
+    ours = ht.quantize_(model().requires_grad_(False), "fp8", persistent=True)
+    ours.requires_grad_(True)
+    value = ours[0].weight.dequantize()
+    optimizer = MasterWeights(torch.optim.SGD, ours.parameters(), lr=0.1)
+    assert torch.equal(optimizer.masters()[ours[0].weight], value)
+
+
+@pytest.mark.parametrize("spec", ["fp8", "fp8+dequantized"])
+def test_training_decreases_the_loss_and_resumes_bitwise(spec):
+    def run(steps, state=None):
+        ours = ht.quantize_(model(), spec, persistent=True)
+        optimizer = MasterWeights(torch.optim.AdamW, ours.parameters(), lr=0.02)
+        start = 0
+        if state is not None:
+            ours.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            start = state["step"]
+        losses = []
+        for step in range(start, start + steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(64, 16, generator=generator)
+            loss = (ours(x) - x[:, :8].sin()).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        state = {"model": ours.state_dict(), "optimizer": optimizer.state_dict(), "step": start + steps}
+        return losses, copy.deepcopy(state)
+
+    straight, _ = run(20)
+    first, state = run(10)
+    second, _ = run(10, state)
+    assert first + second == straight
+    assert straight[-1] < 0.8 * straight[0]
+
+
+def test_schedulers_groups_and_closures_reach_the_masters():
+    ours = ht.quantize_(model(), "fp8", persistent=True)
+    groups = [{"params": ours[0].parameters(), "lr": 0.1}, {"params": list(ours[2].parameters())}]
+    optimizer = MasterWeights(torch.optim.SGD, groups, lr=0.01)
+    assert [g["lr"] for g in optimizer.inner.param_groups] == [0.1, 0.01]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    before = optimizer.masters()[ours[0].weight].clone()
+
+    def closure():
+        set_grads(ours.parameters(), 0)
+        return torch.tensor(3.0)
+
+    assert optimizer.step(closure) == 3.0
+    moved = before - optimizer.masters()[ours[0].weight]
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.005]
+    before = optimizer.masters()[ours[0].weight].clone()
+    optimizer.step(closure)
+    torch.testing.assert_close(before - optimizer.masters()[ours[0].weight], moved / 2)
+    late = ht.quantize_(nn.Linear(4, 4), "fp8", persistent=True)
+    optimizer.add_param_group({"params": late.parameters(), "lr": 1.0})
+    assert late.weight in optimizer.masters()
+    set_grads(late.parameters(), 1)
+    value = optimizer.masters()[late.weight] - late.weight.grad
+    optimizer.step()
+    torch.testing.assert_close(optimizer.masters()[late.weight], value)
+
+
+def test_one_fp32_master_per_persistent_weight_of_a_bf16_model():
+    ours = ht.quantize_(model(torch.bfloat16), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.AdamW, ours.parameters(), lr=1e-3)
+    ours(torch.randn(4, 16).bfloat16()).sum().backward()
+    assert ours[0].weight.grad.dtype == torch.bfloat16
+    optimizer.step()
+    assert {m.dtype for m in optimizer.masters().values()} == {torch.float32}
+    assert ours[0].weight.dtype == torch.bfloat16
+
+
+def test_bad_input():
+    ours = ht.quantize_(model(), "fp8", persistent=True)
+    with pytest.raises(TypeError, match="an Optimizer class is required, got 'AdamW'"):
+        MasterWeights("AdamW", ours.parameters())
+    optimizer = MasterWeights(torch.optim.SGD, ours.parameters(), lr=0.1)
+    state = optimizer.state_dict()
+    state["masters"] = state["masters"][:1]
+    with pytest.raises(ValueError, match=r"masters of \[\(32, 16\), \(8, 32\)\] are required, got \[\(32, 16\)\]"):
+        optimizer.load_state_dict(state)
+    direct = torch.optim.SGD(ours.parameters(), lr=0.1, foreach=False)
+    set_grads(ours.parameters(), 0)
+    with pytest.raises(NotImplementedError, match=r"HybridTensor: aten\.add_.* step it through .*MasterWeights"):
+        direct.step()
