@@ -11,7 +11,7 @@ JOBS ?= 2
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy
-	$(PIP) --editable ".[plots]"
+	$(PIP) --editable ".[plots,testing]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core

@@ -1,0 +1,89 @@
+"""Show what the runs gave: a table, a plot, a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from rich.table import Table
+from training import BASELINE, Plan, Result
+
+import hybridtensor as ht
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  (after the choice of backend)
+
+
+def gap(result: Result, baseline: Result) -> float:
+    """Return how far the validation loss is above the baseline's, in percent."""
+    return 100 * (result.validation[-1][1] / baseline.validation[-1][1] - 1)
+
+
+def table(results: list[Result], device: str) -> Table:
+    """Return the closing table."""
+    baseline = results[0]
+    shown = Table(title=f"Validation after training on {device}")
+    shown.add_column("recipe")
+    for header in ("loss (nats/byte)", "gap to BF16", "linear inputs saved", "all activations saved", "tokens/s"):
+        shown.add_column(header, justify="right")
+    for r in results:
+        shown.add_row(
+            r.recipe,
+            f"{r.validation[-1][1]:.4f}",
+            "" if r is baseline else f"{gap(r, baseline):+.2f} %",
+            f"{r.linear_input_bytes / baseline.linear_input_bytes:.2f}x",
+            f"{r.activation_bytes / baseline.activation_bytes:.2f}x",
+            f"{r.tokens_per_second:,.0f}",
+        )
+    return shown
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Draw the loss curves: training smoothed, validation as dots."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for r in results:
+        smooth, average = [], r.losses[0]
+        for loss in r.losses:
+            average += 0.1 * (loss - average)
+            smooth.append(average)
+        (line,) = axes.plot(range(1, len(smooth) + 1), smooth, label=r.recipe, linewidth=1.2)
+        axes.plot(*zip(*r.validation, strict=True), "o", color=line.get_color(), markersize=4)
+    axes.set(xlabel="step", ylabel="nats per byte", title="Loss: training (lines, smoothed) and validation (dots)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def versions() -> dict[str, str]:
+    """Return what the numbers depend on."""
+    return {
+        "hybridtensor": ht.__version__,
+        "torch": torch.__version__,
+        "torchao": importlib.metadata.version("torchao"),
+        "python": platform.python_version(),
+    }
+
+
+def write_json(results: list[Result], plan: Plan, device: str, resumed: dict[str, bool], path: Path) -> None:
+    """Write everything."""
+    baseline = results[0]
+    record = {
+        "plan": dataclasses.asdict(plan),
+        "device": device,
+        "versions": versions(),
+        "results": [
+            {
+                **dataclasses.asdict(r),
+                "gap_percent": None if r.recipe == BASELINE else gap(r, baseline),
+                "resumed_bitwise": resumed.get(r.recipe),
+            }
+            for r in results
+        ],
+    }
+    path.write_text(json.dumps(record, indent=1))

@@ -1,0 +1,149 @@
+"""Train a byte-level transformer on real text in BF16 and by quantized recipes, side by side.
+
+Shows live progress, then a table, loss curves and a JSON file; saves every run in the middle, and at the end resumes
+from there in a new process to show that the losses are bitwise the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from data import Bytes, load_text
+from model import SIZES
+from report import plot, table, write_json
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from training import BASELINE, Plan, Result, Run
+
+import hybridtensor as ht
+
+DEFAULT_RECIPES = [BASELINE, "fp8", "fp8_rowwise", "fp8_dequantized_backward"]
+RESUMED_STEPS = 20
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; bad values end with one line that says what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=DEFAULT_RECIPES, help="recipe names or specs; bf16 always runs")
+    parser.add_argument("--data", type=Path, help="file or folder of text; default: Python's standard library")
+    parser.add_argument("--size", choices=SIZES, help="model size; default: small on a CPU, medium on a GPU")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for plots, numbers, checkpoints")
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    names = [name for given in arguments.recipes for name in given.split(",") if name]
+    arguments.recipes = [BASELINE, *dict.fromkeys(name for name in names if name != BASELINE)]
+    try:
+        for name in arguments.recipes:
+            ht.recipes.from_name(name)
+        if arguments.steps < 2:
+            raise ValueError(f"--steps: at least 2 are required, got {arguments.steps}")
+        device = torch.device(arguments.device)
+        torch.empty(0, device=device)
+        arguments.size = SIZES[arguments.size or ("small" if device.type == "cpu" else "medium")]
+        text = load_text(arguments.data)
+        arguments.text = Bytes(
+            text, context=arguments.size.context, batch=arguments.size.batch, seed=arguments.seed
+        )
+    except (ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error).splitlines()[0])
+    return arguments
+
+
+def progress_bar(console: Console) -> Progress:
+    """Return the live display; where there is no terminal, lines are printed instead."""
+    return Progress(
+        TextColumn("{task.description:>26}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def train(recipe: str, plan: Plan, data: Bytes, checkpoint: Path, progress: Progress) -> Result:
+    """Train by one recipe, saving in the middle."""
+    run, middle = Run(recipe, plan, data), plan.steps // 2
+    task = progress.add_task(recipe, total=plan.steps, loss=float("nan"), rate=0.0)
+
+    def report(step: int, loss: float, rate: float) -> None:
+        progress.update(task, completed=step + 1, loss=loss, rate=rate)
+        run.result.tokens_per_second = rate
+        if progress.disable and (step + 1) % max(1, plan.steps // 10) == 0:
+            progress.console.print(f"{recipe:>26}  step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s")
+
+    run.measure_saved()
+    run.train(0, middle, report)
+    run.save(checkpoint, middle)
+    run.validate(middle)
+    run.train(middle, plan.steps, report)
+    run.validate(plan.steps)
+    return run.result
+
+
+def resume(recipes: list[str], plan: Plan, data: Bytes, out: Path) -> None:
+    """Continue every run from its checkpoint for some steps, and write the losses; runs in a process of its own."""
+    losses = {}
+    for recipe in recipes:
+        run = Run(recipe, plan, data)
+        first = run.load(checkpoint_of(out, recipe))
+        run.train(first, min(first + RESUMED_STEPS, plan.steps), lambda step, loss, rate: None)
+        losses[recipe] = [loss.hex() for loss in run.result.losses]
+    (out / "resumed.json").write_text(json.dumps(losses))
+
+
+def check_resume(results: list[Result], plan: Plan, out: Path, console: Console) -> dict[str, bool]:
+    """Resume in a new process and compare its losses with those of the uninterrupted runs, bit for bit."""
+    subprocess.run([sys.executable, *sys.argv, "--resume"], check=True)
+    resumed = json.loads((out / "resumed.json").read_text())
+    same = {}
+    for r in results:
+        losses, first = resumed[r.recipe], plan.steps // 2
+        same[r.recipe] = losses == [loss.hex() for loss in r.losses[first : first + len(losses)]]
+        verdict = "bitwise the same" if same[r.recipe] else "[bold red]DIFFERENT[/]"
+        console.print(f"{r.recipe:>26}  resumed at step {first} in a new process: {len(losses)} losses {verdict}")
+    return same
+
+
+def checkpoint_of(out: Path, recipe: str) -> Path:
+    """Return the folder of a recipe's checkpoint."""
+    return out / "checkpoints" / recipe.replace("/", "-")
+
+
+def main() -> int:
+    """Run the demo."""
+    arguments = parse_arguments()
+    out: Path = arguments.out
+    plan = Plan(arguments.size, arguments.steps, arguments.seed, arguments.device, arguments.lr, arguments.compile)
+    if arguments.resume:
+        resume(arguments.recipes, plan, arguments.text, out)
+        return 0
+    console = Console()
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else platform.processor() or "CPU"
+    total = len(arguments.text.train) + len(arguments.text.validation)
+    console.print(f"{total / 1e6:.1f} MB of text, {plan.steps} steps of {plan.size} on {device}")
+    with progress_bar(console) as progress:
+        results = [
+            train(recipe, plan, arguments.text, checkpoint_of(out, recipe), progress) for recipe in arguments.recipes
+        ]
+    resumed = check_resume(results, plan, out, console)
+    console.print(table(results, device))
+    plot(results, out / "losses.png")
+    write_json(results, plan, device, resumed, out / "results.json")
+    console.print(f"wrote {out / 'losses.png'}, {out / 'results.json'} and {out / 'checkpoints'}")
+    return 0 if all(resumed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

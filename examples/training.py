@@ -1,0 +1,164 @@
+"""Train one model by one recipe: loop, checkpoint, what is saved for backward."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from data import Bytes
+from model import Size, Transformer
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import hybridtensor as ht
+from hybridtensor.testing import SavedTensors, saved_for_backward
+
+BASELINE = "bf16"
+VALIDATION_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a run depends on beside its recipe."""
+
+    size: Size
+    steps: int
+    seed: int
+    device: str
+    learning_rate: float
+    compile: bool
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate: a tenth of the steps up, then a cosine down to a tenth."""
+        warmup = max(1, self.steps // 10)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - warmup)
+        return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+@dataclass
+class Result:
+    """What a run gave."""
+
+    recipe: str
+    config: str
+    fingerprint: str | None
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    activation_bytes: int = 0
+    linear_input_bytes: int = 0
+
+
+class Run:
+    """A model, its optimizer and its text."""
+
+    def __init__(self, recipe: str, plan: Plan, data: Bytes) -> None:
+        torch.manual_seed(plan.seed)
+        self.plan, self.data = plan, data
+        model = Transformer(plan.size).to(plan.device)
+        config = None
+        if recipe != BASELINE:
+            ht.quantize_(model, recipe)  # the only line about quantization
+            config = ht.recipes.from_name(recipe)
+        self.result = Result(recipe, str(config or BASELINE), config.fingerprint() if config else None)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95))
+        self.forward: Callable[..., Tensor] = torch.compile(model) if plan.compile else model
+
+    def loss(self, batch: tuple[Tensor, Tensor], forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the loss of one batch, computed in bfloat16 from fp32 weights."""
+        tokens, targets = (t.to(self.plan.device, non_blocking=True) for t in batch)
+        with torch.autocast(torch.device(self.plan.device).type, torch.bfloat16):
+            return (forward or self.forward)(tokens, targets)
+
+    def train(self, first: int, last: int, report: Callable[[int, float, float], None]) -> None:
+        """Run steps ``first`` to ``last``, exclusive; ``report`` gets step, loss and tokens per second."""
+        started, size = time.perf_counter(), self.plan.size
+        for step in range(first, last):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.plan.rate(step)
+            self.optimizer.zero_grad()
+            loss = self.loss(self.data.training_batch(step))
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.result.losses.append(loss.item())
+            rate = (step + 1 - first) * size.batch * size.context / (time.perf_counter() - started)
+            report(step, self.result.losses[-1], rate)
+
+    @torch.no_grad()
+    def validate(self, step: int) -> float:
+        """Return the validation loss in nats per byte, and note it."""
+        batches = self.data.validation_batches(VALIDATION_BATCHES)
+        loss = sum(self.loss(batch).item() for batch in batches) / len(batches)
+        self.result.validation.append((step, loss))
+        return loss
+
+    def measure_saved(self) -> None:
+        """Count the activation bytes that one forward pass saves: in all, and for the inputs of linear layers."""
+        batch = self.data.training_batch(0)
+        self.loss(batch, self.model)  # fills the weights' caches
+        with saved_for_backward() as saved:
+            self.loss(batch, self.model)
+        self.result.activation_bytes = self._activations(saved).nbytes(without=self.model.parameters())
+        self.result.linear_input_bytes = self._linear_inputs(batch)
+
+    def _linear_inputs(self, batch: tuple[Tensor, Tensor]) -> int:
+        everything, contexts, opened = SavedTensors(), [], []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            contexts.append(saved_for_backward())
+            opened.append(contexts[-1].__enter__())
+
+        def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+            contexts.pop().__exit__(None, None, None)
+            everything.tensors.extend(opened.pop().tensors)
+
+        linears = [m for b in self.model.blocks for m in b.modules() if isinstance(m, nn.Linear)]
+        hooks = [m.register_forward_pre_hook(enter) for m in linears]
+        hooks += [m.register_forward_hook(leave) for m in linears]
+        self.loss(batch, self.model)
+        for hook in hooks:
+            hook.remove()
+        return self._activations(everything).nbytes(without=self.model.parameters())
+
+    def _activations(self, saved: SavedTensors) -> SavedTensors:
+        """Leave out what has the shape of a weight: autocast's bf16 copies."""
+        shapes = {s for p in self.model.parameters() for s in (tuple(p.shape), tuple(reversed(p.shape)))}
+        return SavedTensors([t for t in saved.tensors if tuple(t.shape) not in shapes])
+
+    def save(self, directory: Path, step: int) -> None:
+        """Write a checkpoint: plain tensors, which a model without quantization could load too."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(step)}
+        with _one_process():
+            dcp.save(state, checkpoint_id=directory)
+
+    def load(self, directory: Path) -> int:
+        """Read a checkpoint and return its step."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
+        with _one_process():
+            dcp.load(state, checkpoint_id=directory)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        return int(state["step"])
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Mute the checkpointer's remark that there is only one process: here that is the intent."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
