@@ -16,7 +16,7 @@ from training import BASELINE, Plan, Result
 import hybridtensor as ht
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (after the choice of backend)
+from matplotlib import pyplot as plt
 
 
 def gap(result: Result, baseline: Result) -> float:

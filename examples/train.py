@@ -34,7 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=DEFAULT_RECIPES, help="recipe names or specs; bf16 always runs")
     parser.add_argument("--data", type=Path, help="file or folder of text; default: Python's standard library")
     parser.add_argument("--size", choices=SIZES, help="model size; default: small on a CPU, medium on a GPU")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -53,9 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         torch.empty(0, device=device)
         arguments.size = SIZES[arguments.size or ("small" if device.type == "cpu" else "medium")]
         text = load_text(arguments.data)
-        arguments.text = Bytes(
-            text, context=arguments.size.context, batch=arguments.size.batch, seed=arguments.seed
-        )
+        arguments.text = Bytes(text, context=arguments.size.context, batch=arguments.size.batch, seed=arguments.seed)
     except (ValueError, RuntimeError, AssertionError) as error:
         parser.error(str(error).splitlines()[0])
     return arguments

@@ -150,9 +150,7 @@ class Run:
         state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
         with _one_process():
             dcp.load(state, checkpoint_id=directory)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return int(state["step"])
 
 

@@ -13,8 +13,6 @@ from hybridtensor.ops.library import define, require_float
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _CLEAR_MANTISSA = -0x00800000  # 0xFF800000 as an int32: keeps sign and exponent
-_NEGATIVE_NAN = 0xFF  # the one negative NaN code of E4M3, and the one that a cast to E5M2 makes
-_POSITIVE_NAN = 0x7F
 
 
 def group_amax(x: Tensor, fmt: Format) -> Tensor:
@@ -22,8 +20,7 @@ def group_amax(x: Tensor, fmt: Format) -> Tensor:
     groups = x if fmt.block[0] == 1 else x.reshape(1, -1)
     if groups.numel() == 0:
         return torch.zeros(groups.shape[0], 1, dtype=torch.float32, device=x.device)
-    magnitude = groups.abs()
-    magnitude = torch.where(magnitude.isnan(), torch.zeros((), dtype=x.dtype, device=x.device), magnitude)
+    magnitude = groups.abs().nan_to_num(nan=0.0, posinf=float("inf"))
     return magnitude.amax(dim=1, keepdim=True).float()
 
 
@@ -45,17 +42,16 @@ def cast_saturating(x: Tensor, fmt: Format) -> Tensor:
     """Round fp32 ``x`` to the nearest element, ties to even; beyond the range becomes +-max, NaN the positive NaN."""
     if fmt.element is None:
         raise ValueError(f"cast_saturating: a format with elements is required, got {fmt}")
-    codes = x.clamp(-fmt.max, fmt.max).to(fmt.element, memory_format=torch.contiguous_format)
-    as_bytes = codes.view(torch.uint8)
-    as_bytes.masked_fill_(as_bytes == _NEGATIVE_NAN, _POSITIVE_NAN)
-    return codes
+    one_nan = x.nan_to_num(nan=float("nan"))  # a negative NaN would keep its sign
+    return one_nan.clamp_(-fmt.max, fmt.max).to(fmt.element, memory_format=torch.contiguous_format)
 
 
 def float8_quantize_reference(x: Tensor, format: str, pow2_scale: bool) -> tuple[Tensor, Tensor]:
     """Define ``float8_quantize``."""
     fmt = get_format(format)
     scale = encode_scale(group_amax(x, fmt), fmt.max, pow2_scale)  # [G, 1]
-    return cast_saturating(x.float() * scale, fmt), scale.reciprocal()
+    factor = scale if fmt.block[0] == 1 else scale.reshape(())  # a 0-d factor takes torch's fast path on the CPU
+    return cast_saturating(x.float() * factor, fmt), scale.reciprocal()
 
 
 def _fake(x: Tensor, format: str, pow2_scale: bool) -> tuple[Tensor, Tensor]:
