@@ -62,8 +62,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def progress_bar(console: Console) -> Progress:
     """Return the live display; where there is no terminal, lines are printed instead."""
     return Progress(
-        TextColumn("{task.description:>26}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(),
+        TextColumn("{task.description:>26}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
         console=console, disable=not console.is_terminal,
     )  # fmt: skip
 

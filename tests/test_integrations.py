@@ -1,0 +1,144 @@
+"""Other libraries' ways in and out: Hugging Face, distributed checkpoints, gradient scaling, schedulers."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import hybridtensor as ht
+from hybridtensor import HybridConfig, MasterWeight
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A small Llama on disk."""
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's loader is tested with transformers")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_hugging_face_quantizes_while_it_loads(llama):
+    """``from_pretrained`` calls torchao's quantize_ on each module as its root."""
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    plain, path = llama
+    config = HybridConfig.parse("fp8")
+    loaded = AutoModelForCausalLM.from_pretrained(path, quantization_config=TorchAoConfig(quant_type=config))
+    converted = [
+        n for n, m in loaded.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, MasterWeight)
+    ]
+    assert len(converted) == 14
+    assert "lm_head" not in converted
+    ht.quantize_(plain.to(loaded.dtype), config)
+    tokens = torch.arange(12).reshape(2, 6)
+    loaded.train().requires_grad_(True)  # the loader freezes what it quantizes
+    plain.train()
+    losses = [m(input_ids=tokens, labels=tokens).loss for m in (loaded, plain)]
+    assert torch.equal(*losses)
+    losses[0].backward()
+    assert type(loaded.model.layers[0].self_attn.q_proj.weight.grad) is torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_hugging_face_model_trains_with_gradient_checkpointing(llama):
+    model, _ = llama
+    ht.quantize_(model, "fp8+dequantized")
+    tokens = torch.arange(12).reshape(2, 6)
+    grads = []
+    for enabled in (False, True):
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_hugging_face_saves_the_high_precision_weights(llama, tmp_path):
+    model, _ = llama
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ht.quantize_(model, "fp8").save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
+    assert all(type(p) is nn.Parameter for p in again.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_safetensors_writes_master_weights_and_refuses_faces(tmp_path):
+    weight = MasterWeight(torch.randn(4, 8), HybridConfig.parse("fp8"))
+    save_file({"w": weight}, tmp_path / "w.safetensors")
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], weight.master)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        save_file({"w": ht.Float8Quantizer().quantize(torch.ones(4, 8))}, tmp_path / "h.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+class TestDistributedCheckpoint:
+    def state(self, model, optimizer):
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    def trained(self, spec):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 8)
+        if spec is not None:
+            ht.quantize_(model, spec)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    @pytest.mark.parametrize(("source", "target"), [("fp8", "fp8"), ("fp8", None), (None, "fp8_rowwise")])
+    def test_checkpoints_do_not_know_of_quantization(self, source, target, tmp_path):
+        model, optimizer = self.trained(source)
+        dcp.save(self.state(model, optimizer), checkpoint_id=tmp_path)
+        value = model.weight.dequantize() if source else model.weight
+        other, other_optimizer = self.trained(target)
+        with torch.no_grad():
+            other.weight.zero_()
+        y = other(torch.ones(2, 16))  # caches the faces of zeros, which the load must not leave behind
+        state = self.state(other, other_optimizer)
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        assert torch.equal(other.weight.dequantize() if target else other.weight, value)
+        assert not torch.equal(other(torch.ones(2, 16)), y)
+        moments = [o.state[m.weight]["exp_avg"] for m, o in ((model, optimizer), (other, other_optimizer))]
+        assert torch.equal(*moments)
+        assert all(type(m) is torch.Tensor for m in moments)
+
+
+def test_gradient_scaling():
+    model = ht.quantize_(nn.Linear(16, 8), "fp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = model.weight.master.clone()
+    scaler.scale(model(torch.ones(2, 16)).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model.weight.master, before)
+
+
+def test_average_models_and_ema():
+    model = ht.quantize_(nn.Linear(16, 8), "fp8")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        model.weight.add_(2.0)
+    averaged.update_parameters(model)
+    torch.testing.assert_close(averaged.module.weight.master, model.weight.master - 1.0)
