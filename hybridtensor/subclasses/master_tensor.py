@@ -106,10 +106,6 @@ class MasterWeight(WrapperTensor):
             self._cached = (key, row, column)
         return (row if rowwise else None), (column if columnwise else None)
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of ``master``, so that savers that write raw memory (safetensors) write the weight."""
-        return self.master.untyped_storage()
-
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of quantization."""
         return self.master
