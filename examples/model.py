@@ -31,7 +31,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(dim=64, layers=2, heads=2, context=64, batch=4),
-    "small": Size(dim=192, layers=4, heads=3, context=256, batch=8),
+    "small": Size(dim=128, layers=3, heads=2, context=128, batch=16),
     "medium": Size(dim=512, layers=8, heads=8, context=512, batch=32),
     "large": Size(dim=1024, layers=12, heads=16, context=1024, batch=32),
 }

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hybridtensor as ht
-from hybridtensor.testing import SavedTensors, saved_for_backward
+from hybridtensor.testing import SavedTensors, saved_by, saved_for_backward
 
 BASELINE = "bf16"
 VALIDATION_BATCHES = 8
@@ -111,26 +110,9 @@ class Run:
         with saved_for_backward() as saved:
             self.loss(batch, self.model)
         self.result.activation_bytes = self._activations(saved).nbytes(without=self.model.parameters())
-        self.result.linear_input_bytes = self._linear_inputs(batch)
-
-    def _linear_inputs(self, batch: tuple[Tensor, Tensor]) -> int:
-        everything, contexts, opened = SavedTensors(), [], []
-
-        def enter(module: nn.Module, args: Any) -> None:
-            contexts.append(saved_for_backward())
-            opened.append(contexts[-1].__enter__())
-
-        def leave(module: nn.Module, args: Any, output: Tensor) -> None:
-            contexts.pop().__exit__(None, None, None)
-            everything.tensors.extend(opened.pop().tensors)
-
-        linears = [m for b in self.model.blocks for m in b.modules() if isinstance(m, nn.Linear)]
-        hooks = [m.register_forward_pre_hook(enter) for m in linears]
-        hooks += [m.register_forward_hook(leave) for m in linears]
-        self.loss(batch, self.model)
-        for hook in hooks:
-            hook.remove()
-        return self._activations(everything).nbytes(without=self.model.parameters())
+        with saved_by(m for block in self.model.blocks for m in block.modules() if isinstance(m, nn.Linear)) as saved:
+            self.loss(batch, self.model)
+        self.result.linear_input_bytes = self._activations(saved).nbytes(without=self.model.parameters())
 
     def _activations(self, saved: SavedTensors) -> SavedTensors:
         """Leave out what has the shape of a weight: autocast's bf16 copies."""

@@ -6,7 +6,7 @@ Needs the ``testing`` extra (``pip install "hybridtensor[testing]"``).
 from hybridtensor.testing.budgets import product_bound
 from hybridtensor.testing.inputs import EDGE_VALUES, edge_tensor, random_tensor
 from hybridtensor.testing.oracles import float8_oracle
-from hybridtensor.testing.saved import SavedTensors, saved_for_backward
+from hybridtensor.testing.saved import SavedTensors, saved_by, saved_for_backward
 
 __all__ = [
     "EDGE_VALUES",
@@ -15,5 +15,6 @@ __all__ = [
     "float8_oracle",
     "product_bound",
     "random_tensor",
+    "saved_by",
     "saved_for_backward",
 ]

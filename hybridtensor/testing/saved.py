@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.wrapper import flatten
@@ -46,3 +47,27 @@ def saved_for_backward() -> Iterator[SavedTensors]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+@contextmanager
+def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
+    """Record what the forward passes of ``modules`` save while the context is open, and nothing else does."""
+    saved, opened = SavedTensors(), []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        context = saved_for_backward()
+        opened.append((context, context.__enter__()))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        context, of_module = opened.pop()
+        context.__exit__(None, None, None)
+        saved.tensors.extend(of_module.tensors)
+
+    hooks = []
+    for module in modules:
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield saved
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,77 @@
+"""Forward and backward of one bias-free linear, eager, against BF16 and torchao in the same run.
+
+The quantizing is the plain-torch reference here; ratios below one show what it costs before there are kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import arguments, report, time_alternating
+from torch import nn
+
+import hybridtensor as ht
+
+SHAPES = {
+    "cuda": [(8192, 8192, 8192), (16384, 4096, 4096), (16384, 14336, 4096), (16384, 4096, 14336)],
+    "cpu": [(2048, 512, 512), (2048, 1024, 512)],
+}
+RECIPES = [
+    "fp8",
+    "fp8_rowwise",
+    "fp8_rowwise_hp_grad_weight",
+    "fp8_high_precision_backward",
+    "fp8_dequantized_backward",
+]
+
+
+def step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], None]:
+    """Return forward and backward of a layer, its weight changed before, as after an optimizer step."""
+
+    def run() -> None:
+        with torch.no_grad():
+            layer.weight[0, 0].add_(1e-3)
+        layer.weight.grad = x.grad = None
+        layer(x).backward(g)
+
+    return run
+
+
+def torchao_layers(plain: nn.Module) -> dict[str, nn.Module]:
+    """Return torchao's float8 training layers, in eager mode, where the device can run them."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    made = {}
+    for name in ("tensorwise", "rowwise"):
+        config = Float8LinearConfig.from_recipe_name(name)
+        made[f"torchao {name}"] = convert_to_float8_training(nn.Sequential(copy.deepcopy(plain)), config=config)[0]
+    return made
+
+
+def measure(shape: tuple[int, int, int], device: str, repeats: int) -> list[dict[str, Any]]:
+    """Return one row per recipe for one shape."""
+    tokens, out_features, in_features = shape
+    plain = nn.Linear(in_features, out_features, bias=False, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
+    layers: dict[str, nn.Module] = {"bf16 (plain)": plain}
+    layers |= {name: ht.quantize_(copy.deepcopy(plain), name) for name in RECIPES}
+    if device.startswith("cuda"):
+        layers |= torchao_layers(plain)
+    times = time_alternating({name: step(layer, x, g) for name, layer in layers.items()}, device, repeats)
+    base = times["bf16 (plain)"]
+    return [
+        {"tokens x out x in": "x".join(map(str, shape)), "recipe": name, "ms": ms, "speed over BF16": base / ms}
+        for name, ms in times.items()
+    ]
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0])
+    rows = []
+    for shape in SHAPES[torch.device(options.device).type]:
+        rows += measure(shape, options.device, options.repeats)
+    report("linear", rows, options)
