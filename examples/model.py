@@ -15,13 +15,14 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a model and of its training batches."""
+    """Shape of a model and of its training batches, and the learning rate that suits it."""
 
     dim: int
     layers: int
     heads: int
     context: int
     batch: int
+    learning_rate: float = 1e-3
 
     @property
     def hidden(self) -> int:
@@ -32,8 +33,8 @@ class Size:
 SIZES = {
     "tiny": Size(dim=64, layers=2, heads=2, context=64, batch=4),
     "small": Size(dim=128, layers=3, heads=2, context=128, batch=16),
-    "medium": Size(dim=512, layers=8, heads=8, context=512, batch=32),
-    "large": Size(dim=1024, layers=12, heads=16, context=1024, batch=32),
+    "medium": Size(dim=512, layers=8, heads=8, context=512, batch=32, learning_rate=5e-4),
+    "large": Size(dim=1024, layers=12, heads=16, context=1024, batch=32, learning_rate=3e-4),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from training import BASELINE, Plan, Result, Run
 
 import hybridtensor as ht
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: reproducible cuBLAS
 DEFAULT_RECIPES = [BASELINE, "fp8", "fp8_rowwise", "fp8_dequantized_backward"]
 RESUMED_STEPS = 20
 
@@ -35,7 +37,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="file or folder of text; default: Python's standard library")
     parser.add_argument("--size", choices=SIZES, help="model size; default: small on a CPU, medium on a GPU")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="peak learning rate; default: by size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="compile the model")
@@ -122,7 +124,10 @@ def main() -> int:
     """Run the demo."""
     arguments = parse_arguments()
     out: Path = arguments.out
-    plan = Plan(arguments.size, arguments.steps, arguments.seed, arguments.device, arguments.lr, arguments.compile)
+    rate = arguments.lr or arguments.size.learning_rate
+    plan = Plan(arguments.size, arguments.steps, arguments.seed, arguments.device, rate, arguments.compile)
+    torch.use_deterministic_algorithms(True)  # so that a resumed run can be compared bit for bit
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if arguments.resume:
         resume(arguments.recipes, plan, arguments.text, out)
         return 0
