@@ -44,20 +44,33 @@ def table(results: list[Result], device: str) -> Table:
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Draw the loss curves: training smoothed, validation as dots."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    """Draw the loss curves, and how far each is from BF16's: training smoothed, validation as dots."""
+    figure, (losses, gaps) = plt.subplots(2, figsize=(8, 7), layout="constrained", sharex=True, height_ratios=[3, 2])
+    baseline = results[0]
     for r in results:
-        smooth, average = [], r.losses[0]
-        for loss in r.losses:
-            average += 0.1 * (loss - average)
-            smooth.append(average)
-        (line,) = axes.plot(range(1, len(smooth) + 1), smooth, label=r.recipe, linewidth=1.2)
-        axes.plot(*zip(*r.validation, strict=True), "o", color=line.get_color(), markersize=4)
-    axes.set(xlabel="step", ylabel="nats per byte", title="Loss: training (lines, smoothed) and validation (dots)")
-    axes.legend()
-    axes.grid(alpha=0.3)
+        steps = range(1, len(r.losses) + 1)
+        (line,) = losses.plot(steps, smooth(r.losses), label=r.recipe, linewidth=1.2)
+        losses.plot(*zip(*r.validation, strict=True), "o", color=line.get_color(), markersize=4)
+        percent = [100 * (a / b - 1) for a, b in zip(smooth(r.losses), smooth(baseline.losses), strict=True)]
+        gaps.plot(steps, percent, color=line.get_color(), linewidth=1.2)
+        dots = [(s, 100 * (a / b - 1)) for (s, a), (_, b) in zip(r.validation, baseline.validation, strict=True)]
+        gaps.plot(*zip(*dots, strict=True), "o", color=line.get_color(), markersize=4)
+    losses.set(ylabel="nats per byte", title="Loss: training (lines, smoothed) and validation (dots)")
+    gaps.set(xlabel="step", ylabel="above BF16, %")
+    losses.legend()
+    for axes in (losses, gaps):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Return an exponential average over about ten steps."""
+    averaged, average = [], losses[0]
+    for loss in losses:
+        average += 0.1 * (loss - average)
+        averaged.append(average)
+    return averaged
 
 
 def versions() -> dict[str, str]:

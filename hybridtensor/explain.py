@@ -91,7 +91,7 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     for name, module in linear_modules(model):
         layer = name or "<root>"
         weight: Any = module.weight
-        if isinstance(weight, (MasterWeight, HybridTensor)):
+        if isinstance(weight, (MasterWeight, HybridTensor)) and weight.config is not None:
             rows += _layer_rows(layer, weight.config, weight.dtype, weight.device, module.in_features)
         else:
             skipped.append((layer, why_skipped(name, module) or "not converted"))

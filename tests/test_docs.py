@@ -1,0 +1,72 @@
+"""The README's code runs, and its tables are those of the result files."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_code_runs(capsys):
+    scope = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)
+    assert "Quantized layers" in capsys.readouterr().out
+
+
+def table(name):
+    """Return the cells of the table behind a marker, header excluded."""
+    lines = README.split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_demo_table():
+    runs = results("demo_cpu")["results"]
+    base = runs[0]
+    assert table("demo_cpu") == [
+        [
+            r["recipe"],
+            f"{r['validation'][-1][1]:.4f}",
+            "" if r is base else f"{r['gap_percent']:+.2f} %",
+            f"{r['linear_input_bytes'] / base['linear_input_bytes']:.2f}x",
+        ]
+        for r in runs
+    ]
+
+
+def test_memory_table():
+    rows = results("memory_nvidia_h200")["rows"]
+    assert table("memory_nvidia_h200") == [
+        [r["recipe"], f"{r['saved MB']:.0f}", f"{r['saved, of BF16']:.2f}x", f"{r['peak MB']:.0f}"] for r in rows
+    ]
+
+
+def test_linear_table():
+    rows = [r for r in results("linear_nvidia_h200")["rows"] if r["tokens x out x in"] == "16384x14336x4096"]
+    assert table("linear_nvidia_h200") == [
+        [r["recipe"], f"{r['ms']:.2f}", f"{r['speed over BF16']:.2f}x"] for r in rows
+    ]
+
+
+@pytest.mark.parametrize("name", ["demo_cpu", "demo_nvidia_h200"])
+def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
+    for run in results(name)["results"]:
+        assert run["resumed_bitwise"]
+        assert run["gap_percent"] is None or run["gap_percent"] < 1
+
+
+@pytest.mark.parametrize("path", ["docs/design.md", "CONTRIBUTING.md", "README.md"])
+def test_files_named_in_the_docs_exist(path):
+    for name in re.findall(
+        r"`((?:hybridtensor|tests|docs|benchmarks|examples)/[\w/.]+\.\w+)`", (ROOT / path).read_text()
+    ):
+        assert (ROOT / name).exists(), name
