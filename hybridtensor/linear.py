@@ -26,6 +26,7 @@ from hybridtensor.subclasses.matmul import multiply, take_face
 from hybridtensor.subclasses.wrapper import Structure, flatten, unflatten
 
 Weight = MasterWeight | HybridTensor
+_QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring their faces along
 T = TypeVar("T", bound=Callable[..., Any])
 
 
@@ -56,7 +57,7 @@ def linear(input: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     dtype = _compute_dtype(input, weight)
     _check(input, weight, bias, dtype)
     config: HybridConfig = weight.config
-    if not isinstance(input, (HybridTensor, QuantizedTensor, IdentityTensor)):
+    if not isinstance(input, _QUANTIZED):
         input = input.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     grad = torch.is_grad_enabled()
@@ -78,7 +79,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x = _input_faces(input, config, needs, dtype)
         out, weight_column = _output(x, weight, bias, dtype, input, needs)
-        keep_input = needs.weight and config.save_original_input and not isinstance(input, HybridTensor)
+        keep_input = needs.weight and config.save_original_input and not isinstance(input, _QUANTIZED)
         x_saved, ctx.input_structure = ([input], None) if keep_input else _take_apart(x[1])
         w_saved, ctx.weight_structure = _take_apart(weight_column)
         ctx.save_for_backward(*x_saved, *w_saved)
@@ -117,7 +118,7 @@ def _input_faces(
     input: Tensor, config: HybridConfig, needs: _Needs, dtype: torch.dtype
 ) -> tuple[Face | Tensor, Face | Tensor | None]:
     """Return the rowwise face, and the columnwise one if backward will use it and does not make it itself."""
-    if isinstance(input, (HybridTensor, QuantizedTensor, IdentityTensor)):
+    if isinstance(input, _QUANTIZED):
         row = take_face(input, "rowwise", name="input", gemm="output")
         return row, take_face(input, "columnwise", name="input", gemm="grad_weight") if needs.weight else None
     columnwise = needs.weight and not config.save_original_input

@@ -258,6 +258,21 @@ def test_an_input_quantized_before_is_used_as_it_is():
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_a_face_as_input(spec):
+    """An identity face serves both directions; a quantized one only its own, and backward says which is missing."""
+    converted, _ = layer(spec)
+    x, g = random_tensor(6, 32, seed=1), random_tensor(6, 48, seed=2)
+    hybrid = converted.weight.config.input.quantize(x)
+    y = converted(hybrid.rowwise)
+    assert torch.equal(y, converted(x))
+    if isinstance(hybrid.rowwise, ht.IdentityTensor):
+        y.backward(g)
+    else:
+        with pytest.raises(ValueError, match="grad_weight: a columnwise face is required as right operand"):
+            y.backward(g)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_gradient_accumulation_quantizes_the_weight_once(spec, monkeypatch):
     converted, _ = layer(spec)
     made = []
