@@ -32,6 +32,12 @@ def assert_fresh(w):
         assert torch.equal(got, face)
 
 
+def _preserving_version(w):
+    """Write as code does that hides its writes from autograd (FSDP2 does, on what it gathers)."""
+    with torch.autograd._unsafe_preserve_version_counter(w):
+        w.view(-1).add_(1.0)
+
+
 WRITES = {
     "add_": lambda w: w.add_(1.0),
     "mul_": lambda w: w.mul_(3.0),
@@ -65,6 +71,7 @@ WRITES = {
     "split": lambda w: w.split(3)[1].zero_(),
     "unbind": lambda w: w.unbind(0)[2].fill_(1.0),
     "the master itself": lambda w: w.dequantize().add_(1.0),
+    "a view, version preserved": lambda w: _preserving_version(w),
     "version bump": lambda w: w.master.view(-1)[:4].copy_(torch.ones(4)),
 }
 
