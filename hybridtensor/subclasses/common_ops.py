@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -48,23 +49,44 @@ def slice_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, in
 
 
 def register_common(table: OpTable, slice_: SliceAlong) -> None:
-    """Register aliasing, no-op views, slicing, comparison of sizes and plain ``*_like``."""
+    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain ``*_like``."""
+    table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)(_alias)
+    table.register(aten.as_strided.default)(_as_strided)
+    table.register(aten.is_same_size.default)(_is_same_size)
+    table.register(*PLAIN_LIKE)(_plain_like)
+    _register_slicing(table, slice_)
+    _register_transposing(table)
 
-    @table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-    def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return alias(args[0])
 
-    @table.register(aten.as_strided.default)
-    def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        size, stride, offset = bound(args, kwargs, ("size", None), ("stride", None), ("storage_offset", 0))
-        x = args[0]
-        if tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not offset:
-            return alias(x)
-        raise NotImplementedError(
-            f"as_strided: only the tensor's own shape {tuple(x.shape)} and strides are representable by "
-            f"{x!r}, got {tuple(size)}, {tuple(stride)}, offset {offset}; dequantize first"
-        )
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return alias(args[0])
 
+
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    size, stride, offset = bound(args, kwargs, ("size", None), ("stride", None), ("storage_offset", 0))
+    x = args[0]
+    if tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not offset:
+        return alias(x)
+    raise NotImplementedError(
+        f"as_strided: only the tensor's own shape {tuple(x.shape)} and strides are representable by "
+        f"{x!r}, got {tuple(size)}, {tuple(stride)}, offset {offset}; dequantize first"
+    )
+
+
+def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Give a plain tensor: optimizer state must never be quantized by accident."""
+    x = args[0]
+    kwargs = {"dtype": x.dtype, "device": x.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    kwargs.pop("memory_format", None)
+    shaped = torch.empty(x.shape, dtype=kwargs["dtype"], device=kwargs["device"])
+    return func(shaped, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _register_slicing(table: OpTable, slice_: SliceAlong) -> None:
     @table.register(aten.slice.Tensor)
     def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         dim, start, stop, step = slice_bounds(args, kwargs)
@@ -74,44 +96,35 @@ def register_common(table: OpTable, slice_: SliceAlong) -> None:
 
     @table.register(aten.split.Tensor, aten.split_with_sizes.default)
     def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        sizes, dim = bound(args, kwargs, ("split_size", None), ("dim", 0))
-        if sizes is None:
-            sizes = kwargs["split_sizes"]
+        name = "split_size" if func is aten.split.Tensor else "split_sizes"
+        sizes, dim = bound(args, kwargs, (name, None), ("dim", 0))
         x = args[0]
         dim = dim % x.dim()
         extent = x.shape[dim]
         if isinstance(sizes, int):
             sizes = [min(sizes, extent - start) for start in range(0, extent, sizes)] if extent else [0]
-        pieces, start = [], 0
-        for size in sizes:
-            pieces.append(slice_(x, dim, start, start + size, 1))
-            start += size
-        return pieces
+        ends = list(itertools.accumulate(sizes))
+        return [slice_(x, dim, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _register_transposing(table: OpTable) -> None:
+    """Reduce every spelling of a transposition to the class's own ``t``."""
 
     @table.register(aten.transpose.int)
     def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         dims = {dim % args[0].dim() for dim in args[1:3]}
-        return alias(args[0]) if len(dims) == 1 else table.call(aten.t.default, (args[0],), {})
+        return alias(args[0]) if len(dims) == 1 else _t(table, args[0], dims)
 
     @table.register(aten.permute.default)
     def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         order = [dim % args[0].dim() for dim in args[1]]
-        if order == sorted(order):
-            return alias(args[0])
-        return table.call(aten.t.default, (args[0],), {})  # type: ignore[no-any-return]
+        return alias(args[0]) if order == sorted(order) else _t(table, args[0], set(order))
 
-    @table.register(aten.is_same_size.default)
-    def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return bool(args[0].shape == args[1].shape)
 
-    @table.register(*PLAIN_LIKE)
-    def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Give a plain tensor: optimizer state must never be quantized by accident."""
-        x = args[0]
-        kwargs = {"dtype": x.dtype, "device": x.device, **{k: v for k, v in kwargs.items() if v is not None}}
-        kwargs.pop("memory_format", None)
-        shaped = torch.empty(x.shape, dtype=kwargs["dtype"], device=kwargs["device"])
-        return func(shaped, *args[1:], **kwargs)  # type: ignore[no-any-return]
+def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
+    if x.dim() != 2:
+        raise NotImplementedError(f"transpose: only a matrix can be transposed, got dimensions {dims} of {x!r}")
+    return table.call(aten.t.default, (x,), {})  # type: ignore[no-any-return]
 
 
 def to_copy_options(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, dict[str, Any]]:

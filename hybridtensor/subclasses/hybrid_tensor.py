@@ -11,12 +11,12 @@ from torch import Tensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.wrapper import WrapperTensor
+from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 Face = QuantizedTensor | IdentityTensor
 
 
-class HybridTensor(WrapperTensor):
+class HybridTensor(InterceptingTensor):
     """A tensor that carries a rowwise and a columnwise face; either may be absent.
 
     ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise`` of its right operand.
@@ -65,14 +65,6 @@ class HybridTensor(WrapperTensor):
         stride: tuple[int, ...] | None = None,
     ) -> None:
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        handler = cls.functions.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
     def require_face(self, direction: str, *, name: str, gemm: str) -> Face:
         """Return the face in ``direction``.

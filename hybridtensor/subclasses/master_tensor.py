@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtensor.subclasses.hybrid_tensor import Face
 from hybridtensor.subclasses.op_table import OpTable
-from hybridtensor.subclasses.wrapper import WrapperTensor
+from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 
 class WriteCounter:
@@ -21,7 +21,7 @@ class WriteCounter:
         self.count = 0
 
 
-class MasterWeight(WrapperTensor):
+class MasterWeight(InterceptingTensor):
     """A high-precision weight with the recipe by which linear layers quantize it.
 
     To optimizers, checkpoints and initialization it is the high-precision tensor: they read and write ``master``.
@@ -62,14 +62,6 @@ class MasterWeight(WrapperTensor):
     ) -> None:
         self.master, self.config = master, config
         self.writes, self._cached = WriteCounter(), None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        handler = cls.functions.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
     def alias(self, master: Tensor) -> MasterWeight:
         """Wrap ``master``, a view of this weight's memory: a write through either is seen by both."""

@@ -167,6 +167,25 @@ class WrapperTensor(Tensor):
         return self.dequantize().float().cpu().numpy()
 
 
+class InterceptingTensor(WrapperTensor):
+    """A wrapper that sees torch functions, such as ``F.linear``, before autograd takes them apart.
+
+    ``functions`` holds those that it handles; all others do what torch does.
+    """
+
+    functions: ClassVar[OpTable]
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = cls.functions.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 def _normal_mode() -> contextlib.AbstractContextManager[object]:
     """Leave inference mode: a wrapper made inside it could not be a view of one made outside."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
