@@ -25,12 +25,12 @@ def gap(result: Result, baseline: Result) -> float:
 
 
 def table(results: list[Result], device: str) -> Table:
-    """Return the closing table."""
+    """Return the closing table; *saved* is bytes kept for backward, over BF16's."""
     baseline = results[0]
-    shown = Table(title=f"Validation after training on {device}")
-    shown.add_column("recipe")
-    for header in ("loss (nats/byte)", "gap to BF16", "linear inputs saved", "all activations saved", "tokens/s"):
-        shown.add_column(header, justify="right")
+    shown = Table(title=f"Validation loss (nats per byte) after training on {device}; bytes saved for backward")
+    shown.add_column("recipe", no_wrap=True)
+    for header in ("loss", "gap to BF16", "linear inputs", "all saved", "tokens/s"):
+        shown.add_column(header, justify="right", min_width=min(len(header), 8))
     for r in results:
         shown.add_row(
             r.recipe,

@@ -67,6 +67,16 @@ def test_saved_bytes(spec, x_grad, w_grad, persistent, device):
         assert saved.tensors == []
 
 
+@pytest.mark.parametrize("spec", ["fp8", "fp8_rowwise", "fp8+dequantized"])
+def test_a_persistent_weight_under_autocast_is_not_copied(spec):
+    module = nn.Linear(K, N, bias=False)
+    ht.quantize_(module, spec, persistent=True)
+    with torch.autocast("cpu", torch.bfloat16), saved_for_backward() as saved:
+        y = module(random_tensor(M, K).requires_grad_())
+    assert y.dtype == torch.bfloat16
+    assert saved.nbytes(without=[module.weight]) == INPUT_BYTES[spec]
+
+
 @pytest.mark.parametrize("spec", INPUT_BYTES)
 def test_bias_saves_nothing(spec):
     module, plain = make(spec, bias=True), make(spec)

@@ -134,7 +134,15 @@ def _precision(face: Face) -> tuple[bool, int, bool]:
 
 
 def _as_dtype(face: Face | None, dtype: torch.dtype) -> Face | None:
-    return face if face is None or face.dtype == dtype else face.to(dtype)  # type: ignore[return-value]
+    """Return ``face`` with another nominal dtype; quantized bytes are shared, not copied."""
+    if face is None or face.dtype == dtype:
+        return face
+    if isinstance(face, QuantizedTensor):
+        return face.map_inner(lambda t: t, nominal_dtype=dtype)
+    source = face.source
+    return IdentityTensor(
+        source.map_inner(lambda t: t, nominal_dtype=dtype) if isinstance(source, QuantizedTensor) else source.to(dtype)
+    )
 
 
 torch.serialization.add_safe_globals([HybridTensor])
