@@ -5,6 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from hybridtensor import formats
 from hybridtensor.ops.dequantize import dequantize
@@ -154,3 +157,23 @@ def test_other_ranks_and_formats_are_refused():
         float8_quantize(torch.zeros(3), formats.FP8_E4M3_TENSOR)
     with pytest.raises(ValueError, match="per tensor or per row is required, got identity"):
         float8_quantize(torch.zeros(3, 3), formats.IDENTITY)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("pow2_scale", [False, True], ids=["fp32_scale", "pow2_scale"])
+def test_agrees_with_torchao(granularity, pow2_scale, device):
+    """torchao divides in float64 and rounds the quotient to fp32: the same scale, but for a rare double rounding."""
+    x = random_tensor(96, 80, device=device)
+    kind = ScalingGranularity.AXISWISE if granularity == "row" else ScalingGranularity.TENSORWISE
+    theirs = hp_tensor_to_float8_dynamic(
+        x,
+        torch.float8_e4m3fn,
+        LinearMMConfig(),
+        scaling_granularity=kind,
+        axiswise_dim=-1 if granularity == "row" else None,
+        round_scales_to_power_of_2=pow2_scale,
+    )
+    codes, scale = float8_quantize(x, formats.get_format(f"fp8_e4m3_{granularity}"), pow2_scale=pow2_scale)
+    same = (scale == theirs._scale.reshape(scale.shape).reciprocal()).expand_as(x)
+    assert same.float().mean() > 0.99
+    assert torch.equal(codes.view(torch.uint8)[same], theirs._data.view(torch.uint8)[same])
