@@ -175,6 +175,21 @@ class InterceptingTensor(WrapperTensor):
 
     functions: ClassVar[OpTable]
 
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Refuse to be sharded: without these hooks FSDP2 would gather a plain weight, and nothing be quantized."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: fully_shard cannot shard converted weights yet, got a shard {tuple(self.shape)} "
+            f"of {tuple(outer_size)}; train with DistributedDataParallel, or leave the sharded modules unconverted"
+        )
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """Never reached; FSDP2 wants both hooks or neither."""
+        raise NotImplementedError(f"{type(self).__name__}: fully_shard cannot shard converted weights yet")
+
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,0 +1,89 @@
+"""Several ranks, as gloo processes: DDP trains converted models like plain ones, and FSDP2 is refused on every rank."""
+
+import datetime
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridtensor as ht
+
+WORLD = 2
+
+
+def run(body, path):
+    """Run ``body(rank)`` in ``WORLD`` processes; the first failure fails the test."""
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    workers = [context.Process(target=worker, args=(rank, body, str(path), queue)) for rank in range(WORLD)]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join(120)
+    errors = []
+    while not queue.empty():
+        errors.append(queue.get())
+    assert not errors, "\n".join(errors)
+    assert [process.exitcode for process in workers] == [0] * WORLD
+
+
+def worker(rank, body, path, queue):
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(path, WORLD)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
+        )
+        body(rank)
+        dist.destroy_process_group()
+    except Exception:
+        queue.put(f"rank {rank}: {traceback.format_exc()}")
+
+
+def make(seed, spec=None, persistent=False):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 8))
+    return model if spec is None else ht.quantize_(model, spec, persistent=persistent)
+
+
+def data(rank):
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def ddp(rank):
+    """Ranks start from different weights, which DDP makes rank 0's, and stay bitwise in step."""
+    for spec in ("fp8", "fp8_rowwise", "fp8+dequantized"):
+        model = make(rank, spec)
+        parallel = DistributedDataParallel(model)
+        start = make(0, spec)
+        assert torch.equal(model[0].weight.master, start[0].weight.master)
+        with torch.no_grad():
+            assert torch.equal(model(data(0)), start(data(0)))  # the broadcast left no stale face
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parallel(data(rank)).square().sum().backward()
+            optimizer.step()
+        for p in model.parameters():
+            mine = (p.dequantize() if isinstance(p, ht.MasterWeight) else p).detach().clone()
+            others = [torch.empty_like(mine) for _ in range(WORLD)]
+            dist.all_gather(others, mine)
+            assert all(torch.equal(other, mine) for other in others)
+
+
+def sharded(rank):
+    for persistent in (False, True):
+        model = make(0, "fp8", persistent)
+        fully_shard(model)
+        with pytest.raises(NotImplementedError, match="fully_shard cannot shard converted weights"):
+            model(data(rank))
+
+
+@pytest.mark.parametrize("body", [ddp, sharded], ids=lambda f: f.__name__)
+def test_on_two_ranks(body, tmp_path):
+    run(body, tmp_path / "store")
