@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.config import HybridConfig
+from hybridtensor.quantizers import tokens
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.matmul import multiply, take_face
 from hybridtensor.subclasses.wrapper import Structure, flatten, unflatten
@@ -93,7 +94,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs, config, saved = ctx.needs, ctx.config, list(ctx.saved_tensors)
         x_saved, w_saved = saved[: ctx.num_input_tensors], saved[ctx.num_input_tensors :]
-        grad = _matrix(grad_output)
+        grad = tokens(grad_output)
         row, column = config.grad_output.faces(
             grad, rowwise=needs.input, columnwise=needs.weight, dtype=grad_output.dtype
         )
@@ -154,21 +155,16 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs)
     """
     if x.is_contiguous() or x.dim() == 2 or not needs.weight:
         return F.linear(x, weight, bias)
-    out = torch.mm(_matrix(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    out = torch.mm(tokens(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """Flatten leading dimensions; ``reshape`` cannot infer -1 for an empty tensor."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _as_matrix(face: Face | Tensor) -> Face | Tensor:
     if isinstance(face, IdentityTensor):
-        return IdentityTensor(_matrix(face.dequantize()))
+        return IdentityTensor(tokens(face.dequantize()))
     if isinstance(face, QuantizedTensor):
         return face if face.dim() == 2 else face.view(face.matrix_shape)
-    return _matrix(face)
+    return tokens(face)
 
 
 def _take_apart(face: Face | Tensor | None) -> tuple[list[Tensor], Structure | None]:

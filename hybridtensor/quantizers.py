@@ -125,12 +125,8 @@ def _owned(face: Face | None) -> Face | None:
 
 
 def tokens(x: Tensor) -> Tensor:
-    """Return ``x`` as a matrix ``[tokens, features]``."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(_matrix_shape(x))
-
-
-def _matrix_shape(x: Tensor) -> tuple[int, int]:
-    return x.shape[:-1].numel(), x.shape[-1]
+    """Return ``x`` as a matrix ``[tokens, features]``; ``reshape`` could not infer -1 for an empty tensor."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @dataclass(frozen=True)
