@@ -9,19 +9,24 @@ import torch
 from torch import Tensor
 
 VALIDATION_FRACTION = 0.05
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 
 
-def load_text(path: Path | None) -> bytes:
+def load_text(path: Path | None, *, without: Path) -> bytes:
     """Return the bytes of a file, of all files below a folder, or of the Python standard library's source files.
+
+    Args:
+        path: The file or folder; None for the standard library.
+        without: A folder to leave out where it lies below ``path``: what a run writes is not its text.
 
     Raises:
         ValueError: If there is nothing to read.
     """
     if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [f for f in sorted(root.rglob("*.py")) if not {"site-packages", "test", "tests"} & set(f.parts)]
+        path = Path(sysconfig.get_paths()["stdlib"])
+        files = [f for f in sorted(path.rglob("*.py")) if not NOT_THE_LIBRARY & set(f.relative_to(path).parts)]
     elif path.is_dir():
-        files = [f for f in sorted(path.rglob("*")) if f.is_file()]
+        files = [f for f in sorted(path.rglob("*")) if f.is_file() and without.resolve() not in f.resolve().parents]
     elif path.is_file():
         files = [path]
     else:
@@ -63,7 +68,8 @@ class Bytes:
 
     def validation_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return ``count`` batches spread evenly over the validation text, always the same."""
-        starts = torch.linspace(0, len(self.validation) - self.context - 1, count * self.batch).long()
+        last = len(self.validation) - self.context - 1
+        starts = torch.linspace(0, last, count * self.batch).long().clamp(max=last)  # fp32 may round up
         return [self._sequences(self.validation, part) for part in starts.split(self.batch)]
 
     def _sequences(self, data: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,11 @@ import importlib.metadata
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import torch
+from rich import box
 from rich.table import Table
 from training import BASELINE, Plan, Result
 
@@ -27,7 +29,8 @@ def gap(result: Result, baseline: Result) -> float:
 def table(results: list[Result], device: str) -> Table:
     """Return the closing table; *saved* is bytes kept for backward, over BF16's."""
     baseline = results[0]
-    shown = Table(title=f"Validation loss (nats per byte) after training on {device}; bytes saved for backward")
+    title = f"Validation loss (nats per byte) on {device}; bytes saved for backward"
+    shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("recipe", no_wrap=True)
     for header in ("loss", "gap to BF16", "linear inputs", "all saved", "tokens/s"):
         shown.add_column(header, justify="right", min_width=min(len(header), 8))
@@ -83,10 +86,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_json(results: list[Result], plan: Plan, device: str, resumed: dict[str, bool], path: Path) -> None:
-    """Write everything."""
+def write_json(
+    results: list[Result], plan: Plan, options: dict[str, Any], device: str, resumed: dict[str, bool], path: Path
+) -> None:
+    """Write everything; ``options`` are those of the command line."""
     baseline = results[0]
     record = {
+        "options": options,
         "plan": dataclasses.asdict(plan),
         "device": device,
         "versions": versions(),

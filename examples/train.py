@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from data import Bytes, load_text
@@ -47,18 +50,31 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     names = [name for given in arguments.recipes for name in given.split(",") if name]
     arguments.recipes = [BASELINE, *dict.fromkeys(name for name in names if name != BASELINE)]
     try:
-        for name in arguments.recipes:
-            ht.recipes.from_name(name)
-        if arguments.steps < 2:
-            raise ValueError(f"--steps: at least 2 are required, got {arguments.steps}")
-        device = torch.device(arguments.device)
-        torch.empty(0, device=device)
-        arguments.size = SIZES[arguments.size or ("small" if device.type == "cpu" else "medium")]
-        text = load_text(arguments.data)
-        arguments.text = Bytes(text, context=arguments.size.context, batch=arguments.size.batch, seed=arguments.seed)
-    except (ValueError, RuntimeError, AssertionError) as error:
+        check_values(arguments)
+        arguments.size = arguments.size or ("medium" if arguments.device.startswith("cuda") else "small")
+        size = SIZES[arguments.size]
+        text = load_text(arguments.data, without=arguments.out)
+        arguments.text = Bytes(text, context=size.context, batch=size.batch, seed=arguments.seed)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, RuntimeError, AssertionError, OSError) as error:
         parser.error(str(error).splitlines()[0])
     return arguments
+
+
+def check_values(arguments: argparse.Namespace) -> None:
+    """Raise for a recipe that is unknown, a number out of range, or a device that is not there."""
+    for name in arguments.recipes:
+        ht.recipes.from_name(name)
+    if arguments.steps < 2:
+        raise ValueError(f"--steps: at least 2 are required, got {arguments.steps}")
+    if not 0 <= arguments.seed < 2**32:
+        raise ValueError(f"--seed: a number from 0 to 2**32 - 1 is required, got {arguments.seed}")
+    if arguments.lr is not None and not 0 < arguments.lr < float("inf"):
+        raise ValueError(f"--lr: a positive number is required, got {arguments.lr}")
+    device = torch.device(arguments.device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: cpu or cuda is required, got {arguments.device}")
+    torch.empty(0, device=device)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -80,7 +96,8 @@ def train(recipe: str, plan: Plan, data: Bytes, checkpoint: Path, progress: Prog
         progress.update(task, completed=step + 1, loss=loss, rate=rate)
         run.result.tokens_per_second = rate
         if progress.disable and (step + 1) % max(1, plan.steps // 10) == 0:
-            progress.console.print(f"{recipe:>26}  step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s")
+            line = f"{recipe:>26}  step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s"
+            progress.console.print(line, soft_wrap=True)
 
     run.measure_saved()
     run.train(0, middle, report)
@@ -104,14 +121,17 @@ def resume(recipes: list[str], plan: Plan, data: Bytes, out: Path) -> None:
 
 def check_resume(results: list[Result], plan: Plan, out: Path, console: Console) -> dict[str, bool]:
     """Resume in a new process and compare its losses with those of the uninterrupted runs, bit for bit."""
-    subprocess.run([sys.executable, *sys.argv, "--resume"], check=True)
+    filters = [f"-W{option}" for option in sys.warnoptions]
+    subprocess.run([sys.executable, *filters, *sys.argv, "--resume"], check=True)
     resumed = json.loads((out / "resumed.json").read_text())
     same = {}
     for r in results:
         losses, first = resumed[r.recipe], plan.steps // 2
-        same[r.recipe] = losses == [loss.hex() for loss in r.losses[first : first + len(losses)]]
+        expected = r.losses[first : first + len(losses)]
+        same[r.recipe] = losses == [loss.hex() for loss in expected] and not any(map(math.isnan, expected))
         verdict = "bitwise the same" if same[r.recipe] else "[bold red]DIFFERENT[/]"
-        console.print(f"{r.recipe:>26}  resumed at step {first} in a new process: {len(losses)} losses {verdict}")
+        line = f"{r.recipe:>26}  resumed at step {first} in a new process: {len(losses)} losses {verdict}"
+        console.print(line, soft_wrap=True)
     return same
 
 
@@ -120,12 +140,20 @@ def checkpoint_of(out: Path, recipe: str) -> Path:
     return out / "checkpoints" / recipe.replace("/", "-")
 
 
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options as JSON can hold them."""
+    options = {name: value for name, value in vars(arguments).items() if name not in ("text", "resume")}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+
 def main() -> int:
     """Run the demo."""
     arguments = parse_arguments()
-    out: Path = arguments.out
-    rate = arguments.lr or arguments.size.learning_rate
-    plan = Plan(arguments.size, arguments.steps, arguments.seed, arguments.device, rate, arguments.compile)
+    out, size = arguments.out, SIZES[arguments.size]
+    rate = arguments.lr or size.learning_rate
+    plan = Plan(size, arguments.steps, arguments.seed, arguments.device, rate, arguments.compile)
+    if plan.compile:
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own use of what it deprecated
     torch.use_deterministic_algorithms(True)  # so that a resumed run can be compared bit for bit
     torch.utils.deterministic.fill_uninitialized_memory = False
     if arguments.resume:
@@ -133,10 +161,11 @@ def main() -> int:
         return 0
     console = Console()
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else platform.processor() or "CPU"
+    device = (
+        torch.cuda.get_device_name(plan.device) if plan.device.startswith("cuda") else platform.processor() or "CPU"
+    )
     total = len(arguments.text.train) + len(arguments.text.validation)
-    console.print(f"{total / 1e6:.1f} MB of text, {plan.steps} steps of {plan.size} on {device}")
+    console.print(f"{total / 1e6:.1f} MB of text, {plan.steps} steps of {plan.size} on {device}", soft_wrap=True)
     with progress_bar(console) as progress:
         results = [
             train(recipe, plan, arguments.text, checkpoint_of(out, recipe), progress) for recipe in arguments.recipes
@@ -144,8 +173,8 @@ def main() -> int:
     resumed = check_resume(results, plan, out, console)
     console.print(table(results, device))
     plot(results, out / "losses.png")
-    write_json(results, plan, device, resumed, out / "results.json")
-    console.print(f"wrote {out / 'losses.png'}, {out / 'results.json'} and {out / 'checkpoints'}")
+    write_json(results, plan, options_of(arguments), device, resumed, out / "results.json")
+    console.print(f"wrote {out / 'losses.png'}, {out / 'results.json'} and {out / 'checkpoints'}", soft_wrap=True)
     return 0 if all(resumed.values()) else 1
 
 

@@ -115,9 +115,8 @@ class Run:
         self.result.linear_input_bytes = self._activations(saved).nbytes(without=self.model.parameters())
 
     def _activations(self, saved: SavedTensors) -> SavedTensors:
-        """Leave out what has the shape of a weight: autocast's bf16 copies."""
-        shapes = {s for p in self.model.parameters() for s in (tuple(p.shape), tuple(reversed(p.shape)))}
-        return SavedTensors([t for t in saved.tensors if tuple(t.shape) not in shapes])
+        """Leave out autocast's bf16 copies of weights."""
+        return SavedTensors([t for t in saved.tensors if not _is_cast_of_leaf(t)])
 
     def save(self, directory: Path, step: int) -> None:
         """Write a checkpoint: plain tensors, which a model without quantization could load too."""
@@ -134,6 +133,14 @@ class Run:
             dcp.load(state, checkpoint_id=directory)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return int(state["step"])
+
+
+def _is_cast_of_leaf(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter, seen through casts and transposes only."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in ("ToCopyBackward0", "TBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 @contextmanager

@@ -109,3 +109,14 @@ def test_inductor_runs():
     model = make("fp8")
     x = random_tensor(6, 32)
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_caches_of_compiled_graphs_key_on_what_a_weight_is(persistent):
+    def key(spec, features=32):
+        layer = ht.quantize_(nn.Linear(features, 64, bias=False), spec, persistent=persistent)
+        return layer.weight._stable_hash_for_caching()
+
+    assert key("fp8") == key("fp8")
+    assert len({key("fp8"), key("fp8_rowwise"), key("fp8", features=16)}) == 3
+    assert "0x" not in key("fp8"), "an address differs from process to process"

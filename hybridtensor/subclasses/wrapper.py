@@ -80,6 +80,13 @@ class WrapperTensor(Tensor):
         made: Self = make(**tensors, **values, size=outer_size, stride=outer_stride)
         return made
 
+    def _stable_hash_for_caching(self) -> str:
+        """Let torch.compile's caches key on what this tensor is, in every process; its values do not matter."""
+        names, metadata = self.__tensor_flatten__()
+        inner = [_stable_hash(getattr(self, name)) for name in names]
+        values = [_stable_hash(value) for value in metadata]
+        return f"{type(self).__name__}{tuple(self.shape)}{tuple(self.stride())}{self.dtype}{names}{inner}{values}"
+
     def map_inner(
         self,
         fn: Callable[[Tensor], Tensor],
@@ -199,6 +206,15 @@ class InterceptingTensor(WrapperTensor):
             return handler(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _stable_hash(value: Any) -> str:
+    """Return a text that is equal for equal values, in every process."""
+    if hasattr(value, "_stable_hash_for_caching"):
+        return value._stable_hash_for_caching()  # type: ignore[no-any-return]
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)}{value.stride()}{value.dtype}{value.device}"
+    return str(value)
 
 
 def _normal_mode() -> contextlib.AbstractContextManager[object]:
