@@ -3,6 +3,7 @@
 A face of a tensor is a matrix of elements, ``[other, contraction]`` with the contraction axis last, and a matrix of
 scales, one per *block* of elements. ``Format.block`` gives the extent of a block along those two axes; ``None`` means
 the whole axis. One scale per tensor is therefore ``(None, None)``, one per row ``(1, None)``, 1x128 ``(1, 128)``.
+Two-level formats have a *tensor scale* on top, one per tensor or one per row: the largest magnitude that it saw.
 
 A new format is a new record here, a reference function and a kernel in ``ops`` and ``kernels``, and a quantizer.
 """
@@ -21,12 +22,17 @@ class Format:
 
     Attributes:
         name: Unique key in the registry, and what errors and tables print.
-        element: Dtype of the stored elements; ``None`` for the identity format, which stores the tensor's own dtype.
+        element: Dtype of the elements; ``None`` for the identity format, which stores the tensor's own dtype.
         max: Largest finite magnitude of an element.
         block: Extent of a scale block along ``(other, contraction)``; ``None`` is the whole axis.
-        scale_dtype: Dtype of the scales. ``value = element * scale`` (times the tensor scale, where there is one).
+        scale_dtype: Dtype of the scales. ``value = element * scale`` in one-level formats.
+        pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in bfloat16.
+        ragged: Whether the last block of an axis may be partial; otherwise axes are multiples of the block.
         elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity format).
         hadamard: Whether elements are stored after a Hadamard rotation of the contraction axis.
+        tensor_block: Extent of what shares a tensor scale, as ``block``; ``None`` for one-level formats.
+        tensor_scale_max: In two-level formats the value that the tensor scale, an amax, maps to:
+            ``value = element * scale * tensor_scale / tensor_scale_max``.
     """
 
     name: str
@@ -34,17 +40,53 @@ class Format:
     max: float
     block: tuple[int | None, int | None] = (None, None)
     scale_dtype: torch.dtype | None = None
+    pow2_scale: bool = False
+    ragged: bool = True
     elements_per_byte: int = 1
     hadamard: bool = False
+    tensor_block: tuple[int | None, int | None] | None = None
+    tensor_scale_max: float = 1.0
 
     @property
     def is_identity(self) -> bool:
         """Whether faces of this format hold the high-precision values themselves."""
         return self.element is None
 
+    @property
+    def storage(self) -> torch.dtype | None:
+        """Dtype of ``qdata``: bytes where elements are packed, else that of the elements."""
+        return torch.uint8 if self.elements_per_byte > 1 else self.element
+
+    @property
+    def is_square(self) -> bool:
+        """Whether blocks are square: one face is then the transpose of the other."""
+        across, along = self.block
+        return across == along and (self.tensor_block is None or self.tensor_block[0] == self.tensor_block[1])
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Explicit mantissa bits of an element."""
+        return 52 if self.element is None else _MANTISSA_BITS[self.element]
+
+    def check_shape(self, other: int, contraction: int) -> None:
+        """Raise ValueError unless an ``[other, contraction]`` face can be cut into blocks."""
+        for name, extent, block in zip(("other", "contraction"), (other, contraction), self.block, strict=True):
+            if block is not None and not self.ragged and extent % block:
+                raise ValueError(
+                    f"{self.name} needs a multiple of {block} along the {name} axis, got {extent} "
+                    f"of [{other}, {contraction}]; pad the tensor, or use another format for this product"
+                )
+
     def scale_shape(self, other: int, contraction: int) -> tuple[int, int]:
         """Return the shape of the scale matrix of an ``[other, contraction]`` face."""
         across, along = self.block
+        return _num_blocks(other, across), _num_blocks(contraction, along)
+
+    def tensor_scale_shape(self, other: int, contraction: int) -> tuple[int, int] | None:
+        """Return the shape of the tensor scale of an ``[other, contraction]`` face, or None."""
+        if self.tensor_block is None:
+            return None
+        across, along = self.tensor_block
         return _num_blocks(other, across), _num_blocks(contraction, along)
 
     def bytes_per_row(self, contraction: int, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -59,7 +101,8 @@ class Format:
         across, along = self.block
         scale_bytes = self.scale_dtype.itemsize if self.scale_dtype is not None else 0
         scales = 0.0 if across is None else _num_blocks(contraction, along) / across
-        return contraction / self.elements_per_byte * self.element.itemsize + scales * scale_bytes
+        tensor_scale = 4 if self.tensor_block is not None and self.tensor_block[0] == 1 else 0
+        return contraction / self.elements_per_byte + scales * scale_bytes + tensor_scale
 
     def __reduce__(self) -> tuple[object, ...]:
         return get_format, (self.name,)
@@ -109,22 +152,68 @@ def nearest(word: str, known: object) -> str:
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
+E2M1_MAX = 6.0
+_MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2, torch.float4_e2m1fn_x2: 1}
 
 IDENTITY = register_format(Format("identity", element=None, max=float("inf")))
 
 
-def _float8(kind: str, granularity: str, block: tuple[int | None, int | None]) -> Format:
-    element, largest = {
-        "e4m3": (torch.float8_e4m3fn, E4M3_MAX),
-        "e5m2": (torch.float8_e5m2, E5M2_MAX),
-    }[kind]
+_FLOAT8 = {"e4m3": (torch.float8_e4m3fn, E4M3_MAX), "e5m2": (torch.float8_e5m2, E5M2_MAX)}
+
+
+def _float8(kind: str, granularity: str, block: tuple[int | None, int | None], pow2_scale: bool = False) -> Format:
     name = f"fp8_{kind}_{granularity}"
-    return register_format(Format(name, element, largest, block=block, scale_dtype=torch.float32))
+    return register_format(Format(name, *_FLOAT8[kind], block, torch.float32, pow2_scale))
+
+
+def _mx(kind: str, block: tuple[int, int]) -> Format:
+    name = f"mxfp8_{kind}" if block[0] == 1 else f"mxfp8_{kind}_{block[0]}x{block[1]}"
+    return register_format(Format(name, *_FLOAT8[kind], block, torch.float8_e8m0fnu, pow2_scale=True, ragged=False))
+
+
+def _nvfp4(
+    name: str, block: tuple[int, int] = (1, 16), tensor_block: tuple[int | None, None] = (None, None), **options: bool
+) -> Format:
+    return register_format(
+        Format(
+            name,
+            torch.float4_e2m1fn_x2,
+            E2M1_MAX,
+            block,
+            torch.float8_e4m3fn,
+            ragged=False,
+            elements_per_byte=2,
+            tensor_block=tensor_block,
+            tensor_scale_max=E4M3_MAX * E2M1_MAX,
+            **options,
+        )
+    )
 
 
 FP8_E4M3_TENSOR = _float8("e4m3", "tensor", (None, None))
 FP8_E5M2_TENSOR = _float8("e5m2", "tensor", (None, None))
 FP8_E4M3_ROW = _float8("e4m3", "row", (1, None))
 FP8_E5M2_ROW = _float8("e5m2", "row", (1, None))
+
+# Scales per block are powers of two unless the name says fp32_scale.
+FP8_E4M3_1X128 = _float8("e4m3", "1x128", (1, 128), pow2_scale=True)
+FP8_E5M2_1X128 = _float8("e5m2", "1x128", (1, 128), pow2_scale=True)
+FP8_E4M3_128X128 = _float8("e4m3", "128x128", (128, 128), pow2_scale=True)
+FP8_E5M2_128X128 = _float8("e5m2", "128x128", (128, 128), pow2_scale=True)
+FP8_E4M3_1X128_FP32_SCALE = _float8("e4m3", "1x128_fp32_scale", (1, 128))
+FP8_E5M2_1X128_FP32_SCALE = _float8("e5m2", "1x128_fp32_scale", (1, 128))
+FP8_E4M3_128X128_FP32_SCALE = _float8("e4m3", "128x128_fp32_scale", (128, 128))
+FP8_E5M2_128X128_FP32_SCALE = _float8("e5m2", "128x128_fp32_scale", (128, 128))
+
+MXFP8_E4M3 = _mx("e4m3", (1, 32))
+MXFP8_E5M2 = _mx("e5m2", (1, 32))
+MXFP8_E4M3_32X32 = _mx("e4m3", (32, 32))
+MXFP8_E5M2_32X32 = _mx("e5m2", (32, 32))
+
+NVFP4 = _nvfp4("nvfp4")
+NVFP4_16X16 = _nvfp4("nvfp4_16x16", block=(16, 16))
+NVFP4_ROW_SCALED = _nvfp4("nvfp4_row_scaled", tensor_block=(1, None))
+NVFP4_HADAMARD = _nvfp4("nvfp4_hadamard", hadamard=True)
+NVFP4_ROW_SCALED_HADAMARD = _nvfp4("nvfp4_row_scaled_hadamard", tensor_block=(1, None), hadamard=True)
 
 torch.serialization.add_safe_globals([get_format])

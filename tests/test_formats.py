@@ -11,12 +11,15 @@ import torch
 
 from hybridtensor import formats
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, IDENTITY, Format
+from hybridtensor.ops.dequantize import element_values
 from hybridtensor.ops.float8_quantize import cast_saturating
+from hybridtensor.ops.nvfp4_quantize import e2m1_encode
 
 CODECS = [
     pytest.param(FP8_E4M3_TENSOR, ml_dtypes.float8_e4m3fn, gfloat.formats.format_info_ocp_e4m3, id="e4m3"),
     pytest.param(FP8_E5M2_TENSOR, ml_dtypes.float8_e5m2, gfloat.formats.format_info_ocp_e5m2, id="e5m2"),
 ]
+E2M1 = gfloat.formats.format_info_ocp_e2m1
 
 
 @pytest.mark.parametrize(("fmt", "element", "info"), CODECS)
@@ -49,6 +52,40 @@ def test_fp32_ties_go_to_even(fmt, element, info, device):
     x = np.concatenate([ties.astype(np.float32), around])
     codes = cast_saturating(torch.from_numpy(x).to(device), fmt).cpu().view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, x.astype(element).view(np.uint8))
+
+
+def test_every_bf16_value_is_encoded_in_e2m1_as_ml_dtypes_and_gfloat_do(device):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[~x.isnan()]
+    codes = e2m1_encode(x.to(device).float()).cpu().numpy()
+    values = x.float().numpy()
+    expected = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
+    np.testing.assert_array_equal(codes, expected)
+    for i in range(0, len(values), 7):
+        assert gfloat.decode_float(E2M1, int(codes[i])).fval == gfloat.round_float(E2M1, float(values[i]), sat=True)
+    assert E2M1.max == formats.E2M1_MAX
+
+
+def test_fp32_ties_in_e2m1_go_to_even(device):
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=np.float32)
+    x = np.concatenate([ties, *(np.nextafter(ties, np.float32(s)) for s in (-np.inf, np.inf))])
+    x = np.concatenate([x, -x])
+    codes = e2m1_encode(torch.from_numpy(x).to(device)).cpu().numpy()
+    np.testing.assert_array_equal(codes, x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF)
+
+
+def test_every_pair_of_e2m1_codes_decodes_as_ml_dtypes_does(device):
+    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8)[:, None].to(device)
+    values = element_values(packed, formats.NVFP4).cpu().numpy()
+    low, high = (np.arange(256) & 0xF).astype(np.uint8), (np.arange(256) >> 4).astype(np.uint8)
+    expected = np.stack([c.view(ml_dtypes.float4_e2m1fn).astype(np.float32) for c in (low, high)], axis=1)
+    np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
+
+
+def test_every_e8m0_scale_decodes_as_ml_dtypes_does(device):
+    scale = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    values = scale.to(device).view(torch.float8_e8m0fnu).float().cpu().numpy()
+    np.testing.assert_array_equal(values, scale.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
 
 
 def test_blocks_give_the_shape_of_the_scales():

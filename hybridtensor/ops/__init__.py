@@ -1,7 +1,21 @@
 """Operators: one file each, with schema, eager reference (the definition), fake and checked public function."""
 
 from hybridtensor.ops.dequantize import dequantize
+from hybridtensor.ops.float8_cast import float8_cast
 from hybridtensor.ops.float8_quantize import float8_quantize
+from hybridtensor.ops.mx_quantize import mx_quantize
+from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
+from hybridtensor.ops.operand import Operand
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
 
-__all__ = ["Backend", "dequantize", "float8_quantize", "scaled_mm", "select_backend"]
+__all__ = [
+    "Backend",
+    "Operand",
+    "dequantize",
+    "float8_cast",
+    "float8_quantize",
+    "mx_quantize",
+    "nvfp4_quantize",
+    "scaled_mm",
+    "select_backend",
+]

@@ -10,16 +10,14 @@ import contextlib
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
-from hybridtensor.ops.dequantize import expand_scale
 from hybridtensor.ops.library import define
+from hybridtensor.ops.native_mm import native_kind
+from hybridtensor.ops.operand import Operand
 
-_PER_TENSOR = (None, None)
-_PER_ROW = (1, None)
-_NATIVE_ALIGNMENT = 16  # cuBLASLt: leading dimensions in multiples of 16 bytes
+_PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
 
 
 class Backend(NamedTuple):
@@ -52,18 +50,16 @@ def select_backend(left: Format, right: Format, out_dtype: torch.dtype, device: 
     if left.is_identity or right.is_identity:
         return Backend("emulated", "one operand is in high precision")
     if device.type != "cuda" or torch.version.hip is not None:
-        return Backend("emulated", f"no FP8 matrix units on {device.type}")
-    if left.block != right.block or left.block not in (_PER_TENSOR, _PER_ROW):
+        return Backend("emulated", f"no matrix units for these formats on {device.type}")
+    kind = native_kind(left, right)
+    if kind is None:
         return Backend("emulated", f"no hardware product of {left} and {right}")
-    if left.element == right.element == torch.float8_e5m2:
-        return Backend("emulated", "no hardware product of two E5M2 operands")
     capability = torch.cuda.get_device_capability(device)
-    needed = (8, 9) if left.block == _PER_TENSOR else (9, 0)
-    if capability < needed:
-        return Backend("emulated", f"compute capability {needed} is required, got {capability}")
-    if left.block == _PER_ROW and out_dtype != torch.bfloat16:
-        return Backend("emulated", f"the per-row product is bfloat16 only, got {out_dtype}")
-    return Backend("native", "torch._scaled_mm")
+    if not kind.first <= capability < kind.end:
+        return Backend("emulated", f"{kind.name} needs compute capability {kind.first}, got {capability}")
+    if kind.bf16_only and out_dtype != torch.bfloat16:
+        return Backend("emulated", f"{kind.name} gives bfloat16 only, got {out_dtype}")
+    return Backend("native", kind.name)
 
 
 def scaled_mm_reference(
@@ -80,52 +76,57 @@ def scaled_mm_reference(
     fast_accum: bool,
 ) -> Tensor:
     """Define ``scaled_mm``: emulate unless the device multiplies the formats itself."""
-    a = _Operand(left, left_scale, left_tensor_scale, get_format(left_format))
-    b = _Operand(right, right_scale, right_tensor_scale, get_format(right_format))
+    a = Operand(left, left_scale, left_tensor_scale, get_format(left_format))
+    b = Operand(right, right_scale, right_tensor_scale, get_format(right_format))
     with _no_autocast(left.device):
         if 0 in (left.shape[0], left.shape[1], right.shape[0]):
             zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
             return zeros if bias is None else zeros + bias.to(out_dtype)
-        if select_backend(a.format, b.format, out_dtype, left.device).name == "native":
-            return _native(a, b, bias, out_dtype, fast_accum)
+        kind = native_kind(a.format, b.format)
+        if kind is not None and select_backend(a.format, b.format, out_dtype, left.device).name == "native":
+            return kind.multiply(a, b, bias, out_dtype, fast_accum)
         return _emulated(a, b, bias, out_dtype)
 
 
-class _Operand(NamedTuple):
-    data: Tensor  # [other, K]
-    scale: Tensor | None
-    tensor_scale: Tensor | None
-    format: Format
+def _emulated(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Multiply values that BF16 holds exactly, into an fp32 accumulator; then scale and round once.
 
-    def codes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return values in ``dtype`` and the factors, ``[other, 1]`` or ``[1, 1]``, left for the accumulator."""
-        if self.scale is None:
-            return self.data.to(dtype), None
-        values, factor = self.data.to(dtype), self.scale
-        if self.format.block[1] is not None:  # scales vary along K: they go into the values
-            values = values * expand_scale(self.scale, self.format, self.data.shape).to(dtype)
-            factor = torch.ones(1, 1, dtype=torch.float32, device=self.data.device)
-        return values, factor if self.tensor_scale is None else factor * self.tensor_scale
-
-
-def _emulated(a: _Operand, b: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Multiply the element values, which BF16 holds exactly, into an fp32 accumulator; then scale and round once."""
+    Block scales that are powers of two, or E4M3 over E2M1 elements, go into the values. FP32 block scales would not
+    fit: they multiply the partial sum of their block. Everything coarser multiplies the whole sum.
+    """
     high_precision = [o.data.dtype for o in (a, b) if o.format.is_identity]
     dtype = high_precision[0] if high_precision else torch.bfloat16
     if a.data.device.type != "cuda":
         dtype = torch.float32  # the only CPU product with an fp32 result
-    left, left_factor = a.codes(dtype)
-    right, right_factor = b.codes(dtype)
-    out = _mm_float32(left, right.t())
-    if left_factor is not None and right_factor is not None:
-        out *= left_factor * right_factor.t()  # multiplied together first: one may be huge, the other tiny
-    elif left_factor is not None:
-        out *= left_factor
-    elif right_factor is not None:
-        out *= right_factor.t()
+    left, right = a.values(dtype), b.values(dtype)
+    if a.scales_partial_sums or b.scales_partial_sums:
+        out = _sum_of_blocks(a, b, left, right)
+    else:
+        out = _mm_float32(left, right.t())
+    factor = _outer(a.factor(), b.factor())
+    if factor is not None:
+        out *= factor
     if bias is not None:
         out += bias
     return out.to(out_dtype)
+
+
+def _sum_of_blocks(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of the blocks' partial products, each times its fp32 scales."""
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
+    for start in range(0, left.shape[1], _PARTIAL_SUM):
+        stop = min(start + _PARTIAL_SUM, left.shape[1])
+        part = _mm_float32(left[:, start:stop], right[:, start:stop].t())
+        factor = _outer(a.block_factor(start, stop), b.block_factor(start, stop))
+        total += part if factor is None else part * factor
+    return total
+
+
+def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the factor of each element of the product; multiplied first: one may be huge, the other tiny."""
+    if left is None or right is None:
+        return left if right is None else right.t()
+    return left * right.t()
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -133,38 +134,6 @@ def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return torch.mm(a, b)
     return torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _native(a: _Operand, b: _Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Call ``torch._scaled_mm``, padding K and N with zeros to what cuBLASLt needs: zeros add nothing."""
-    if a.scale is None or b.scale is None:
-        raise ValueError("scaled_mm: two quantized operands are required for the native product")
-    columns = b.data.shape[0]
-    pad_k = -a.data.shape[1] % _NATIVE_ALIGNMENT
-    pad_n = -columns % _NATIVE_ALIGNMENT
-    per_row = b.scale.shape[0] == columns and b.format.block == _PER_ROW
-    fused_bias = bias if out_dtype == torch.bfloat16 and not pad_n else None
-    out = torch._scaled_mm(
-        _pad(a.data, 0, pad_k),
-        _pad(b.data, pad_n, pad_k).t(),
-        a.scale,
-        (F.pad(b.scale, (0, 0, 0, pad_n), value=1.0) if per_row and pad_n else b.scale).t(),
-        bias=fused_bias,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
-    out = out[:, :columns] if pad_n else out
-    return out if bias is None or fused_bias is not None else out + bias.to(out_dtype)
-
-
-def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Return contiguous codes with zero codes appended.
-
-    A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the leading dimension.
-    """
-    if not rows and not columns:
-        return codes.contiguous().as_strided(codes.shape, (codes.shape[1], 1))
-    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -199,8 +168,8 @@ _OP = define(
 
 
 def scaled_mm(
-    left: tuple[Tensor, Tensor | None, Tensor | None, Format],
-    right: tuple[Tensor, Tensor | None, Tensor | None, Format],
+    left: Operand,
+    right: Operand,
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype,
@@ -208,28 +177,30 @@ def scaled_mm(
 ) -> Tensor:
     """Return ``left @ right.T + bias`` of two faces, ``[M, N]``.
 
-    Element values are multiplied exactly and summed in fp32; per-tensor and per-row scales multiply the sum, the
-    bias is added, and the result is rounded once (natively with an fp16 or fp32 result: the bias is added after
-    rounding). Zero-size operands give zeros.
+    Element values are multiplied exactly and summed in fp32; scales that do not vary along K multiply the sum, the
+    bias is added, and the result is rounded once (natively per tensor with an fp16 or fp32 result: the bias is added
+    after rounding). Zero-size operands give zeros.
 
     Args:
-        left: ``(data [M, K], scale, tensor_scale, format)`` of a rowwise face; scales ``None`` for the identity.
-        right: The same of a columnwise face, stored ``[N, K]``.
+        left: A rowwise face ``[M, K]``.
+        right: A columnwise face, stored ``[N, K]``.
         bias: ``[N]``, added to every row.
         out_dtype: Dtype of the result.
-        fast_accum: Let the hardware accumulate with fewer bits (Hopper); no effect elsewhere.
+        fast_accum: Let the hardware accumulate with fewer bits (Hopper, per tensor and per row); no effect elsewhere.
 
     Raises:
         ValueError: If K differs, the devices differ, or the formats' product is not defined.
     """
-    a, b = left[0], right[0]
-    check_multipliable(left[3], right[3])
-    if a.shape[1] != b.shape[1]:
+    a, b = left.data, right.data
+    check_multipliable(left.format, right.format)
+    if left.contraction != right.contraction:
         raise ValueError(
-            f"scaled_mm: the contraction sizes must match, got {tuple(a.shape)} times {tuple(b.shape)} transposed"
+            f"scaled_mm: the contraction sizes must match, got {left.contraction} ({left.format}) and "
+            f"{right.contraction} ({right.format})"
         )
     if a.device != b.device or (bias is not None and bias.device != a.device):
         devices = [str(t.device) for t in (a, b, bias) if t is not None]
         raise ValueError(f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them")
-    out: Tensor = _OP(*left[:3], left[3].name, *right[:3], right[3].name, bias, out_dtype, fast_accum)
+    operands = (*left[:3], left.format.name, *right[:3], right.format.name)
+    out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
     return out

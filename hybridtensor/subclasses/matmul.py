@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.formats import IDENTITY
 from hybridtensor.subclasses.hybrid_tensor import Face, HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
-
-_Operand = tuple[Tensor, Tensor | None, Tensor | None, Format]
 
 
 def multiply(
@@ -55,12 +53,12 @@ def _values(face: Face | Tensor) -> QuantizedTensor | Tensor:
     return face.dequantize() if isinstance(face, IdentityTensor) else face
 
 
-def _operand(face: QuantizedTensor | Tensor, side: str, axis: int, gemm: str) -> _Operand:
+def _operand(face: QuantizedTensor | Tensor, side: str, axis: int, gemm: str) -> ops.Operand:
     """Return the matrix ``[other, contraction]`` of an operand, with its scales and format."""
     if face.dim() != 2:
         raise ValueError(f"{gemm}: a matrix is required as {side} operand, got shape {tuple(face.shape)}")
     if not isinstance(face, QuantizedTensor):
-        return (face if axis == -1 else face.t()), None, None, IDENTITY
+        return ops.Operand(face if axis == -1 else face.t(), None, None, IDENTITY)
     if face.axis != axis:
         needed, given = ("rowwise", "columnwise") if axis == -1 else ("columnwise", "rowwise")
         raise ValueError(
@@ -71,7 +69,7 @@ def _operand(face: QuantizedTensor | Tensor, side: str, axis: int, gemm: str) ->
             f"{gemm}: the {side} operand is a flattened view {tuple(face.shape)} of a {face.matrix_shape} matrix, "
             "whose contraction axis is gone; view it back"
         )
-    return face.qdata, face.scale, face.tensor_scale, face.format
+    return ops.Operand(face.qdata, face.scale, face.tensor_scale, face.format)
 
 
 def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> Face | Tensor:

@@ -57,11 +57,15 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
     stored_axis = logical_axis if x.axis == -1 else 1 - logical_axis
     block = x.format.block[stored_axis]
     scale = _slice_scale(x.scale, block, stored_axis, start, stop, step, extent)
-    qdata = aten.slice.Tensor(x.qdata, stored_axis, start, stop, step)
-    cuts = x.cuts_group or block is None
-    return QuantizedTensor(
-        qdata, scale, x.tensor_scale, x.format, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts
-    )
+    tensor_scale, cuts = x.tensor_scale, x.cuts_group or block is None
+    if tensor_scale is not None and x.format.tensor_block is not None:
+        tensor_scale = _slice_scale(
+            tensor_scale, x.format.tensor_block[stored_axis], stored_axis, start, stop, step, extent
+        )
+        cuts = cuts or x.format.tensor_block[stored_axis] is None
+    packed = x.format.elements_per_byte if stored_axis == 1 else 1  # whole blocks: the bounds are even
+    qdata = aten.slice.Tensor(x.qdata, stored_axis, start // packed, stop // packed, step)
+    return QuantizedTensor(qdata, scale, tensor_scale, x.format, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)
 
 
 register_common(table, _slice)
@@ -136,8 +140,11 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedT
     qdata = make(stored_shape(x.format, stored), dtype=x.qdata.dtype, **options)
     scale = make(x.format.scale_shape(*stored), dtype=x.scale.dtype, **options)
     if func is aten.new_zeros.default:
-        scale.fill_(1)
-    tensor_scale = None if x.tensor_scale is None else torch.ones_like(x.tensor_scale, device=options["device"])
+        scale.copy_(torch.ones(scale.shape, device=scale.device))
+    of_tensor = x.format.tensor_scale_shape(*stored)
+    tensor_scale = None if of_tensor is None else make(of_tensor, dtype=torch.float32, **options)
+    if tensor_scale is not None and func is aten.new_zeros.default:
+        tensor_scale.fill_(x.format.tensor_scale_max)
     return QuantizedTensor(qdata, scale, tensor_scale, x.format, x.axis, dtype, size)
 
 
@@ -173,7 +180,7 @@ def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool
     mine, theirs = (dst.format, dst.axis, dst.matrix_shape), (src.format, src.axis, src.matrix_shape)
     if mine != theirs:
         raise ValueError(f"copy_: faces of one format, axis and shape are required, got {dst!r} from {src!r}")
-    if dst.cuts_group and not torch.equal(dst.scale, src.scale.to(dst.scale.device)):
+    if dst.cuts_group and not _shared_scales_equal(dst, src):
         raise ValueError(
             f"copy_: {dst!r} is a slice through a scale group, and its new scale would change the rest of the group; "
             "write the whole tensor"
@@ -181,6 +188,14 @@ def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool
     for name in dst.inner_names:
         if getattr(dst, name) is not None:
             getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+
+
+def _shared_scales_equal(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
+    """Whether the scales that a slice shares with what it was cut from are the same in ``src``."""
+    pairs = [(dst.scale, src.scale)] if None in dst.format.block else []
+    if dst.tensor_scale is not None and src.tensor_scale is not None:
+        pairs.append((dst.tensor_scale, src.tensor_scale))
+    return all(torch.equal(mine, theirs.to(mine.device)) for mine, theirs in pairs)
 
 
 @table.register(aten.equal.default)

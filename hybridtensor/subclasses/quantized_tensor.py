@@ -23,9 +23,9 @@ class QuantizedTensor(WrapperTensor):
     - ``axis == 0`` (columnwise): they run along the first; ``qdata`` is ``[last, prod(leading)]``.
 
     Attributes:
-        qdata: Elements, dtype ``format.element``.
+        qdata: Elements, dtype ``format.storage``; the last dimension counts bytes where elements are packed.
         scale: Block scales, ``format.scale_shape(*qdata.shape)``: element times scale is the value.
-        tensor_scale: Second-level scale (fp32), or None.
+        tensor_scale: Second-level scale (fp32, ``format.tensor_scale_shape``), or None.
         format: What the bytes mean.
         axis: -1 or 0.
         dtype: Nominal dtype, the default of ``dequantize``.
@@ -77,7 +77,7 @@ class QuantizedTensor(WrapperTensor):
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """The logical matrix that was quantized, ``(prod(leading), last)``, whatever views were taken since."""
-        other, contraction = self.qdata.shape
+        other, contraction = self.qdata.shape[0], self.qdata.shape[1] * self.format.elements_per_byte
         return (other, contraction) if self.axis == -1 else (contraction, other)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,7 +14,7 @@ def product_bound(
     """Bound ``|computed - left @ right|``, elementwise, for operands whose values are exact in the hardware.
 
     With exact products and ``n`` additions of relative error ``u``, a sum is off by at most ``n u sum|terms|`` (Higham,
-    Accuracy and Stability of Numerical Algorithms, section 4.2, any order of summation). The scale costs three more
+    Accuracy and Stability of Numerical Algorithms, section 4.2, any order of summation). The scales cost up to six more
     roundings in fp32, and the result one in ``out_dtype``, or the smallest subnormal.
 
     Args:
@@ -26,7 +26,7 @@ def product_bound(
     """
     exact = left @ right
     magnitude = left.abs() @ right.abs()
-    terms = left.shape[1] + summands + 3
+    terms = left.shape[1] + summands + 6
     summation = terms * accumulate * magnitude
     rounding = _UNIT_ROUNDOFF[out_dtype] * (exact.abs() + summation)
     return summation + rounding + torch.finfo(out_dtype).smallest_normal

@@ -1,6 +1,9 @@
-"""An implementation of the numerics that shares no code with the library: numpy and ml_dtypes, one group at a time."""
+"""The numerics once more, sharing no code with the library: numpy and ml_dtypes, one scale group at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -8,6 +11,9 @@ import torch
 from torch import Tensor
 
 _ELEMENTS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}
+_FP32_MAX = np.finfo(np.float32).max
+_WHOLE = 2**62
+_ONE = np.float32(1)
 
 
 def float8_oracle(
@@ -18,33 +24,144 @@ def float8_oracle(
     Args:
         x: ``[M, K]``, any floating-point dtype.
         dtype: ``"e4m3"`` or ``"e5m2"``.
-        granularity: ``"tensor"`` or ``"row"``.
+        granularity: ``"tensor"``, ``"row"``, ``"1x128"`` or ``"128x128"``.
         pow2_scale: Round scales down to powers of two.
 
     Returns:
-        Codes, uint8 ``[M, K]``, and the scales to multiply them with, fp32 ``[1 or M, 1]``.
+        Codes, uint8 ``[M, K]``, and the scales to multiply them with, fp32, one per block.
     """
     element, largest = _ELEMENTS[dtype]
-    values = x.detach().cpu().to(torch.float32).numpy()  # exact for bf16 and fp16
-    groups = values if granularity == "row" else values.reshape(1, -1)
-    scales = np.array([_scale(group, largest, pow2_scale) for group in groups], dtype=np.float32).reshape(-1, 1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = values * scales  # fp32 product, rounded to nearest even
-        codes = np.clip(scaled, -largest, largest).astype(element).view(np.uint8)
-        codes[np.isnan(values)] = 0x7F
-        return codes, np.float32(1) / scales
+    values = _float32(x)
+    block = {"tensor": (_WHOLE, _WHOLE), "row": (1, _WHOLE), "1x128": (1, 128), "128x128": (128, 128)}[granularity]
+    overflow = torch.finfo(x.dtype).max if "x" in granularity else _FP32_MAX
+    codes = np.zeros(values.shape, dtype=np.uint8)
+
+    def encode(group: np.ndarray) -> tuple[np.ndarray, np.float32]:
+        factor = _factor(_amax(group), largest, pow2_scale, np.float32(overflow))
+        return _cast(group * factor, element, largest), _ONE / factor
+
+    scales = _per_block(values, block, codes, encode)
+    return codes, scales
 
 
-def _scale(group: np.ndarray, largest: float, pow2_scale: bool) -> np.float32:
-    finite_or_inf = group[~np.isnan(group)]
-    amax = np.float32(np.abs(finite_or_inf).max()) if finite_or_inf.size else np.float32(0)
+def mx_oracle(x: Tensor, *, dtype: str, block: tuple[int, int] = (1, 32)) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize a matrix to MXFP8 along its last dimension.
+
+    Returns:
+        Codes, uint8 ``[M, K]``, and E8M0 scale bytes, one per block.
+    """
+    element, largest = _ELEMENTS[dtype]
+    values = _float32(x)
+    codes = np.zeros(values.shape, dtype=np.uint8)
+
+    def encode(group: np.ndarray) -> tuple[np.ndarray, int]:
+        amax = _amax(group)
+        with np.errstate(over="ignore"):
+            wanted = amax * (_ONE / np.float32(largest))
+        exponent = 127 if np.isinf(wanted) else -127  # smallest power of two that is not below what is wanted
+        while not np.isinf(wanted) and exponent < 127 and np.float64(2.0) ** exponent < np.float64(wanted):
+            exponent += 1
+        return _cast(group * np.float32(np.float64(2.0) ** -exponent), element, largest), exponent + 127
+
+    scales = _per_block(values, block, codes, encode)
+    return codes, scales.astype(np.uint8)
+
+
+def nvfp4_oracle(
+    x: Tensor, *, block: tuple[int, int] = (1, 16), row_scaled: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Quantize a matrix to NVFP4 along its last dimension, to nearest, without rotation.
+
+    Returns:
+        E2M1 codes, one per uint8, ``[M, K]``; E4M3 scale bytes, one per block; tensor scales, fp32.
+    """
+    values = _float32(x)
+    codes = np.zeros(values.shape, dtype=np.uint8)
+    amaxes = [_amax(group) for group in (values if row_scaled else [values])]
+    amaxes = [np.float32(2688) if a == 0 or np.isinf(a) else a for a in amaxes]
+
+    def encode_in(tensor_amax: np.float32) -> Callable[[np.ndarray], tuple[np.ndarray, int]]:
+        with np.errstate(over="ignore"):
+            s_enc = min(np.float32(2688) / tensor_amax, _FP32_MAX)
+
+        def encode(group: np.ndarray) -> tuple[np.ndarray, int]:
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                wanted = _amax(group) * np.float32(s_enc * (_ONE / np.float32(6)))
+                scale = np.minimum(wanted, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+                enc = min(_ONE / np.float32(scale.astype(np.float32) * np.float32(_ONE / s_enc)), _FP32_MAX)
+                clean = np.where(np.isnan(group), np.float32(0), group)
+                scaled = np.clip(clean * enc, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+            byte = 0x7F if np.isnan(group).any() else int(scale.view(np.uint8))
+            return scaled & 0xF, byte
+
+        return encode
+
+    if row_scaled and len(values):
+        pieces = [values[i : i + 1] for i in range(values.shape[0])]
+        scales = np.concatenate(
+            [_per_block(v, block, codes[i : i + 1], encode_in(amaxes[i])) for i, v in enumerate(pieces)]
+        )
+    else:
+        scales = _per_block(values, block, codes, encode_in(amaxes[0] if amaxes else _ONE))
+    return codes, scales.astype(np.uint8), np.array(amaxes, dtype=np.float32).reshape(-1, 1)
+
+
+def decode_oracle(qdata: np.ndarray, element: str) -> np.ndarray:
+    """Return the float64 values of codes, one per byte; ``element`` is ``e4m3``, ``e5m2``, ``e2m1`` or ``e8m0``."""
+    kinds = {
+        "e4m3": ml_dtypes.float8_e4m3fn,
+        "e5m2": ml_dtypes.float8_e5m2,
+        "e2m1": ml_dtypes.float4_e2m1fn,
+        "e8m0": ml_dtypes.float8_e8m0fnu,
+    }
+    values: np.ndarray = qdata.view(kinds[element]).astype(np.float64)
+    return values
+
+
+def _float32(x: Tensor) -> np.ndarray:
+    values: np.ndarray = x.detach().cpu().to(torch.float32).numpy()  # exact for bf16 and fp16
+    return values
+
+
+def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[tuple[int, int, slice, slice]]:
+    for i, start in enumerate(range(0, shape[0], block[0])):
+        for j, left in enumerate(range(0, shape[1], block[1])):
+            yield i, j, slice(start, start + block[0]), slice(left, left + block[1])
+
+
+def _per_block(
+    values: np.ndarray,
+    block: tuple[int, int],
+    codes: np.ndarray,
+    encode: Callable[[np.ndarray], tuple[np.ndarray, Any]],
+) -> np.ndarray:
+    """Encode every block into ``codes`` and return the scales; a whole axis has one block even where it is empty."""
+    counts = [1 if b == _WHOLE else -(-extent // b) for extent, b in zip(values.shape, block, strict=True)]
+    scales = np.ones(counts, dtype=np.float32)
+    for i, j, rows, columns in _blocks(values.shape, block):
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes[rows, columns], scales[i, j] = encode(values[rows, columns])
+    return scales
+
+
+def _amax(group: np.ndarray) -> np.float32:
+    numbers = group[~np.isnan(group)]
+    return np.float32(np.abs(numbers).max()) if numbers.size else np.float32(0)
+
+
+def _cast(scaled: np.ndarray, element: type, largest: float) -> np.ndarray:
+    codes: np.ndarray = np.clip(scaled, -largest, largest).astype(element).view(np.uint8)
+    codes[np.isnan(scaled)] = 0x7F
+    return codes
+
+
+def _factor(amax: np.float32, largest: float, pow2_scale: bool, overflow: np.float32) -> np.float32:
     if amax == 0 or np.isinf(amax):
-        return np.float32(1)
+        return _ONE
     with np.errstate(over="ignore"):
         scale = np.float32(largest) / amax
-    if np.isinf(scale):
-        scale = np.finfo(np.float32).max
+    scale = overflow if np.isinf(scale) else scale
     if pow2_scale:
         _, exponent = np.frexp(scale)
-        scale = np.ldexp(np.float32(1), int(exponent) - 1)
+        scale = np.ldexp(_ONE, int(exponent) - 1)
     return np.float32(scale)

@@ -2,50 +2,72 @@
 
 import itertools
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hybridtensor import formats
-from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.formats import IDENTITY
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.float8_quantize import float8_quantize
+from hybridtensor.ops.mx_quantize import mx_quantize
+from hybridtensor.ops.native_mm import native_kind
+from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize, unpack
+from hybridtensor.ops.operand import Operand
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
-from hybridtensor.testing import product_bound, random_tensor
+from hybridtensor.testing import decode_oracle, exact_values, product_bound, random_tensor
 
 TENSOR, ROW = formats.FP8_E4M3_TENSOR, formats.FP8_E4M3_ROW
 GRAD, GRAD_ROW = formats.FP8_E5M2_TENSOR, formats.FP8_E5M2_ROW
-BLOCKED = Format("test_blocked_1x8", torch.float8_e4m3fn, 448.0, block=(1, 8), scale_dtype=torch.float32)
-formats.register_format(BLOCKED)
-ROTATED = formats.register_format(
-    Format("test_rotated", torch.float8_e4m3fn, 448.0, (1, None), torch.float32, hadamard=True)
-)
+BLOCKS, SQUARES = formats.FP8_E4M3_1X128, formats.FP8_E4M3_128X128
+BLOCKS_FP32, SQUARES_FP32 = formats.FP8_E4M3_1X128_FP32_SCALE, formats.FP8_E4M3_128X128_FP32_SCALE
+MX, MX_GRAD, MX_SQUARES = formats.MXFP8_E4M3, formats.MXFP8_E5M2, formats.MXFP8_E4M3_32X32
+NV, NV_SQUARES, NV_ROWS = formats.NVFP4, formats.NVFP4_16X16, formats.NVFP4_ROW_SCALED
+NV_ROTATED, NV_ROWS_ROTATED = formats.NVFP4_HADAMARD, formats.NVFP4_ROW_SCALED_HADAMARD
 
 # Hopper's FP8 tensor cores add products aligned to 13 fraction bits or so before promoting to fp32.
 HOPPER_ACCUMULATE = 2.0**-13
 
 PAIRS = [
     (TENSOR, TENSOR), (GRAD, TENSOR), (TENSOR, GRAD), (GRAD, GRAD), (ROW, ROW), (GRAD_ROW, ROW), (TENSOR, ROW),
-    (ROW, IDENTITY), (IDENTITY, TENSOR), (BLOCKED, BLOCKED), (BLOCKED, ROW),
+    (ROW, IDENTITY), (IDENTITY, TENSOR),
+]  # fmt: skip
+BLOCK_PAIRS = [
+    (BLOCKS, BLOCKS), (BLOCKS, SQUARES), (SQUARES, BLOCKS), (SQUARES, SQUARES), (BLOCKS_FP32, SQUARES_FP32),
+    (BLOCKS_FP32, BLOCKS_FP32), (SQUARES_FP32, IDENTITY), (BLOCKS, ROW), (BLOCKS_FP32, TENSOR),
+]  # fmt: skip
+MX_PAIRS = [
+    (MX, MX), (MX_GRAD, MX), (MX_GRAD, MX_GRAD), (MX, MX_SQUARES), (IDENTITY, MX), (MX, BLOCKS), (MX, ROW),
+    (MX_GRAD, SQUARES_FP32), (NV, NV), (NV, NV_SQUARES), (NV_ROWS, NV), (NV_ROWS, NV_ROWS), (NV, IDENTITY), (NV, MX),
+    (NV_ROWS, ROW), (NV, BLOCKS_FP32), (NV_ROTATED, NV_ROTATED), (NV_ROWS_ROTATED, NV_ROTATED),
 ]  # fmt: skip
 
 
 def face(x, fmt):
-    """Return the operand ``(data, scale, tensor_scale, format)`` of a matrix, and its exact values in float64."""
+    """Return the operand of a matrix, and its exact values (in the rotated basis, if any) in float64."""
     if fmt.is_identity:
-        return (x, None, None, fmt), x.double()
-    if fmt is BLOCKED:
-        blocks = x.float().reshape(-1, 8)
-        codes, scale = float8_quantize(blocks, ROW, pow2_scale=True)
-        data, scale = codes.reshape(x.shape), scale.reshape(x.shape[0], -1)
+        return Operand(x, None, None, fmt), x.double()
+    if fmt.tensor_block is not None:
+        operand = Operand(*nvfp4_quantize(x, fmt), fmt)
+    elif fmt.scale_dtype == torch.float8_e8m0fnu:
+        operand = Operand(*mx_quantize(x, fmt), None, fmt)
     else:
-        data, scale = float8_quantize(x, fmt)
-    factors = scale.double().repeat_interleave(8, 1) if fmt is BLOCKED else scale.double()
-    return (data, scale, None, fmt), data.double() * factors
+        operand = Operand(*float8_quantize(x, fmt), None, fmt)
+    return operand, exact_values(operand)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("left", "right"), PAIRS, ids=lambda f: str(f))
-@pytest.mark.parametrize("shape", [(32, 48, 64), (5, 7, 24), (1, 1, 8), (33, 16, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "left", "right"),
+    [
+        *((s, *p) for s in [(32, 48, 64), (5, 7, 24), (1, 1, 8), (33, 16, 40)] for p in PAIRS),
+        *((s, *p) for s in [(32, 48, 256), (130, 257, 300), (1, 1, 128), (20, 16, 16)] for p in BLOCK_PAIRS),
+        *((s, *p) for s in [(32, 96, 256), (64, 32, 32), (160, 64, 320)] for p in MX_PAIRS),
+    ],
+    ids=str,
+)
 def test_is_within_the_bound_of_float64(shape, left, right, out_dtype, device):
     m, n, k = shape
     a, exact_a = face(random_tensor(m, k, device=device, seed=1), left)
@@ -70,13 +92,13 @@ def test_is_within_the_bound_of_float64(shape, left, right, out_dtype, device):
         assert in_range.any()
 
 
-@pytest.mark.parametrize("fmt", [TENSOR, ROW], ids=str)
+@pytest.mark.parametrize("fmt", [TENSOR, ROW, BLOCKS, SQUARES, BLOCKS_FP32], ids=str)
 def test_small_integers_multiply_exactly(fmt, device):
     """Codes that are small integers, with scale 1, have sums that fp32 holds: the product must be exact."""
     a = torch.randint(-8, 9, (17, 40)).to(torch.float8_e4m3fn).to(device)
     b = torch.randint(-8, 9, (23, 40)).to(torch.float8_e4m3fn).to(device)
     scales = [torch.ones(fmt.scale_shape(*t.shape), device=device) for t in (a, b)]
-    got = scaled_mm((a, scales[0], None, fmt), (b, scales[1], None, fmt), out_dtype=torch.bfloat16)
+    got = scaled_mm(Operand(a, scales[0], None, fmt), Operand(b, scales[1], None, fmt), out_dtype=torch.bfloat16)
     exact = (a.double() @ b.double().t()).to(torch.bfloat16)
     assert torch.equal(got, exact)
 
@@ -101,11 +123,22 @@ def test_a_huge_and_a_tiny_scale_do_not_overflow(device):
 
 
 def test_a_tensor_scale_multiplies_the_product(device):
-    a, _ = face(random_tensor(8, 16, device=device), TENSOR)
+    a, _ = face(random_tensor(8, 16, device=device), NV)
     b, _ = face(random_tensor(4, 16, device=device), ROW)
     plain = scaled_mm(a, b, out_dtype=torch.float32)
-    doubled = scaled_mm((*a[:2], torch.full((1, 1), 2.0, device=device), TENSOR), b, out_dtype=torch.float32)
+    doubled = scaled_mm(a._replace(tensor_scale=a.tensor_scale * 2), b, out_dtype=torch.float32)
     assert torch.equal(doubled, 2 * plain)
+
+
+def test_values_with_their_block_scales_are_exact_in_bfloat16():
+    """Why emulation may multiply in BF16: every code under every scale, as long as bf16's exponent reaches."""
+    bytes_ = np.arange(256, dtype=np.uint8)
+    e4m3, e5m2, e2m1 = decode_oracle(bytes_, "e4m3"), decode_oracle(bytes_, "e5m2"), decode_oracle(bytes_[:16], "e2m1")
+    powers = 2.0 ** np.arange(-110, 110)
+    for elements, scales in ((e2m1, e4m3), (e4m3, powers), (e5m2, powers)):
+        products = np.outer(elements, scales)
+        products = products[np.isfinite(products)]
+        np.testing.assert_array_equal(products.astype(ml_dtypes.bfloat16).astype(np.float64), products)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 16), (8, 0, 16), (8, 8, 0)], ids=str)
@@ -121,16 +154,18 @@ def test_empty_gives_zeros_or_the_bias(shape, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("left", "right"), [(TENSOR, TENSOR), (GRAD, TENSOR), (TENSOR, GRAD), (ROW, ROW),
-                                             (GRAD_ROW, ROW), (ROW, GRAD_ROW)], ids=str)  # fmt: skip
+                                             (GRAD_ROW, ROW), (ROW, GRAD_ROW), (BLOCKS, BLOCKS), (BLOCKS, SQUARES),
+                                             (SQUARES, BLOCKS), (BLOCKS_FP32, SQUARES_FP32)], ids=str)  # fmt: skip
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="native products need a CUDA device")
 def test_native_products_run_and_padding_is_exact(left, right, out_dtype):
     """Every pair that is called native multiplies, at sizes cuBLASLt takes and at sizes that need padding."""
     device = torch.device("cuda")
-    for m, n, k, fast in itertools.product((64, 37, 1), (64, 50, 1), (64, 70, 16), (True, False)):
+    for m, n, k, fast in itertools.product((64, 37, 1, 300), (64, 50, 1, 256), (64, 70, 16, 640), (True, False)):
         a, exact_a = face(random_tensor(m, k, device=device, seed=1), left)
         b, exact_b = face(random_tensor(n, k, device=device, seed=2), right)
         if select_backend(left, right, out_dtype, device).name == "native":
-            a = (a[0].t().contiguous().t().contiguous() if m > 1 else a[0].t().contiguous().t(), *a[1:])  # stride 1
+            if m == 1:
+                a = a._replace(data=a.data.t().contiguous().t())  # a row with stride 1
             got = scaled_mm(a, b, out_dtype=out_dtype, fast_accum=fast)
             bound = product_bound(exact_a, exact_b.t(), out_dtype, accumulate=HOPPER_ACCUMULATE)
             exact = exact_a @ exact_b.t()
@@ -144,7 +179,9 @@ def test_backend_is_decided_in_one_place():
     assert select_backend(IDENTITY, TENSOR, torch.bfloat16, cpu) == Backend(
         "emulated", "one operand is in high precision"
     )
-    assert select_backend(TENSOR, TENSOR, torch.bfloat16, cpu) == Backend("emulated", "no FP8 matrix units on cpu")
+    assert select_backend(TENSOR, TENSOR, torch.bfloat16, cpu) == Backend(
+        "emulated", "no matrix units for these formats on cpu"
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for the device's capability")
@@ -155,12 +192,68 @@ def test_backend_on_a_gpu():
         pytest.skip("Hopper or newer is required")
     assert select_backend(TENSOR, TENSOR, torch.bfloat16, gpu).name == "native"
     assert select_backend(ROW, ROW, torch.bfloat16, gpu).name == "native"
-    assert "E5M2" in select_backend(GRAD, GRAD, torch.bfloat16, gpu).reason
+    assert "no hardware product" in select_backend(GRAD, GRAD, torch.bfloat16, gpu).reason
     assert "bfloat16 only" in select_backend(ROW, ROW, torch.float32, gpu).reason
     assert "no hardware product" in select_backend(ROW, TENSOR, torch.bfloat16, gpu).reason
 
 
-@pytest.mark.parametrize("fmt", [TENSOR, ROW], ids=str)
+def test_what_hardware_multiplies():
+    names = {"whole": "torch._scaled_mm", "block": "1x128", "mx": "1x32", "nv": "1x16"}
+    native = {
+        (TENSOR, TENSOR): "whole", (GRAD, TENSOR): "whole", (ROW, ROW): "whole", (BLOCKS, SQUARES): "block",
+        (BLOCKS_FP32, BLOCKS): "block", (SQUARES, BLOCKS): "block", (MX, MX_SQUARES): "mx", (MX_GRAD, MX): "mx",
+        (NV, NV_ROWS): "nv", (NV_ROTATED, NV_ROTATED): "nv",
+    }  # fmt: skip
+    for pair, name in native.items():
+        assert names[name] in native_kind(*pair).name
+    for pair in ((SQUARES, SQUARES), (GRAD, GRAD), (MX_GRAD, MX_GRAD), (MX, BLOCKS), (NV, MX), (TENSOR, ROW), (NV, ROW),
+                 (IDENTITY, MX), (BLOCKS, TENSOR)):  # fmt: skip
+        assert native_kind(*pair) is None
+
+
+@pytest.mark.parametrize("pair", [(MX, MX_SQUARES), (NV, NV_SQUARES), (NV_ROWS, NV)], ids=str)
+def test_blackwell_products_get_operands_in_torchs_layout(pair, monkeypatch):
+    """Without that hardware: what reaches torch has the documented shapes, types and order, and decodes back."""
+    m, n, k = 40, 64, 96
+    a, exact_a = face(random_tensor(m, k, seed=1), pair[0])
+    b, exact_b = face(random_tensor(n, k, seed=2), pair[1])
+    packed, block = (2, 16) if pair[0].tensor_block else (1, 32)
+
+    def scaled_mm_of_torch(left, right, scale_a, recipe_a, scale_b, recipe_b, *, swizzle_a, swizzle_b, output_dtype):
+        assert {recipe_a, recipe_b} == {getattr(F.ScalingType, f"BlockWise1x{block}")}
+        assert {swizzle_a, swizzle_b} == {F.SwizzleType.SWIZZLE_32_4_4}
+        assert right.stride(0) == 1  # column-major
+        values = []
+        for data, scale in ((left, scale_a), (right.t(), scale_b)):
+            assert data.is_contiguous()
+            assert (data.shape[1] * data.itemsize) % 16 == 0
+            assert data.shape[0] % 16 == 0
+            fmt = formats.NVFP4 if packed == 2 else MX
+            plain = data.view(torch.uint8) if packed == 2 else data
+            blocks = plain.shape[1] * packed // block
+            unswizzled = unswizzle(scale, data.shape[0], blocks)
+            elements = decode_oracle((unpack(plain) if packed == 2 else plain.view(torch.uint8)).numpy(),
+                                     "e2m1" if packed == 2 else "e4m3")  # fmt: skip
+            values.append(torch.from_numpy(elements) * unswizzled.double().repeat_interleave(block, 1))
+            assert fmt.element == data.dtype
+        return (values[0] @ values[1].t()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm_of_torch)
+    bias = random_tensor(n, seed=3)
+    got = native_kind(*pair).multiply(a, b, bias, torch.float32, False)
+    bound = product_bound(exact_a, exact_b.t(), torch.float32)
+    assert ((got.double() - exact_a @ exact_b.t() - bias.double()).abs() <= bound + 2.0**-24 * bias.abs()).all()
+
+
+def unswizzle(scale, rows, columns):
+    """Read scales back by the documented address of each."""
+    tiles_across = -(-columns // 4)
+    r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    address = ((r // 128) * tiles_across + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+    return scale.view(torch.uint8)[address].view(scale.dtype).float()
+
+
+@pytest.mark.parametrize("fmt", [TENSOR, ROW, BLOCKS, MX, NV], ids=str)
 def test_operator_is_well_registered(fmt, device):
     a, _ = face(random_tensor(16, 32, device=device), fmt)
     b, _ = face(random_tensor(16, 32, device=device), fmt)
@@ -181,8 +274,8 @@ def test_autocast_does_not_reach_the_accumulator():
 
 def test_a_rotated_and_an_unrotated_operand_are_refused():
     a, _ = face(random_tensor(8, 16), ROW)
-    with pytest.raises(ValueError, match="same Hadamard basis, got test_rotated and fp8_e4m3_row"):
-        scaled_mm((*a[:3], ROTATED), a, out_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="same Hadamard basis, got nvfp4_hadamard and fp8_e4m3_row"):
+        scaled_mm(a._replace(format=NV_ROTATED), a, out_dtype=torch.bfloat16)
 
 
 def test_operands_that_do_not_fit_are_refused():
@@ -190,7 +283,7 @@ def test_operands_that_do_not_fit_are_refused():
     b, _ = face(random_tensor(8, 24), TENSOR)
     with pytest.raises(ValueError, match="contraction sizes must match"):
         scaled_mm(a, b, out_dtype=torch.bfloat16)
-    elsewhere = (a[0].to("meta"), a[1].to("meta"), None, TENSOR)
+    elsewhere = Operand(a[0].to("meta"), a[1].to("meta"), None, TENSOR)
     with pytest.raises(ValueError, match="one device are required, got cpu, meta"):
         scaled_mm(a, elsewhere, out_dtype=torch.bfloat16)
     assert dequantize(*a[:3], format=TENSOR, dtype=torch.float32).shape == (8, 16)

@@ -1,0 +1,47 @@
+"""Scale groups: blocks of a matrix, their largest magnitudes, and spreading what was found per block.
+
+A block is ``(across, along)``, its extent along the two axes of an ``[other, contraction]`` matrix; ``None`` is the
+whole axis. Blocks at the end of an axis may be partial.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Block = tuple[int | None, int | None]
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN elements do not count."""
+    return _reduce(x.abs().nan_to_num(nan=0.0, posinf=float("inf")), block).float()
+
+
+def block_has_nan(x: Tensor, block: Block) -> Tensor:
+    """Return whether each block holds a NaN, bool ``[blocks across, blocks along]``."""
+    return _reduce(x.isnan().to(torch.uint8), block).bool()
+
+
+def _reduce(values: Tensor, block: Block) -> Tensor:
+    """Return the maximum of each block of values that are not negative."""
+    if 0 in values.shape:
+        shape = [1 if b is None else -(-extent // b) for extent, b in zip(values.shape, block, strict=True)]
+        return values.new_zeros(shape)
+    sizes = [extent if b is None else b for extent, b in zip(values.shape, block, strict=True)]
+    pads = [-extent % size for extent, size in zip(values.shape, sizes, strict=True)]
+    if any(pads):
+        values = F.pad(values, (0, pads[1], 0, pads[0]))
+    if sizes[0] == 1:
+        largest: Tensor = values.unflatten(1, (-1, sizes[1])).amax(dim=2)
+    else:
+        largest = values.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0])).amax(dim=(1, 3))
+    return largest
+
+
+def spread(per_block: Tensor, block: Block, shape: torch.Size | tuple[int, int]) -> Tensor:
+    """Repeat what was found per block so that it broadcasts against a matrix of ``shape``."""
+    for dim, extent in enumerate(block):
+        if extent is not None and extent > 1:
+            per_block = per_block.repeat_interleave(extent, dim=dim).narrow(dim, 0, shape[dim])
+    return per_block

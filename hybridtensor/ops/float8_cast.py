@@ -1,0 +1,69 @@
+"""Cast a matrix to FP8 with a scale that is known beforehand, and measure it for the next time: delayed scaling.
+
+Shape letters: ``M`` other axis, ``K`` contraction axis, ``S`` scales of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import Format, get_format
+from hybridtensor.ops.blocks import block_amax
+from hybridtensor.ops.float8_quantize import cast_saturating
+from hybridtensor.ops.library import define, require_float
+
+
+def float8_cast_reference(
+    x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, format: str
+) -> tuple[Tensor, Tensor]:
+    """Define ``float8_cast``."""
+    factor = factors[index]
+    if amaxes is not None:
+        slot = amaxes[index]
+        slot.copy_(torch.maximum(slot, block_amax(x, (None, None)).reshape(())))
+    return cast_saturating(x.float() * factor, get_format(format)), factor.reciprocal().reshape(1, 1)
+
+
+def _fake(x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, format: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=get_format(format).element), factors.new_empty((1, 1))
+
+
+# The schema is silent about the write to ``amaxes``: a maximum that is noted twice, or in any order, is the same, and
+# nothing reads it before the step ends. Declared, compiling would turn it into a copy of the parameter that carries it.
+_OP = define(
+    "float8_cast(Tensor x, Tensor factors, Tensor? amaxes, int index, str format) -> (Tensor, Tensor)",
+    reference=float8_cast_reference,
+    fake=_fake,
+)
+
+
+def float8_cast(x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, format: Format) -> tuple[Tensor, Tensor]:
+    """Return ``round(x * factor)`` in FP8, saturating, and its scale; note the largest magnitude of ``x``.
+
+    Args:
+        x: ``[M, K]``, bf16, fp16 or fp32; any strides; may be empty.
+        factors: What to multiply with, fp32 ``[S]``.
+        amaxes: Largest magnitudes so far, fp32 ``[S]``: entry ``index`` is raised in place to that of ``x`` (Inf where
+            an element is Inf; NaN elements do not count). None to leave no note.
+        index: Which factor.
+        format: ``FP8_E4M3_TENSOR`` or ``FP8_E5M2_TENSOR``.
+
+    Returns:
+        Contiguous elements ``[M, K]`` and the scale ``1 / factor``, fp32 ``[1, 1]``. An Inf saturates, a NaN stays NaN.
+
+    Raises:
+        TypeError: If ``x`` is not a floating-point tensor of the dtypes above.
+        ValueError: If ``x`` is not a matrix, ``factors`` not fp32 with such an entry, or ``format`` not one of those.
+
+    Source: TransformerEngine's delayed scaling (common/cast/fp8).
+    """
+    require_float("float8_cast", x, rank=2)
+    if format.block != (None, None) or format.scale_dtype != torch.float32:
+        raise ValueError(f"float8_cast: an FP8 format per tensor is required, got {format}")
+    if factors.dtype != torch.float32 or factors.dim() != 1 or not 0 <= index < factors.shape[0]:
+        raise ValueError(
+            f"float8_cast: fp32 factors with an entry {index} are required, got {factors.dtype} {tuple(factors.shape)}"
+        )
+    codes, scale = _OP(x, factors, amaxes, index, format.name)
+    return codes, scale

@@ -1,0 +1,46 @@
+"""The random Hadamard transform of 16: spreads outliers along the contraction axis, and cancels in a product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIZE = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed random signs of TransformerEngine's NVFP4 recipe."""
+
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Return ``x`` with every 16 values of its last dimension multiplied by ``diag(signs) @ H16 / 4``, in bfloat16.
+
+    The sum runs in fp32 in the order of the fast transform, and is rounded once. Saturates: what was finite stays so.
+
+    Args:
+        x: ``[M, K]``, ``K % 16 == 0``.
+
+    Source: TransformerEngine, custom_recipes/reference_nvfp4.py and its Hadamard kernels.
+    """
+    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    groups = x.float().unflatten(1, (-1, SIZE)) * (signs * 2.0**-4)  # times 1/16 first: no sum overflows
+    rotated = _transform(groups) * 4.0
+    return rotated.clamp(-_BF16_MAX, _BF16_MAX).flatten(1).to(torch.bfloat16)
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """Undo ``rotate`` in fp32: ``H16 / 4 @ diag(signs)``."""
+    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    groups = _transform(x.float().unflatten(1, (-1, SIZE)) * 2.0**-4)
+    return (groups * (signs * 4.0)).flatten(1)
+
+
+def _transform(groups: Tensor) -> Tensor:
+    """Multiply the last dimension, 16, by the Hadamard matrix in natural order: sums and differences, four times."""
+    stride = 1
+    while stride < SIZE:
+        pairs = groups.unflatten(-1, (-1, 2, stride))
+        low, high = pairs.unbind(-2)
+        groups = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        stride *= 2
+    return groups
