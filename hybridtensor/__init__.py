@@ -4,18 +4,32 @@ from hybridtensor import distributed, formats, linear, optim, recipes
 from hybridtensor.config import HybridConfig, QuantizerRole
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
-from hybridtensor.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.quantizers import (
+    DelayedFloat8Quantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from hybridtensor.state import Context, LayerState, set_data_parallel_group_, step_
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
 
 __all__ = [
+    "Context",
+    "DelayedFloat8Quantizer",
     "Float8Quantizer",
     "HybridConfig",
     "HybridQuantizer",
     "HybridTensor",
     "IdentityQuantizer",
     "IdentityTensor",
+    "LayerState",
+    "MXFP8Quantizer",
     "MasterWeight",
+    "NVFP4Quantizer",
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
@@ -28,4 +42,6 @@ __all__ = [
     "quantize_",
     "recipes",
     "set_config_",
+    "set_data_parallel_group_",
+    "step_",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +16,16 @@ import torch
 
 from hybridtensor.formats import Format, nearest
 from hybridtensor.ops.scaled_mm import check_multipliable
-from hybridtensor.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.quantizers import (
+    DelayedFloat8Quantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from hybridtensor.state import ROLES, DelayedRule
 from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
 
 
@@ -30,17 +42,68 @@ GEMMS = (
     Gemm("grad_input", ("grad_output", "rowwise"), ("weight", "columnwise")),
     Gemm("grad_weight", ("grad_output", "columnwise"), ("input", "columnwise")),
 )
-ROLES = ("input", "weight", "grad_output")
+Word = Callable[[str, str], Quantizer]
+Change = Callable[[str, Quantizer], Quantizer]
 
-_WORDS: dict[str, Callable[[str], Quantizer]] = {
-    "bf16": lambda role: IdentityQuantizer(),
-    "fp8": lambda role: Float8Quantizer(dtype="e5m2" if role == "grad_output" else "e4m3"),
-    "fp8_rowwise": lambda role: Float8Quantizer(granularity="row"),
+
+def _nvfp4(role: str, gemm: str) -> Quantizer:
+    """Apply NVIDIA's recipe: 2-D weights, rotated operands of grad_weight, gradients rounded at random."""
+    return NVFP4Quantizer(
+        two_d=role == "weight",
+        hadamard=gemm == "grad_weight",
+        rounding="stochastic" if role == "grad_output" else "nearest",
+    )
+
+
+_WORDS: dict[str, Word] = {
+    "bf16": lambda role, gemm: IdentityQuantizer(),
+    "fp8": lambda role, gemm: Float8Quantizer(dtype="e5m2" if role == "grad_output" else "e4m3"),
+    "fp8_rowwise": lambda role, gemm: Float8Quantizer(granularity="row"),
+    "fp8_block": lambda role, gemm: Float8Quantizer(
+        granularity="block", block="128x128" if role == "weight" else "1x128"
+    ),
+    "fp8_delayed": lambda role, gemm: DelayedFloat8Quantizer(dtype="e5m2" if role == "grad_output" else "e4m3"),
+    "mxfp8": lambda role, gemm: MXFP8Quantizer(),
+    "nvfp4": _nvfp4,
 }
-_MODIFIERS = {
+_POLICIES = {
     "high_precision": ("backward_override", "high_precision"),
     "dequantized": ("backward_override", "dequantized"),
     "save_original_input": ("save_original_input", True),
+}
+
+
+def _change(kind: type[Quantizer], roles: tuple[str, ...] = ROLES, **options: Any) -> Change:
+    """Return what sets ``options`` of the quantizers of one ``kind`` in some roles."""
+
+    def apply(role: str, quantizer: Quantizer) -> Quantizer:
+        if isinstance(quantizer, HybridQuantizer):
+            faces = apply(role, quantizer.rowwise), apply(role, quantizer.columnwise)
+            return _merge(*faces, quantizer.columnwise_source)
+        return dataclasses.replace(quantizer, **options) if role in roles and type(quantizer) is kind else quantizer
+
+    return apply
+
+
+def _of_rowwise(role: str, quantizer: Quantizer) -> Quantizer:
+    """Make the columnwise faces of the forward's operands from what the forward saw."""
+    if role == "grad_output":
+        return quantizer
+    row, column = (_face_quantizer(quantizer, direction) for direction in ("rowwise", "columnwise"))
+    return quantizer if row is None or column is None else HybridQuantizer(row, column, "rowwise_dequantized")
+
+
+_CHANGES: dict[str, Change] = {
+    "pow2_scale": _change(Float8Quantizer, pow2_scale=True),
+    "fp32_scale": _change(Float8Quantizer, pow2_scale=False),
+    "most_recent": _change(DelayedFloat8Quantizer, algorithm="most_recent"),
+    "mx_two_d": _change(MXFP8Quantizer, ("weight",), two_d=True),
+    "mx_e5m2_grad": _change(MXFP8Quantizer, ("grad_output",), dtype="e5m2"),
+    "one_d": _change(NVFP4Quantizer, ("weight",), two_d=False),
+    "nearest": _change(NVFP4Quantizer, rounding="nearest"),
+    "no_hadamard": _change(NVFP4Quantizer, hadamard=False),
+    "row_scaled_input": lambda role, quantizer: _row_scaled(role, quantizer),
+    "rowwise_dequantized": _of_rowwise,
 }
 
 
@@ -98,13 +161,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                     "use IdentityQuantizer() for high precision"
                 )
         self._apply_override()
-        if self.save_original_input and not self.input.repeatable:
-            warnings.warn(
-                f"HybridConfig: save_original_input needs an input quantizer that repeats itself, got {self.input}; "
-                "the quantized input is saved instead",
-                stacklevel=3,
-            )
-            object.__setattr__(self, "save_original_input", False)
+        self._check_repeatable()
         for gemm in GEMMS:
             try:
                 check_multipliable(*self.formats(gemm))
@@ -133,6 +190,32 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         object.__setattr__(self, "grad_output", IdentityQuantizer())
         object.__setattr__(self, "save_original_input", override == "high_precision")
 
+    def _check_repeatable(self) -> None:
+        """Raise, or save the quantized input, where the input's columnwise face could not be made again in backward."""
+        if not self.save_original_input or _columnwise_repeatable(self.input):
+            return
+        if self.input.stochastic:
+            raise ValueError(
+                "HybridConfig: save_original_input promises the bits that saving the quantized input gives, got an "
+                f"input that is rounded at random, {self.input}; drop one of them"
+            )
+        warnings.warn(
+            f"HybridConfig: save_original_input needs an input quantizer that repeats itself, got {self.input}; "
+            "the quantized input is saved instead",
+            stacklevel=4,
+        )
+        object.__setattr__(self, "save_original_input", False)
+
+    def delayed_rules(self) -> dict[str, DelayedRule]:
+        """Return the delayed scales that a layer with this recipe keeps, by slot."""
+        rules = (getattr(self, role).delayed_rules(role) for role in ROLES)
+        return {slot: rule for of_role in rules for slot, rule in of_role.items()}
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether anything is rounded at random."""
+        return any(getattr(self, role).stochastic for role in ROLES)
+
     @classmethod
     def by_gemm(
         cls,
@@ -148,13 +231,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         Raises:
             ValueError: If a word is unknown.
         """
-        chosen = {"output": output, "grad_input": grad_input, "grad_weight": grad_weight}
-        faces: dict[tuple[str, str], Quantizer] = {}
-        for gemm in GEMMS:
-            for role, direction in gemm[1:]:
-                given = chosen[gemm.name]
-                faces[role, direction] = _from_word(given, role) if isinstance(given, str) else given
-        roles = {role: _merge(faces[role, "rowwise"], faces[role, "columnwise"]) for role in ROLES}
+        roles = _roles_by_gemm(output=output, grad_input=grad_input, grad_weight=grad_weight)
         return cls(**roles, backward_override=backward_override, save_original_input=save_original_input)
 
     @classmethod
@@ -162,13 +239,19 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         """Build a config from a string.
 
         ``"fp8"`` is one format for all three products, ``"fp8/fp8_rowwise/bf16"`` one each for output, grad_input and
-        grad_weight. Formats: ``bf16`` (none), ``fp8`` (per tensor; E4M3, gradients E5M2), ``fp8_rowwise`` (E4M3).
-        Modifiers follow after ``+``: ``high_precision`` and ``dequantized`` (the backward overrides),
-        ``save_original_input``.
+        grad_weight. Formats: ``bf16`` (none), ``fp8`` (per tensor; E4M3, gradients E5M2), ``fp8_rowwise`` (E4M3),
+        ``fp8_block`` (E4M3, 1x128, weights 128x128), ``fp8_delayed`` (per tensor, as ``fp8``), ``mxfp8`` (E4M3) and
+        ``nvfp4`` (weights 16x16, Hadamard rotation in grad_weight, gradients rounded stochastically).
+
+        Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward overrides),
+        ``save_original_input``. Options: ``pow2_scale``, ``fp32_scale`` (of current scaling), ``most_recent`` (delayed
+        scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest`` (rounding),
+        ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward), ``rowwise_dequantized`` (columnwise faces of
+        input and weight from what the forward saw).
 
         Raises:
             TypeError: If ``spec`` is not a string.
-            ValueError: If it has an unknown word, with the nearest known one.
+            ValueError: If it has an unknown word, with the nearest known one, or a modifier that changes nothing.
         """
         if not isinstance(spec, str):
             raise TypeError(f"HybridConfig.parse: a string is required, got {type(spec).__name__}")
@@ -179,16 +262,21 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                 "HybridConfig.parse: one format, or three for output/grad_input/grad_weight, are required, "
                 f"got {spec!r}"
             )
-        options = {}
-        for modifier in modifiers:
-            if modifier not in _MODIFIERS:
-                raise ValueError(f"HybridConfig.parse: unknown modifier {modifier!r}; {nearest(modifier, _MODIFIERS)}")
-            name, value = _MODIFIERS[modifier]
-            if name in options:
-                raise ValueError(f"HybridConfig.parse: one {name} is possible, got several in {spec!r}")
-            options[name] = value
         output, grad_input, grad_weight = words * 3 if len(words) == 1 else words
-        return cls.by_gemm(output=output, grad_input=grad_input, grad_weight=grad_weight, **options)  # type: ignore[arg-type]
+        roles: dict[str, Any] = _roles_by_gemm(output=output, grad_input=grad_input, grad_weight=grad_weight)
+        policies: dict[str, Any] = {}
+        for modifier in modifiers:
+            if modifier in _CHANGES:
+                roles = _changed(roles, modifier, spec)
+                continue
+            if modifier not in _POLICIES:
+                known = [*_POLICIES, *_CHANGES]
+                raise ValueError(f"HybridConfig.parse: unknown modifier {modifier!r}; {nearest(modifier, known)}")
+            name, value = _POLICIES[modifier]
+            if name in policies:
+                raise ValueError(f"HybridConfig.parse: one {name} is possible, got several in {spec!r}")
+            policies[name] = value
+        return cls(**roles, **policies)
 
     def formats(self, gemm: Gemm) -> tuple[Format, Format]:
         """Return the formats that ``gemm`` multiplies, left and right."""
@@ -197,29 +285,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
 
     def __str__(self) -> str:
         """Return a spec that ``parse`` reads back, or the full constructor where no spec says it."""
-        for spec in self._specs():
-            try:
-                if HybridConfig.parse(spec) == self:
-                    return spec
-            except ValueError:
-                continue
-        return repr(self)
-
-    def _specs(self) -> Iterator[str]:
-        """Yield the specs that could describe this config."""
-        suffix = "+save_original_input" if self.save_original_input else ""
-        if self.backward_override is not None:
-            suffix = f"+{self.backward_override}"
-            yield from (word + suffix for word in _WORDS)
-            return
-        per_gemm = []
-        for gemm in GEMMS:
-            made = [_face_quantizer(getattr(self, role), direction) for role, direction in gemm[1:]]
-            roles = [role for role, _ in gemm[1:]]
-            per_gemm.append([w for w, make in _WORDS.items() if [make(role) for role in roles] == made])
-        yield from (word + suffix for word in _WORDS if all(word in words for words in per_gemm))
-        if all(per_gemm):
-            yield "/".join(words[0] for words in per_gemm) + suffix
+        return _spec_of(self) or repr(self)
 
     def fingerprint(self) -> str:
         """Return a stable hash of the config, 16 hex digits: equal configs have equal ones, in every process."""
@@ -231,21 +297,103 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         return self.fingerprint()
 
 
-def _from_word(word: str, role: str) -> Quantizer:
+def _from_word(word: str, role: str, gemm: str) -> Quantizer:
     if word not in _WORDS:
         raise ValueError(f"HybridConfig: unknown format {word!r}; {nearest(word, _WORDS)}")
-    return _WORDS[word](role)
+    return _WORDS[word](role, gemm)
 
 
-def _merge(rowwise: Quantizer, columnwise: Quantizer) -> Quantizer:
-    return rowwise if rowwise == columnwise else HybridQuantizer(rowwise, columnwise)
+def _roles_by_gemm(**chosen: str | Quantizer) -> dict[str, Quantizer]:
+    """Return the quantizer of each role from what was chosen for each GEMM."""
+    faces: dict[tuple[str, str], Quantizer] = {}
+    for gemm in GEMMS:
+        for role, direction in gemm[1:]:
+            given = chosen[gemm.name]
+            faces[role, direction] = _from_word(given, role, gemm.name) if isinstance(given, str) else given
+    return {role: _merge(faces[role, "rowwise"], faces[role, "columnwise"]) for role in ROLES}
 
 
-def _face_quantizer(quantizer: Quantizer, direction: str) -> Quantizer | None:
+def _changed(roles: dict[str, Quantizer], modifier: str, spec: str) -> dict[str, Quantizer]:
+    """Apply a modifier that changes quantizers; one that finds nothing to change is a mistake."""
+    changed = {role: _CHANGES[modifier](role, quantizer) for role, quantizer in roles.items()}
+    if changed == roles:
+        raise ValueError(f"HybridConfig.parse: {modifier!r} changes nothing in {spec!r}; drop it")
+    return changed
+
+
+def _row_scaled(role: str, quantizer: Quantizer) -> Quantizer:
+    """Scale the rowwise NVFP4 face of the input row by row."""
+    row = _face_quantizer(quantizer, "rowwise")
+    if role != "input" or not isinstance(row, NVFP4Quantizer):
+        return quantizer
+    row = dataclasses.replace(row, row_scaled=True)
+    if isinstance(quantizer, HybridQuantizer):
+        return dataclasses.replace(quantizer, rowwise=row)
+    return HybridQuantizer(row, quantizer)
+
+
+def _merge(rowwise: Quantizer, columnwise: Quantizer, source: str = "original") -> Quantizer:
+    same = source == "original" and rowwise == columnwise and not isinstance(rowwise, HybridQuantizer)
+    return rowwise if same else HybridQuantizer(rowwise, columnwise, source)
+
+
+def _columnwise_repeatable(quantizer: Quantizer) -> bool:
+    """Whether the columnwise face can be made again with the same bits."""
+    if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "original":
+        return quantizer.columnwise.repeatable
+    return quantizer.repeatable
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(config: HybridConfig) -> str | None:
+    """Return the shortest spec that ``parse`` turns into ``config``, or None."""
+    policies = [name for name, (field, value) in _POLICIES.items() if getattr(config, field) == value]
+    if config.backward_override is not None:
+        policies.remove("save_original_input") if config.save_original_input else None
+    for count in range(len(_CHANGES) + 1):
+        for changes in itertools.combinations(_CHANGES, count):
+            for words in _matching_words(config, changes):
+                spec = "+".join([words, *changes, *policies])
+                try:
+                    if HybridConfig.parse(spec) == config:
+                        return spec
+                except ValueError:
+                    continue
+        if count == 3:
+            return None
+    return None
+
+
+def _matching_words(config: HybridConfig, changes: tuple[str, ...]) -> Iterator[str]:
+    """Yield the words, one or three, that could describe ``config`` under ``changes``."""
+    if config.backward_override is not None:
+        yield from _WORDS
+        return
+    per_gemm: list[list[str]] = []
+    for gemm in GEMMS:
+        made = [_face_quantizer(getattr(config, role), direction, any_source=True) for role, direction in gemm[1:]]
+        per_gemm.append([word for word in _WORDS if _changed_word(word, gemm, changes) == made])
+    yield from (word for word in _WORDS if all(word in words for words in per_gemm))
+    if all(per_gemm):
+        yield "/".join(words[0] for words in per_gemm)
+
+
+def _changed_word(word: str, gemm: Gemm, changes: tuple[str, ...]) -> list[Quantizer | None]:
+    """Return what ``word`` means for both operands of ``gemm`` under ``changes``."""
+    operands: list[Quantizer | None] = []
+    for role, direction in gemm[1:]:
+        quantizer = _WORDS[word](role, gemm.name)
+        for change in changes:
+            quantizer = _CHANGES[change](role, quantizer)
+        operands.append(_face_quantizer(quantizer, direction, any_source=True))
+    return operands
+
+
+def _face_quantizer(quantizer: Quantizer, direction: str, *, any_source: bool = False) -> Quantizer | None:
     """Return the plain quantizer behind one face, or None where the face is not made from the original."""
     if not isinstance(quantizer, HybridQuantizer):
         return quantizer
-    if direction == "columnwise" and quantizer.columnwise_source != "original":
+    if direction == "columnwise" and quantizer.columnwise_source != "original" and not any_source:
         return None
     child: Quantizer = getattr(quantizer, direction)
     return child

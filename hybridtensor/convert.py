@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from hybridtensor import recipes
 from hybridtensor.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.quantizers import Quantizer
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
@@ -41,7 +43,12 @@ def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def quantize_(
-    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, persistent: bool = False
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    filter_fn: Filter | None = None,
+    keep_bf16: Iterable[str] = (),
+    persistent: bool = False,
 ) -> nn.Module:
     """Swap the weights of the linear layers of ``model``, in place, for weights that quantize their products.
 
@@ -56,6 +63,8 @@ def quantize_(
             torchao's ``FqnToConfig`` from names and ``re:`` patterns to any of the first two (None leaves a layer
             alone).
         filter_fn: ``(module, name) -> bool``, which linear layers to convert, instead of the default.
+        keep_bf16: Names of layers to leave alone, or patterns of names (``"blocks.0.*"``), whatever chose them;
+            ``recipes.edge_blocks`` gives those of the first and last blocks.
         persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
             one holds on to its original until ``optim.MasterWeights`` takes it.
 
@@ -63,21 +72,23 @@ def quantize_(
         ``model``.
 
     Raises:
-        ValueError: If a word is unknown, nothing matches, or weights would have to turn from persistent to not.
+        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, or weights would have
+            to turn from persistent to not.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
     if filter_fn is not None and isinstance(recipe, FqnToConfig):
         raise ValueError("quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them")
-    plan = list(_plan(model, recipe, filter_fn))
+    plan = _without(list(_plan(model, recipe, filter_fn)), keep_bf16)
     if not plan:
         names = ", ".join(name or "<root>" for name, _ in linear_modules(model)) or "none"
         raise ValueError(f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}")
-    for name, module, _ in plan:  # everything is checked before anything changes
+    for name, module, config in plan:  # everything is checked before anything changes
         _check_weight(name, module.weight, persistent)
-    for _, module, config in plan:
-        _convert(module, config, persistent)
+        _check_sizes(name, module.weight, config)
+    for name, module, config in plan:
+        _convert(name, module, config, persistent)
     return model
 
 
@@ -104,8 +115,10 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         raise ValueError(
             "set_config_: a model with weights of this library is required, got none; call quantize_ first"
         )
-    for _, module, config in plan:
-        _convert(module, config, isinstance(module.weight, HybridTensor))
+    for name, module, config in plan:
+        _check_sizes(name, module.weight, config)
+    for name, module, config in plan:
+        _convert(name, module, config, isinstance(module.weight, HybridTensor))
     return model
 
 
@@ -124,6 +137,22 @@ def _plan(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Iterato
         chosen = why_skipped(name, module) is None if filter_fn is None else filter_fn(module, name)
         if chosen:
             yield name, module, config_for(name)
+
+
+Plan = list[tuple[str, nn.Linear, HybridConfig]]
+
+
+def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
+    """Return the plan without the layers that ``patterns`` name; each must name one."""
+    if isinstance(patterns, str):
+        raise TypeError(f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list")
+    for pattern in patterns:
+        kept = [step for step in plan if not fnmatch.fnmatchcase(step[0], pattern)]
+        if len(kept) == len(plan):
+            names = ", ".join(name or "<root>" for name, _, _ in plan) or "none"
+            raise ValueError(f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}")
+        plan = kept
+    return plan
 
 
 def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
@@ -184,9 +213,22 @@ def _check_weight(name: str, weight: Any, persistent: bool) -> None:
         )
 
 
-def _convert(module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
-    """Give one layer's weight the config; the Parameter object stays the same."""
-    weight = module.weight
+def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
+    """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of their formats."""
+    out_features, in_features = weight.shape
+    operands = {
+        "input": (None, in_features),
+        "weight": (out_features, in_features),
+        "grad_output": (None, out_features),
+    }
+    for role, (rows, columns) in operands.items():
+        getattr(config, role).check_matrix(rows, columns, f"quantize_: layer {name or '<root>'}, {role}")
+
+
+def _convert(name: str | None, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
+    """Give one layer's weight the config, and the state that it needs; the Parameter object stays the same."""
+    weight: Any = module.weight
+    layer = _attach_state(name, module, config)
     if isinstance(weight, MasterWeight) and not persistent:
         weight.config = config
     elif isinstance(weight, HybridTensor):
@@ -194,16 +236,33 @@ def _convert(module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
             _requantize(weight, config)
     else:
         values = weight.master if isinstance(weight, MasterWeight) else weight.data
-        new: Tensor = _persistent(values, config, weight.requires_grad) if persistent else MasterWeight(values, config)
-        _swap(weight, new)  # type: ignore[arg-type]
+        new: Any = MasterWeight(values, config)
+        if persistent:
+            new = _persistent(values, config, weight.requires_grad, layer)
+        new.layer = layer
+        _swap(weight, new)
     if not getattr(module, "_hybridtensor_load_hook", False):
         module.register_load_state_dict_pre_hook(_keep_recipe_on_assign)
         module._hybridtensor_load_hook = True  # type: ignore[assignment]
 
 
-def _persistent(values: Tensor, config: HybridConfig, trainable: bool) -> HybridTensor:
-    made = config.weight.quantize(values)
+def _attach_state(name: str | None, module: nn.Linear, config: HybridConfig) -> LayerState:
+    """Return the layer's state, with what the recipe needs, and make it part of the module if it holds anything."""
+    weight: Any = module.weight
+    known = weight.layer if is_converted(weight) else None
+    layer = known if isinstance(known, LayerState) else LayerState(name)
+    layer.require(config.delayed_rules(), stochastic=config.stochastic, device=weight.device)
+    if not layer.is_empty:
+        module.quantization_state = layer
+    elif hasattr(module, "quantization_state"):
+        del module.quantization_state
+    return layer
+
+
+def _persistent(values: Tensor, config: HybridConfig, trainable: bool, layer: LayerState) -> HybridTensor:
+    made = config.weight.quantize(values, context=Context("weight", layer.tensors()))
     weight = HybridTensor(made.rowwise, made.columnwise, config)
+    weight.layer = layer
     if trainable:
         weight.original = values
     return weight
@@ -212,7 +271,7 @@ def _persistent(values: Tensor, config: HybridConfig, trainable: bool) -> Hybrid
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     """Replace the faces of a persistent weight by those of another recipe."""
     values = weight.original if weight.original is not None else weight.dequantize()
-    made = config.weight.quantize(values, dtype=weight.dtype)
+    made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
     weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
 
 
@@ -248,12 +307,12 @@ def _keep_recipe_on_assign(
     config = weight.config
     if isinstance(weight, MasterWeight):
         plain = value.dequantize() if is_converted(value) else value
-        state_dict[key] = MasterWeight(plain, config)
+        state_dict[key] = MasterWeight(plain, config).like(weight)
     elif isinstance(value, HybridTensor) and value.config == config:
-        state_dict[key] = value
+        state_dict[key] = value.like(weight)
     else:
         plain = value.dequantize() if is_converted(value) else value
-        state_dict[key] = _persistent(plain, config, weight.requires_grad)
+        state_dict[key] = _persistent(plain, config, weight.requires_grad, weight.layer)
 
 
 @register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]
@@ -265,5 +324,6 @@ def _torchao_handler(module: nn.Module, config: HybridConfig, *, parameter_name:
             f"{type(module).__name__}; choose linear layers with filter_fn"
         )
     _check_weight(type(module).__name__, module.weight, isinstance(module.weight, HybridTensor))
-    _convert(module, config, isinstance(module.weight, HybridTensor))
+    _check_sizes(type(module).__name__, module.weight, config)
+    _convert(None, module, config, isinstance(module.weight, HybridTensor))
     return module

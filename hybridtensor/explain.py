@@ -126,6 +126,10 @@ def _is_of_rowwise(quantizer: Quantizer) -> bool:
     return isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "rowwise_dequantized"
 
 
+def _num_blocks(extent: int, block: int | None) -> int:
+    return 1 if block is None else -(-extent // block)
+
+
 def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
     """Return the bytes per token that a layer keeps of its input until backward.
 
@@ -148,6 +152,7 @@ def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.d
     column = quantizer.columnwise_format
     if column.element is None:
         return in_features * dtype.itemsize
-    along = column.block[1]
-    scales = 0.0 if along is None or column.scale_dtype is None else column.scale_dtype.itemsize / along
-    return in_features * (column.element.itemsize / column.elements_per_byte + scales)
+    across, along = column.block
+    blocks = 0.0 if along is None else _num_blocks(in_features, across) / along
+    scales = 0.0 if column.scale_dtype is None else blocks * column.scale_dtype.itemsize
+    return in_features / column.elements_per_byte + scales

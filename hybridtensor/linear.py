@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridtensor.config import HybridConfig
 from hybridtensor.quantizers import tokens
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.matmul import multiply, take_face
 from hybridtensor.subclasses.wrapper import Structure, flatten, unflatten
@@ -68,7 +69,8 @@ def linear(input: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         bias=grad and bias is not None and bias.requires_grad,
     )
     if not any(needs):
-        return _output(_input_faces(input, config, needs, dtype), weight, bias, dtype, input, needs)[0]
+        return _output(_input_faces(input, weight, needs, dtype), weight, bias, dtype, input, needs)[0]
+    _note_training_use(weight)
     return _Linear.apply(input, weight, bias, config, needs, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -78,14 +80,14 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, config: HybridConfig, needs: _Needs,
         dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        x = _input_faces(input, config, needs, dtype)
+        x = _input_faces(input, weight, needs, dtype)
         out, weight_column = _output(x, weight, bias, dtype, input, needs)
         keep_input = needs.weight and config.save_original_input and not isinstance(input, _QUANTIZED)
         x_saved, ctx.input_structure = ([input], None) if keep_input else _take_apart(x[1])
         w_saved, ctx.weight_structure = _take_apart(weight_column)
         ctx.save_for_backward(*x_saved, *w_saved)
         ctx.num_input_tensors = len(x_saved)
-        ctx.keep_input, ctx.config, ctx.needs = keep_input, config, needs
+        ctx.keep_input, ctx.config, ctx.needs, ctx.state = keep_input, config, needs, weight.state
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
@@ -96,8 +98,9 @@ class _Linear(torch.autograd.Function):
         x_saved, w_saved = saved[: ctx.num_input_tensors], saved[ctx.num_input_tensors :]
         grad = tokens(grad_output)
         row, column = config.grad_output.faces(
-            grad, rowwise=needs.input, columnwise=needs.weight, dtype=grad_output.dtype
-        )
+            grad, rowwise=needs.input, columnwise=needs.weight, dtype=grad_output.dtype,
+            context=Context("grad_output", ctx.state),
+        )  # fmt: skip
         grad_input = grad_weight = grad_bias = None
         if needs.input:
             weight = unflatten(w_saved, ctx.weight_structure)
@@ -105,7 +108,8 @@ class _Linear(torch.autograd.Function):
         if needs.weight:
             if ctx.keep_input:
                 x = x_saved[0]
-                x = config.input.faces(x, rowwise=False, columnwise=True, dtype=x.dtype)[1]
+                context = Context("input", ctx.state)
+                x = config.input.faces(x, rowwise=False, columnwise=True, dtype=x.dtype, context=context)[1]
             else:
                 x = unflatten(x_saved, ctx.input_structure)
             grad_weight = multiply(column.t(), _as_matrix(x), gemm="grad_weight")
@@ -116,14 +120,18 @@ class _Linear(torch.autograd.Function):
 
 
 def _input_faces(
-    input: Tensor, config: HybridConfig, needs: _Needs, dtype: torch.dtype
+    input: Tensor, weight: Weight, needs: _Needs, dtype: torch.dtype
 ) -> tuple[Face | Tensor, Face | Tensor | None]:
     """Return the rowwise face, and the columnwise one if backward will use it and does not make it itself."""
     if isinstance(input, _QUANTIZED):
         row = take_face(input, "rowwise", name="input", gemm="output")
         return row, take_face(input, "columnwise", name="input", gemm="grad_weight") if needs.weight else None
+    config: HybridConfig = weight.config
     columnwise = needs.weight and not config.save_original_input
-    rowwise, column = config.input.faces(input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype)
+    context = Context("input", weight.state, record=any(needs))
+    rowwise, column = config.input.faces(
+        input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
+    )
     if rowwise is None:
         raise ValueError(f"output: {config.input} made no rowwise face of the input")
     return rowwise, column
@@ -165,6 +173,13 @@ def _as_matrix(face: Face | Tensor) -> Face | Tensor:
     if isinstance(face, QuantizedTensor):
         return face if face.dim() == 2 else face.view(face.matrix_shape)
     return tokens(face)
+
+
+def _note_training_use(weight: Weight) -> None:
+    """Let the layer's state check that it was advanced with the weight."""
+    layer = weight.layer
+    if isinstance(layer, LayerState) and not layer.is_empty and isinstance(weight, MasterWeight):
+        layer.note_training_use(weight.version)
 
 
 def _take_apart(face: Face | Tensor | None) -> tuple[list[Tensor], Structure | None]:

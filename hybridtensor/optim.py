@@ -86,7 +86,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner.step()
         for parameter, master in self._pairs:
             if master.grad is not None:
-                parameter.config.weight.update_(parameter, master.detach())
+                parameter.refresh_(master.detach())
                 master.grad = None
         return loss
 
@@ -120,7 +120,7 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             for (parameter, master), values in zip(self._pairs, loaded, strict=True):
                 master.copy_(values)
-                parameter.config.weight.update_(parameter, master.detach())
+                parameter.refresh_(master.detach())
 
 
 def _as_list(params: Any) -> list[Any]:

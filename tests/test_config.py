@@ -98,7 +98,7 @@ def test_fingerprints_differ_between_configs_and_agree_between_processes():
 
 def test_a_fingerprint_is_stable_across_versions():
     """Checkpoints carry it: a change here makes old checkpoints foreign, so it must be on purpose."""
-    assert HybridConfig.parse("fp8").fingerprint() == "b95e9ab2d7f963ee"
+    assert HybridConfig.parse("fp8").fingerprint() == "a23dd8570e43b321"
 
 
 class TestOverrides:
@@ -183,6 +183,18 @@ class TestBadInput:
             from_factory(broken, "")
 
 
+def operand_in_table(config, role, direction):
+    """Return how the table of recipes writes a face."""
+    quantizer = getattr(config, role)
+    of_rowwise = getattr(quantizer, "columnwise_source", "") == "rowwise_dequantized" and direction == "columnwise"
+    plain = getattr(quantizer, direction, quantizer)
+    fmt = plain.rowwise_format
+    letters = {"identity": "HP", "fp8_e4m3": "E4", "fp8_e5m2": "E5", "mxfp8": "MX", "nvfp4": "NV"}
+    word = next(letters[start] for start in letters if fmt.name.startswith(start))
+    marks = ("~" if plain.stochastic else "") + ("r" if fmt.tensor_block == (1, None) else "")
+    return word + marks + ("'" if of_rowwise and not fmt.is_identity else "")
+
+
 class TestRecipes:
     @pytest.mark.parametrize("name", recipes.RECIPES)
     def test_has_a_name_a_source_and_a_row_in_the_table(self, name):
@@ -196,16 +208,24 @@ class TestRecipes:
             "bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8_rowwise",
             "fp8_rowwise_hp_grad_weight": "fp8_rowwise/fp8_rowwise/bf16",
             "fp8_high_precision_backward": "fp8+high_precision", "fp8_dequantized_backward": "fp8+dequantized",
+            "fp8_delayed": "fp8_delayed", "fp8_block": "fp8_block", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
+            "mxfp8_dequantized_backward": "mxfp8+dequantized", "nvfp4_dequantized_backward": "nvfp4+dequantized",
+            "high_precision_fwd_mxfp8_bwd": "bf16/mxfp8/mxfp8",
+            "nvfp4_fwd_mxfp8_bwd": "nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized",
+            "nvfp4_row_scaled_fwd_mxfp8_bwd": "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
         }.items():  # fmt: skip
             assert recipes.from_name(name) == recipes.from_name(spec)
             assert str(recipes.from_name(name)) == spec
 
     def test_the_table_tells_the_formats(self):
-        letters = {"fp8_e4m3_tensor": "E4", "fp8_e4m3_row": "E4", "fp8_e5m2_tensor": "E5", "identity": "HP"}
         for name in recipes.RECIPES:
             row = next(line for line in recipes.__doc__.splitlines() if line.startswith(f"| ``{name}``"))
             cells = [cell.strip() for cell in row.split("|")[2:5]]
-            made = [" x ".join(letters[f.name] for f in recipes.from_name(name).formats(gemm)) for gemm in GEMMS]
+            config = recipes.from_name(name)
+            made = []
+            for gemm in GEMMS:
+                left, right = (operand_in_table(config, *operand) for operand in gemm[1:])
+                made.append(f"{left} {'h' if config.formats(gemm)[0].hadamard else 'x'} {right}")
             assert cells == made
 
     def test_an_unknown_name_lists_specs_and_recipes(self):

@@ -8,19 +8,66 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, IdentityQuantizer, IdentityTensor, Quantizer
+from hybridtensor import (
+    Context,
+    DelayedFloat8Quantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    HybridTensor,
+    IdentityQuantizer,
+    IdentityTensor,
+    LayerState,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from hybridtensor import QuantizedTensor as Leaf
-from hybridtensor.testing import edge_tensor, float8_oracle, random_tensor
+from hybridtensor.ops.hadamard import rotate
+from hybridtensor.ops.nvfp4_quantize import unpack
+from hybridtensor.testing import edge_tensor, float8_oracle, mx_oracle, nvfp4_oracle, random_tensor
 
 PLAIN = [
     Float8Quantizer(granularity=g, dtype=d, pow2_scale=p)
     for g, d, p in itertools.product(("tensor", "row"), ("e4m3", "e5m2"), (False, True))
 ]
+BLOCKS = [
+    Float8Quantizer(granularity="block", dtype=d, pow2_scale=p, block=b)
+    for b, d, p in itertools.product(((1, 128), "128x128"), ("e4m3", "e5m2"), (False, True))
+]
+MX = [MXFP8Quantizer(dtype=d, two_d=t) for d, t in itertools.product(("e4m3", "e5m2"), (False, True))]
+NVFP4 = [
+    NVFP4Quantizer(), NVFP4Quantizer(two_d=True), NVFP4Quantizer(row_scaled=True), NVFP4Quantizer(hadamard=True),
+    NVFP4Quantizer(row_scaled=True, hadamard=True),
+]  # fmt: skip
 IDENTITY = IdentityQuantizer()
 SOURCES = ("original", "rowwise_dequantized")
-SOME = [PLAIN[0], PLAIN[3], PLAIN[4], PLAIN[6], IDENTITY]
+SOME = [PLAIN[0], PLAIN[3], PLAIN[4], PLAIN[6], IDENTITY, BLOCKS[1], BLOCKS[4], MX[0], MX[3], *NVFP4[:4]]
 HYBRIDS = [HybridQuantizer(a, b, source) for a, b, source in itertools.product(SOME, SOME, SOURCES)]
 SHAPES = [(12,), (6, 10), (2, 3, 10), (2, 2, 3, 10), (1, 16), (16, 1), (0, 8), (8, 0), (2, 0, 8)]
+
+
+def encoded(quantizer, matrix):
+    """Return codes, one per byte, scales and tensor scales of a matrix along its last dimension, by the oracles."""
+    if isinstance(quantizer, Float8Quantizer):
+        granularity = quantizer.block or quantizer.granularity
+        return *float8_oracle(
+            matrix, dtype=quantizer.dtype, granularity=granularity, pow2_scale=quantizer.pow2_scale
+        ), None
+    if isinstance(quantizer, MXFP8Quantizer):
+        return *mx_oracle(matrix, dtype=quantizer.dtype, block=quantizer.format.block), None
+    matrix = rotate(matrix) if quantizer.hadamard else matrix
+    return nvfp4_oracle(matrix, block=quantizer.format.block, row_scaled=quantizer.row_scaled)
+
+
+def check_face(face, quantizer, matrix):
+    codes, scale, tensor_scale = encoded(quantizer, matrix)
+    got = unpack(face.qdata) if face.format.elements_per_byte > 1 else face.qdata.view(torch.uint8)
+    np.testing.assert_array_equal(got.cpu().numpy(), codes)
+    of_face = face.scale if face.scale.dtype == torch.float32 else face.scale.view(torch.uint8)
+    np.testing.assert_array_equal(of_face.cpu().numpy(), scale)
+    assert (face.tensor_scale is None) == (tensor_scale is None)
+    if tensor_scale is not None:
+        np.testing.assert_array_equal(face.tensor_scale.cpu().numpy(), tensor_scale)
 
 
 def name(quantizer):
@@ -50,13 +97,37 @@ def test_both_faces_equal_the_oracle(quantizer, shape, dtype, device):
     h = quantizer.quantize(x)
     matrix = x.reshape(int(np.prod(shape[:-1])), shape[-1])
     assert (h.shape, h.dtype, h.device) == (x.shape, x.dtype, x.device)
-    options = {"dtype": quantizer.dtype, "granularity": quantizer.granularity, "pow2_scale": quantizer.pow2_scale}
     for face, values, axis in ((h.rowwise, matrix, -1), (h.columnwise, matrix.t(), 0)):
-        codes, scale = float8_oracle(values, **options)
         assert face.axis == axis
-        np.testing.assert_array_equal(face.qdata.cpu().view(torch.uint8).numpy(), codes)
-        np.testing.assert_array_equal(face.scale.cpu().numpy(), scale)
+        check_face(face, quantizer, values)
         assert face.dequantize().shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (2, 32, 64), (2, 2, 16, 32), (0, 64), (2, 0, 64), (32, 0)], ids=str)
+@pytest.mark.parametrize("quantizer", [*BLOCKS, *MX, *NVFP4], ids=name)
+def test_both_faces_of_blocks_equal_the_oracle(quantizer, shape, dtype, device):
+    x = random_tensor(*shape, dtype=dtype, device=device)
+    h = quantizer.quantize(x)
+    matrix = x.reshape(int(np.prod(shape[:-1])), shape[-1])
+    for face, values in ((h.rowwise, matrix), (h.columnwise, matrix.t())):
+        check_face(face, quantizer, values)
+        assert face.dequantize().shape == x.shape
+
+
+@pytest.mark.parametrize("quantizer", BLOCKS, ids=name)
+def test_partial_blocks_equal_the_oracle(quantizer, device):
+    for shape in ((1, 1), (130, 200), (129, 128), (3, 5, 7)):
+        x = random_tensor(*shape, device=device)
+        h, matrix = quantizer.quantize(x), x.reshape(-1, shape[-1])
+        check_face(h.rowwise, quantizer, matrix)
+        check_face(h.columnwise, quantizer, matrix.t())
+
+
+@pytest.mark.parametrize("quantizer", [q for q in [*BLOCKS, *MX, *NVFP4] if q.format.is_square], ids=name)
+def test_square_blocks_make_one_face_the_transpose_of_the_other(quantizer, device):
+    h = quantizer.quantize(random_tensor(64, 96, device=device))
+    assert torch.equal(h.rowwise.dequantize(), h.columnwise.dequantize())
 
 
 @pytest.mark.parametrize("quantizer", PLAIN, ids=name)
@@ -64,17 +135,14 @@ def test_edge_tensor_equals_the_oracle_in_both_directions(quantizer, device):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = edge_tensor(dtype, device)
         h = quantizer.quantize(x)
-        options = {"dtype": quantizer.dtype, "granularity": quantizer.granularity, "pow2_scale": quantizer.pow2_scale}
         for face, values in ((h.rowwise, x), (h.columnwise, x.t())):
-            codes, scale = float8_oracle(values, **options)
-            np.testing.assert_array_equal(face.qdata.cpu().view(torch.uint8).numpy(), codes)
-            np.testing.assert_array_equal(face.scale.cpu().numpy(), scale)
+            check_face(face, quantizer, values)
 
 
-@pytest.mark.parametrize("quantizer", [*PLAIN, IDENTITY, *HYBRIDS], ids=name)
+@pytest.mark.parametrize("quantizer", [*PLAIN, IDENTITY, *BLOCKS, *MX, *NVFP4, *HYBRIDS], ids=name)
 class TestFaces:
     def test_a_face_does_not_depend_on_the_other(self, quantizer, device):
-        x = random_tensor(6, 10, device=device)
+        x = example(quantizer, device=device)
         both = quantizer.quantize(x)
         row, column = quantizer.quantize(x, columnwise=False), quantizer.quantize(x, rowwise=False)
         assert row.columnwise is None
@@ -82,19 +150,19 @@ class TestFaces:
         assert same(HybridTensor(row.rowwise, column.columnwise), both)
 
     def test_quantizing_twice_gives_the_same_bits(self, quantizer, device):
-        x = random_tensor(6, 10, device=device)
+        x = example(quantizer, device=device)
         assert quantizer.repeatable
         assert same(quantizer.quantize(x), quantizer.quantize(x.clone()))
 
     def test_strides_do_not_matter(self, quantizer, device):
-        x = random_tensor(10, 12, device=device)
+        x = random_tensor(64, 96, device=device)
         for view in (x.t(), x[::2], x[:, ::3], x.flip(0)):
             assert same(quantizer.quantize(view), quantizer.quantize(view.contiguous()))
-        batch = random_tensor(3, 4, 10, device=device).transpose(0, 1)
+        batch = random_tensor(4, 8, 32, device=device).transpose(0, 1)
         assert same(quantizer.quantize(batch), quantizer.quantize(batch.contiguous()))
 
     def test_the_result_shares_nothing_and_has_no_gradient(self, quantizer, device):
-        x = random_tensor(6, 10, device=device).requires_grad_()
+        x = example(quantizer, device=device).requires_grad_()
         h = quantizer.quantize(x)
         before = h.dequantize().clone()
         assert not h.requires_grad
@@ -104,7 +172,7 @@ class TestFaces:
 
     @pytest.mark.parametrize("which", [{}, {"columnwise": False}, {"rowwise": False}], ids=["both", "row", "column"])
     def test_update_refreshes_every_face_in_place(self, quantizer, which, device):
-        old, new = random_tensor(6, 10, device=device, seed=1), random_tensor(6, 10, device=device, seed=2)
+        old, new = (example(quantizer, device=device, seed=seed) for seed in (1, 2))
         h = quantizer.quantize(old, **which)
         faces, address = (h.rowwise, h.columnwise), h.data_ptr()
         assert quantizer.update_(h, new) is h
@@ -113,8 +181,8 @@ class TestFaces:
         assert same(h, quantizer.quantize(new, **which))
 
     def test_empty(self, quantizer, device):
-        h = quantizer.quantize(torch.empty(0, 8, device=device))
-        assert h.dequantize().shape == (0, 8)
+        h = quantizer.quantize(torch.empty(0, 32, device=device))
+        assert h.dequantize().shape == (0, 32)
 
     def test_is_a_value(self, quantizer, device):
         again = pickle.loads(pickle.dumps(quantizer))
@@ -127,7 +195,7 @@ class TestFaces:
 @pytest.mark.parametrize("quantizer", [q for q in HYBRIDS if q.columnwise_source == "rowwise_dequantized"], ids=name)
 def test_rowwise_dequantized_equals_doing_it_by_hand(quantizer, device):
     for dtype in (torch.bfloat16, torch.float32):
-        x = random_tensor(6, 10, dtype=dtype, device=device)
+        x = example(quantizer, dtype=dtype, device=device)
         seen = quantizer.rowwise.quantize(x).rowwise.dequantize()
         assert seen.dtype == dtype
         by_hand = quantizer.columnwise.quantize(seen).columnwise
@@ -145,18 +213,51 @@ def test_a_dequantized_identity_face_stores_nothing():
     assert h.columnwise.source is not h.rowwise
 
 
-@pytest.mark.parametrize("quantizer", PLAIN, ids=name)
+@pytest.mark.parametrize("quantizer", [*PLAIN, *BLOCKS, *MX, *NVFP4], ids=name)
 def test_a_hybrid_of_two_equal_formats_equals_the_plain_one(quantizer):
-    x = random_tensor(6, 10)
+    x = example(quantizer)
     assert same(HybridQuantizer(quantizer, quantizer).quantize(x), quantizer.quantize(x))
 
 
-def test_per_row_shards_equal_the_whole():
-    x, quantizer = random_tensor(8, 10), Float8Quantizer(granularity="row")
+BY_ROWS = [PLAIN[4], BLOCKS[1], MX[0], NVFP4[2], NVFP4[4]]  # no rowwise scale spans two rows
+ANY_SIDE = [*BLOCKS, *MX]  # scales span a block at most
+
+
+@pytest.mark.parametrize("quantizer", BY_ROWS, ids=name)
+def test_shards_of_rows_equal_the_whole(quantizer):
+    x = random_tensor(8, 128)
+    whole = quantizer.quantize(x, columnwise=False).rowwise
+    parts = [quantizer.quantize(part, columnwise=False).rowwise for part in x.split(3)]
+    assert concatenated(parts, 0, whole)
+
+
+@pytest.mark.parametrize("quantizer", ANY_SIDE, ids=name)
+def test_shards_of_whole_blocks_equal_the_whole(quantizer):
+    x = random_tensor(256, 384)
+    whole = quantizer.quantize(x)
+    for dim in (0, 1):
+        parts = [quantizer.quantize(part) for part in x.split(128, dim)]
+        assert concatenated([p.rowwise for p in parts], dim, whole.rowwise)
+        assert concatenated([p.columnwise for p in parts], 1 - dim, whole.columnwise)
+
+
+@pytest.mark.parametrize("quantizer", [PLAIN[0], NVFP4[0], NVFP4[1]], ids=name)
+def test_shards_with_the_same_amax_equal_the_whole(quantizer):
+    x = torch.randn(64, 32).bfloat16()
+    x[::16, 0] = 7.0
     whole = quantizer.quantize(x).rowwise
-    parts = [quantizer.quantize(part).rowwise for part in x.split(3)]
+    parts = [quantizer.quantize(part).rowwise for part in x.split(16)]
     assert torch.equal(torch.cat([p.qdata.view(torch.uint8) for p in parts]), whole.qdata.view(torch.uint8))
-    assert torch.equal(torch.cat([p.scale for p in parts]), whole.scale)
+
+
+def concatenated(parts, dim, whole):
+    """Whether the payloads of ``parts`` along ``dim`` are those of ``whole``, bit for bit."""
+    for attribute in ("qdata", "scale", "tensor_scale"):
+        if getattr(whole, attribute) is not None:
+            pieces = [getattr(part, attribute).view(torch.uint8) for part in parts]
+            if not torch.equal(torch.cat(pieces, dim), getattr(whole, attribute).view(torch.uint8)):
+                return False
+    return True
 
 
 def test_the_nominal_dtype_may_differ_from_the_input():
@@ -174,12 +275,65 @@ def test_a_quantizer_of_ones_own_takes_part():
 
         rowwise_format = columnwise_format = IDENTITY.rowwise_format
 
-        def faces(self, x, *, rowwise, columnwise, dtype):
+        def faces(self, x, *, rowwise, columnwise, dtype, context):
             return IDENTITY.faces(x * 0.5, rowwise=rowwise, columnwise=columnwise, dtype=dtype)
 
     x = random_tensor(6, 10)
     h = HybridQuantizer(Float8Quantizer(), Halves()).quantize(x)
     assert torch.equal(h.columnwise.dequantize(), x * 0.5)
+
+
+class TestStochasticRounding:
+    QUANTIZER = NVFP4Quantizer(rounding="stochastic")
+
+    def test_on_its_own_it_draws_from_torchs_generator(self, device):
+        x = random_tensor(32, 64, device=device)
+        torch.manual_seed(3)
+        first, second = self.QUANTIZER.quantize(x), self.QUANTIZER.quantize(x)
+        torch.manual_seed(3)
+        assert same(self.QUANTIZER.quantize(x), first)
+        assert not same(first, second)
+        assert not self.QUANTIZER.repeatable
+
+    def test_two_faces_never_share_draws(self, device):
+        x = torch.randn(64, 64, device=device)
+        x = (x + x.t()).bfloat16()  # both faces quantize the same numbers
+        state = LayerState.of({"input": self.QUANTIZER}, device=device)
+        for quantizer in (self.QUANTIZER, NVFP4Quantizer(rounding="stochastic", two_d=True)):
+            h = quantizer.quantize(x, context=Context("input", state.tensors()))
+            draws_differ = h.rowwise.qdata != h.columnwise.qdata
+            assert draws_differ.float().mean() > 0.1
+            h = HybridQuantizer(quantizer, quantizer, "rowwise_dequantized").quantize(
+                x, context=Context("input", state.tensors())
+            )
+            assert h.rowwise is not None
+
+    def test_layer_role_face_seed_and_step_choose_the_draws(self):
+        x = random_tensor(32, 64)
+        made = []
+        for layer, role, seed, steps in [
+            ("a", "input", 0, 0), ("b", "input", 0, 0), ("a", "weight", 0, 0), ("a", "grad_output", 0, 0),
+            ("a", "input", 1, 0), ("a", "input", 0, 1),
+        ]:  # fmt: skip
+            quantizer = NVFP4Quantizer(rounding="stochastic", seed=seed)
+            state = LayerState.of({role: quantizer}, name=layer)
+            state.rounding[1] += steps
+            made += [face.qdata for face in faces_of(quantizer.quantize(x, context=Context(role, state.tensors())))]
+            again = quantizer.quantize(x, context=Context(role, state.tensors()))
+            assert torch.equal(again.rowwise.qdata, made[-2])
+        shapes = [q if q.shape == made[0].shape else None for q in made]
+        for i, a in enumerate(shapes):
+            assert all(b is None or a is None or not torch.equal(a, b) for b in shapes[:i])
+
+
+def faces_of(h):
+    return [h.rowwise, h.columnwise]
+
+
+def example(quantizer, dtype=torch.bfloat16, device="cpu", seed=0):
+    """Return a matrix that the formats can cut: small where they can."""
+    ragged = quantizer.rowwise_format.ragged and quantizer.columnwise_format.ragged
+    return random_tensor(*((6, 10) if ragged else (32, 64)), dtype=dtype, device=device, seed=seed)
 
 
 class TestBadInput:
@@ -218,6 +372,34 @@ class TestBadInput:
         with pytest.raises(ValueError, match="slice through a scale group"):
             PLAIN[0].update_(h[:1], torch.zeros(1, 3))
 
+    def test_what_cannot_be_cut_into_blocks(self):
+        with pytest.raises(
+            ValueError, match=r"input: the rowwise face in mxfp8_e4m3 needs a multiple of 32 along the c"
+        ):
+            MX[0].quantize(torch.zeros(32, 40))
+        with pytest.raises(
+            ValueError, match=r"input: the columnwise face in nvfp4_hadamard needs a multiple of 16 .*pad"
+        ):
+            NVFP4[3].quantize(torch.zeros(7, 16))  # fewer rows than one rotation
+        assert NVFP4[3].quantize(torch.zeros(7, 16), columnwise=False).columnwise is None
+        with pytest.raises(
+            ValueError, match=r"layer mlp\.up, weight: the rowwise face in nvfp4_16x16 needs .* other axis"
+        ):
+            NVFP4[1].quantize(torch.zeros(8, 16), context=Context("weight", LayerState("mlp.up").tensors()))
+
+    def test_delayed_scaling_without_state(self):
+        with pytest.raises(
+            ValueError, match="takes its scale from a layer's state, got none; convert a model with quantize_"
+        ):
+            DelayedFloat8Quantizer().quantize(torch.zeros(2, 2))
+        state = LayerState.of({"weight": DelayedFloat8Quantizer()})
+        with pytest.raises(ValueError, match="no delayed scale 'input'"):
+            DelayedFloat8Quantizer().quantize(torch.zeros(2, 2), context=Context("input", state.tensors()))
+        with pytest.raises(ValueError, match="no counter for stochastic rounding"):
+            NVFP4Quantizer(rounding="stochastic").quantize(
+                torch.zeros(16, 16), context=Context("input", state.tensors())
+            )
+
     def test_unknown_words(self):
         with pytest.raises(ValueError, match="unknown granularity 'rows'; did you mean 'row'"):
             Float8Quantizer(granularity="rows")
@@ -227,6 +409,31 @@ class TestBadInput:
             Float8Quantizer(pow2_scale="yes")
         with pytest.raises(ValueError, match="did you mean 'rowwise_dequantized'"):
             HybridQuantizer(PLAIN[0], IDENTITY, "dequantized_rowwise")
+        with pytest.raises(ValueError, match="unknown granularity 'blocks'; did you mean 'block'"):
+            Float8Quantizer(granularity="blocks")
+        with pytest.raises(ValueError, match="unknown block '64x64'"):
+            Float8Quantizer(granularity="block", block=(64, 64))
+        with pytest.raises(ValueError, match="block is for granularity 'block', got 1x128 with 'row'"):
+            Float8Quantizer(granularity="row", block=(1, 128))
+        with pytest.raises(ValueError, match="MXFP8Quantizer: unknown dtype 'e3m4'"):
+            MXFP8Quantizer(dtype="e3m4")
+        with pytest.raises(TypeError, match="MXFP8Quantizer: two_d must be a bool"):
+            MXFP8Quantizer(two_d=1)
+        with pytest.raises(ValueError, match="unknown rounding 'random'"):
+            NVFP4Quantizer(rounding="random")
+        with pytest.raises(ValueError, match="a seed from 0 to 536870911 is required, got -1"):
+            NVFP4Quantizer(seed=-1)
+        with pytest.raises(TypeError, match=r"seed must be an integer, got 0.5"):
+            NVFP4Quantizer(seed=0.5)
+        for option in ("row_scaled", "hadamard"):
+            with pytest.raises(ValueError, match=rf"two_d makes both faces from 16x16 blocks, {option} works along"):
+                NVFP4Quantizer(two_d=True, **{option: True})
+        with pytest.raises(ValueError, match="a history_length of at least 1 is required, got 0"):
+            DelayedFloat8Quantizer(history_length=0)
+        with pytest.raises(ValueError, match="unknown algorithm 'maximum'; did you mean 'max'"):
+            DelayedFloat8Quantizer(algorithm="maximum")
+        with pytest.raises(TypeError, match=r"margin must be an integer, got 0.5"):
+            DelayedFloat8Quantizer(margin=0.5)
         for child in (None, "fp8", HYBRIDS[0]):
             with pytest.raises(TypeError, match="quantizer of one format is required for columnwise"):
                 HybridQuantizer(PLAIN[0], child)

@@ -1,4 +1,4 @@
-"""Quantizers: frozen, compared by value, without state. Which faces to make is an argument of the call."""
+"""What every quantizer is: frozen, compared by value, without state; which faces to make is an argument of the call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridtensor import formats, ops
-from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.formats import Format, nearest
 from hybridtensor.ops.library import require_float
+from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
 
 Faces = tuple[Face | None, Face | None]
+Encoded = tuple[Tensor, Tensor, Tensor | None]  # elements, scales, tensor scale
+ALONE = Context()
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,10 @@ class Quantizer(ABC):
     """Makes the faces of a tensor. Subclasses say in which format and how."""
 
     repeatable: ClassVar[bool] = True
-    """Whether quantizing one tensor twice gives the same bits (no random rounding, no history)."""
+    """Whether quantizing one tensor twice gives the same bits whatever happened in between."""
+
+    stochastic: ClassVar[bool] = False
+    """Whether elements are rounded at random."""
 
     def __init_subclass__(cls) -> None:
         torch.serialization.add_safe_globals([cls])  # weights of ours name their quantizers in checkpoints
@@ -39,11 +44,31 @@ class Quantizer(ABC):
         """Format of the columnwise face."""
 
     @abstractmethod
-    def faces(self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
-        """Return the faces asked for, with nominal ``dtype``. An identity face may alias ``x``; nothing is checked."""
+    def faces(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
+    ) -> Faces:
+        """Return the faces asked for, with nominal ``dtype``. An identity face may alias ``x``."""
+
+    def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
+        """Return the delayed scales that this quantizer needs for the tensor called ``slot``, by slot."""
+        return {}
+
+    def check_matrix(self, rows: int | None, columns: int | None, who: str) -> None:
+        """Raise ValueError if a ``[rows, columns]`` matrix cannot be quantized; None is an extent not known yet."""
+        for direction, fmt, shape in (
+            ("rowwise", self.rowwise_format, (rows, columns)),
+            ("columnwise", self.columnwise_format, (columns, rows)),
+        ):
+            _check_blocks(fmt, shape, who, direction)
 
     def quantize(
-        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        dtype: torch.dtype | None = None,
+        context: Context = ALONE,
     ) -> HybridTensor:
         """Quantize ``x``.
 
@@ -53,13 +78,15 @@ class Quantizer(ABC):
             rowwise: Make the rowwise face.
             columnwise: Make the columnwise face. A face's bits never depend on whether the other is made.
             dtype: Nominal dtype of the result; by default that of ``x``.
+            context: Which tensor of which layer this is. Delayed scaling needs one, with a state; without one,
+                stochastic rounding draws from torch's generator.
 
         Returns:
             A ``HybridTensor`` without gradient, which shares no memory with ``x``; a face not asked for is None.
 
         Raises:
             TypeError: If ``x`` is not a tensor of those dtypes.
-            ValueError: If ``x`` has no dimension or more than four, or no face is asked for.
+            ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks, or no face is asked for.
         """
         who = type(self).__name__
         x = _values(who, x)
@@ -68,10 +95,12 @@ class Quantizer(ABC):
         if not rowwise and not columnwise:
             raise ValueError(f"{who}: at least one face is required, got rowwise=False and columnwise=False")
         with torch.no_grad():
-            row, column = self.faces(x.detach(), rowwise=rowwise, columnwise=columnwise, dtype=dtype or x.dtype)
+            row, column = self.faces(
+                x.detach(), rowwise=rowwise, columnwise=columnwise, dtype=dtype or x.dtype, context=context
+            )
             return HybridTensor(_owned(row), _owned(column))
 
-    def update_(self, dst: HybridTensor, x: Tensor) -> HybridTensor:
+    def update_(self, dst: HybridTensor, x: Tensor, *, context: Context = ALONE) -> HybridTensor:
         """Quantize ``x`` into ``dst``, in place: every face that ``dst`` has is refreshed, none is added or dropped.
 
         Raises:
@@ -86,8 +115,9 @@ class Quantizer(ABC):
             raise ValueError(f"{who}: the shape {tuple(dst.shape)} is required, got {tuple(x.shape)}")
         with torch.no_grad():
             fresh = self.faces(
-                x.detach(), rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None, dtype=dst.dtype
-            )
+                x.detach(), rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None, dtype=dst.dtype,
+                context=context,
+            )  # fmt: skip
             pairs = [(d, f) for d, f in zip((dst.rowwise, dst.columnwise), fresh, strict=True) if d is not None]
             for old, new in pairs:
                 _check_refreshable(who, old, new)
@@ -129,138 +159,80 @@ def tokens(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-@dataclass(frozen=True)
-class Float8Quantizer(Quantizer):
-    """FP8 with current scaling: the scales come from the values that are being quantized.
+class OneFormatQuantizer(Quantizer):
+    """A quantizer whose faces have one format; subclasses name it and encode a matrix."""
 
-    Args:
-        granularity: ``"tensor"``: one scale; ``"row"``: one per row in the rowwise face and one per column in the
-            columnwise face.
-        dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
-        pow2_scale: Round scales down to powers of two.
-
-    Raises:
-        ValueError: If a word is unknown.
-    """
-
-    granularity: str = "tensor"
-    dtype: str = "e4m3"
-    pow2_scale: bool = False
-
-    def __post_init__(self) -> None:
-        for what, word, known in (
-            ("granularity", self.granularity, ("tensor", "row")),
-            ("dtype", self.dtype, ("e4m3", "e5m2")),
-        ):
-            if word not in known:
-                raise ValueError(f"Float8Quantizer: unknown {what} {word!r}; {formats.nearest(str(word), known)}")
-        if not isinstance(self.pow2_scale, bool):
-            raise TypeError(f"Float8Quantizer: pow2_scale must be a bool, got {self.pow2_scale!r}")
+    @property
+    @abstractmethod
+    def format(self) -> Format:
+        """Format of both faces."""
 
     @property
     def rowwise_format(self) -> Format:
-        """``fp8_<dtype>_<granularity>``, as for the columnwise face."""
-        return formats.get_format(f"fp8_{self.dtype}_{self.granularity}")
-
-    columnwise_format = rowwise_format
-
-    def faces(self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
-        """See ``Quantizer.faces``."""
-        fmt, matrix = self.rowwise_format, tokens(x)
-        row = column = None
-        if rowwise:
-            qdata, scale = ops.float8_quantize(matrix, fmt, pow2_scale=self.pow2_scale)
-            row = QuantizedTensor(qdata, scale, None, fmt, -1, dtype, x.shape)
-        if columnwise:
-            if row is not None and self.granularity == "tensor":  # the same codes: transpose bytes, not values
-                qdata, scale = row.qdata.t().contiguous(), row.scale.clone()
-            else:
-                qdata, scale = ops.float8_quantize(matrix.t(), fmt, pow2_scale=self.pow2_scale)
-            column = QuantizedTensor(qdata, scale, None, fmt, 0, dtype, x.shape)
-        return row, column
-
-
-@dataclass(frozen=True)
-class IdentityQuantizer(Quantizer):
-    """No quantization: faces hold the values in the nominal dtype."""
-
-    @property
-    def rowwise_format(self) -> Format:
-        """The identity format, as for the columnwise face."""
-        return IDENTITY
-
-    columnwise_format = rowwise_format
-
-    def faces(self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
-        """See ``Quantizer.faces``; both faces share one tensor, ``x`` itself where the dtype fits."""
-        values = x.to(dtype)
-        return IdentityTensor(values) if rowwise else None, IdentityTensor(values) if columnwise else None
-
-
-@dataclass(frozen=True)
-class HybridQuantizer(Quantizer):
-    """A quantizer for each direction.
-
-    Args:
-        rowwise: Makes the rowwise face.
-        columnwise: Makes the columnwise face.
-        columnwise_source: What the columnwise face is made from: ``"original"``, the tensor itself, or
-            ``"rowwise_dequantized"``, what a product with the rowwise face saw. An ``IdentityQuantizer`` of the latter
-            stores nothing: its face is the rowwise one, dequantized when used.
-
-    Raises:
-        TypeError: If ``rowwise`` or ``columnwise`` is not a plain quantizer.
-        ValueError: If ``columnwise_source`` is unknown.
-    """
-
-    rowwise: Quantizer
-    columnwise: Quantizer
-    columnwise_source: str = "original"
-
-    def __post_init__(self) -> None:
-        for direction in ("rowwise", "columnwise"):
-            child = getattr(self, direction)
-            if not isinstance(child, Quantizer) or isinstance(child, HybridQuantizer):
-                raise TypeError(
-                    f"HybridQuantizer: a quantizer of one format is required for {direction}, got {child!r}; "
-                    "use IdentityQuantizer() for high precision"
-                )
-        sources = ("original", "rowwise_dequantized")
-        if self.columnwise_source not in sources:
-            raise ValueError(
-                f"HybridQuantizer: unknown columnwise_source {self.columnwise_source!r}; "
-                f"{formats.nearest(str(self.columnwise_source), sources)}"
-            )
-
-    @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether both directions repeat themselves."""
-        return self.rowwise.repeatable and self.columnwise.repeatable
-
-    @property
-    def rowwise_format(self) -> Format:
-        """Rowwise format of the rowwise quantizer."""
-        return self.rowwise.rowwise_format
+        """The one format."""
+        return self.format
 
     @property
     def columnwise_format(self) -> Format:
-        """Columnwise format of the columnwise quantizer."""
-        return self.columnwise.columnwise_format
+        """The one format."""
+        return self.format
 
-    def faces(self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+    @abstractmethod
+    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
+        """Quantize an ``[other, contraction]`` matrix along its last dimension."""
+
+    def faces(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
+    ) -> Faces:
         """See ``Quantizer.faces``."""
-        if self.columnwise_source == "original":
-            if self.rowwise == self.columnwise:
-                return self.rowwise.faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype)
-            row = self.rowwise.faces(x, rowwise=True, columnwise=False, dtype=dtype)[0] if rowwise else None
-            column = self.columnwise.faces(x, rowwise=False, columnwise=True, dtype=dtype)[1] if columnwise else None
-            return row, column
-        row = self.rowwise.faces(x, rowwise=True, columnwise=False, dtype=dtype)[0]  # transient if not asked for
-        column = self._of_rowwise(row, dtype) if columnwise and row is not None else None
-        return row if rowwise else None, column
+        fmt, matrix = self.format, tokens(x)
+        row = column = None
+        if rowwise:
+            _check_blocks(fmt, (matrix.shape[0], matrix.shape[1]), str(context), "rowwise")
+            row = QuantizedTensor(*self.encode(matrix, "rowwise", context), fmt, -1, dtype, x.shape)
+        if columnwise:
+            _check_blocks(fmt, (matrix.shape[1], matrix.shape[0]), str(context), "columnwise")
+            if row is not None and self._faces_share_codes:
+                encoded = _transposed(row)
+            else:
+                encoded = self.encode(matrix.t(), "columnwise", context)
+            column = QuantizedTensor(*encoded, fmt, 0, dtype, x.shape)
+        return row, column
 
-    def _of_rowwise(self, row: Face, dtype: torch.dtype) -> Face | None:
-        """Make the columnwise face from the rowwise one."""
-        if isinstance(self.columnwise, IdentityQuantizer):
-            return row if isinstance(row, IdentityTensor) else IdentityTensor(row.detach())
-        return self.columnwise.faces(row.dequantize(dtype), rowwise=False, columnwise=True, dtype=dtype)[1]
+    @property
+    def _faces_share_codes(self) -> bool:
+        """Whether one face is the transpose of the other: then bytes are transposed, not values quantized."""
+        return self.format.is_square and self.format.elements_per_byte == 1
+
+
+def _transposed(face: QuantizedTensor) -> Encoded:
+    """Return the transposed elements and scales of a face in square blocks."""
+    return face.qdata.t().contiguous(), face.scale.t().clone(memory_format=torch.contiguous_format), None
+
+
+def _check_blocks(fmt: Format, shape: tuple[int | None, int | None], who: str, direction: str) -> None:
+    """Raise ValueError unless a face ``[other, contraction]`` is whole blocks of ``fmt``; None is not known yet."""
+    try:
+        fmt.check_shape(*(0 if extent is None else extent for extent in shape))
+    except ValueError as error:
+        raise ValueError(f"{who}: the {direction} face in {error}") from None
+
+
+def require_choice(who: str, what: str, word: object, known: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``word`` is one of ``known``, with the nearest."""
+    if word not in known:
+        raise ValueError(f"{who}: unknown {what} {word!r}; {nearest(str(word), known)}")
+
+
+def require_bool(who: str, **options: object) -> None:
+    """Raise TypeError unless every option is a bool."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{who}: {name} must be a bool, got {value!r}")
+
+
+def require_int(who: str, **options: object) -> None:
+    """Raise TypeError unless every option is an integer."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{who}: {name} must be an integer, got {value!r}")

@@ -23,7 +23,7 @@ def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> Hybri
 
 def _on_faces(x: HybridTensor, fn: Any) -> HybridTensor:
     row, column = (None if face is None else fn(face) for face in (x.rowwise, x.columnwise))
-    return HybridTensor(row, column, x.config)
+    return HybridTensor(row, column, x.config).like(x)
 
 
 register_common(table, _slice)
@@ -34,7 +34,7 @@ register_matmul(table)
 def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
     """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
     row, column = (None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise))
-    return HybridTensor(column, row, args[0].config)
+    return HybridTensor(column, row, args[0].config).like(args[0])
 
 
 @table.register(
@@ -93,7 +93,7 @@ def _requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
             f"in-place write: {dst!r} has no recipe to quantize the new values with; "
             "use quantizer.update_(tensor, values)"
         )
-    dst.config.weight.update_(dst, values)
+    dst.refresh_(values)
     return dst
 
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybridtensor.state import Context
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
@@ -95,6 +96,10 @@ class HybridTensor(InterceptingTensor):
         column = self.require_face("columnwise", name="weight", gemm="grad_input") if columnwise else None
         return _as_dtype(row, dtype), _as_dtype(column, dtype)
 
+    def refresh_(self, values: Tensor) -> None:
+        """Quantize new values into every face, by the recipe of the layer whose weight this is."""
+        self.config.weight.update_(self, values, context=Context("weight", self.state))
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).
 
@@ -124,13 +129,12 @@ def _format_of(face: Face | None) -> str:
     return "None" if face is None else str(face.format)
 
 
-def _precision(face: Face) -> tuple[bool, int, bool]:
-    """Order faces by precision: plain values first, then mantissa bits of the element, then fewer values per scale."""
+def _precision(face: Face) -> tuple[bool, int, bool, bool]:
+    """Order faces by precision: plain values, then mantissa bits, then no rotation, then fewer values per scale."""
     leaf = face.source if isinstance(face, IdentityTensor) else face
     if not isinstance(leaf, QuantizedTensor) or leaf.format.element is None:
-        return True, 0, True
-    mantissa_steps = 1.0 / torch.finfo(leaf.format.element).eps
-    return False, int(mantissa_steps), leaf.format.block != (None, None)
+        return True, 0, True, True
+    return False, leaf.format.mantissa_bits, not leaf.format.hadamard, leaf.format.block != (None, None)
 
 
 def _as_dtype(face: Face | None, dtype: torch.dtype) -> Face | None:

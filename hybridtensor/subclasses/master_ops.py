@@ -86,7 +86,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @table.register(*COPIES)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     out = _run(func, args, kwargs)
-    return MasterWeight(out, args[0].config) if out.is_floating_point() else out
+    return MasterWeight(out, args[0].config).like(args[0]) if out.is_floating_point() else out
 
 
 @table.register(*WRITES)

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybridtensor.state import Context
 from hybridtensor.subclasses.hybrid_tensor import Face
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.wrapper import InterceptingTensor
@@ -65,9 +66,14 @@ class MasterWeight(InterceptingTensor):
 
     def alias(self, master: Tensor) -> MasterWeight:
         """Wrap ``master``, a view of this weight's memory: a write through either is seen by both."""
-        new = type(self)(master, self.config)
+        new = type(self)(master, self.config).like(self)
         new.writes = self.writes
         return new
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """What changes with every write."""
+        return self.writes.count, _version(self), _version(self.master)
 
     def note_write(self) -> None:
         """Record that ``master`` was written to, so that no cached face and no saved tensor outlives it."""
@@ -81,20 +87,22 @@ class MasterWeight(InterceptingTensor):
         A face is made once per write, recipe and dtype, and a face that was made for evaluation does not stand in the
         way of training: what is missing is added. While compiling, faces are made in the graph instead.
         """
+        context = Context("weight", self.state)
         if torch.compiler.is_compiling():
             made: tuple[Face | None, Face | None] = self.config.weight.faces(
-                self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype
+                self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
             return made
-        key = (self.writes.count, _version(self), _version(self.master), self.config, dtype)
+        key = (*self.version, getattr(self.layer, "version", None), self.config, dtype)
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, None, None)
         _, row, column = self._cached
         if (rowwise and row is None) or (columnwise and column is None):
             with torch.no_grad():
                 row, column = self.config.weight.faces(
-                    self.master, rowwise=True, columnwise=columnwise or column is not None, dtype=dtype
-                )
+                    self.master, rowwise=True, columnwise=columnwise or column is not None, dtype=dtype,
+                    context=context,
+                )  # fmt: skip
             self._cached = (key, row, column)
         return (row if rowwise else None), (column if columnwise else None)
 

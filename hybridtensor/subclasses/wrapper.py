@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
+from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses.op_table import OpTable
 
 
@@ -26,6 +27,7 @@ class WrapperTensor(Tensor):
     inner_names: ClassVar[tuple[str, ...]]
     metadata_names: ClassVar[tuple[str, ...]]
     transient_names: ClassVar[tuple[str, ...]] = ()  # attributes that belong to one object: never copied or pickled
+    parameter_names: ClassVar[tuple[str, ...]] = ()  # attributes that are pickled with a Parameter only
 
     @classmethod
     def _make(
@@ -62,9 +64,28 @@ class WrapperTensor(Tensor):
 
     # -- inner tensors and metadata -----------------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+    def parts(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Return the names of the inner tensors that are there, and the metadata."""
         names = [name for name in self.inner_names if getattr(self, name) is not None]
         return names, tuple(getattr(self, name) for name in self.metadata_names)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return self.parts()
+
+    @classmethod
+    def from_parts(
+        cls,
+        inner: dict[str, Tensor],
+        metadata: tuple[Any, ...],
+        size: torch.Size | tuple[int, ...],
+        stride: tuple[int, ...] | None,
+    ) -> Self:
+        """Undo ``parts``."""
+        tensors = {name: inner.get(name) for name in cls.inner_names}
+        values = dict(zip(cls.metadata_names, metadata, strict=True))
+        make: Any = cls
+        made: Self = make(**tensors, **values, size=size, stride=stride)
+        return made
 
     @classmethod
     def __tensor_unflatten__(
@@ -74,11 +95,7 @@ class WrapperTensor(Tensor):
         outer_size: torch.Size | tuple[int, ...],
         outer_stride: tuple[int, ...] | None,
     ) -> Self:
-        tensors = {name: inner.get(name) for name in cls.inner_names}
-        values = dict(zip(cls.metadata_names, metadata, strict=True))
-        make: Any = cls
-        made: Self = make(**tensors, **values, size=outer_size, stride=outer_stride)
-        return made
+        return cls.from_parts(inner, metadata, outer_size, outer_stride)
 
     def _stable_hash_for_caching(self) -> str:
         """Let torch.compile's caches key on what this tensor is, in every process; its values do not matter."""
@@ -105,20 +122,22 @@ class WrapperTensor(Tensor):
         """
         if size is None:
             size, stride = self.size(), stride or self.stride()
-        names, old = self.__tensor_flatten__()
+        names, old = self.parts()
         new = {**dict(zip(self.metadata_names, old, strict=True)), **metadata}
         inner = {name: fn(getattr(self, name)) for name in names}
-        return self.__tensor_unflatten__(inner, tuple(new.values()), size, stride)
+        return self.from_parts(inner, tuple(new.values()), size, stride)
 
     # -- copying and pickling -----------------------------------------------------------------------------------
 
     def _user_attributes(self) -> dict[str, Any]:
         """Return what others put on the object, such as the mark that makes it a Parameter."""
         own = {*self.inner_names, *self.metadata_names, *self.transient_names}
+        if not isinstance(self, torch.nn.Parameter):
+            own.update(self.parameter_names)
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        names, metadata = self.__tensor_flatten__()
+        names, metadata = self.parts()
         inner = {name: _as_bytes(getattr(self, name)) for name in names}
         state = (type(self), inner, metadata, tuple(self.size()), tuple(self.stride()), self.requires_grad)
         return _rebuild, (*state, self._user_attributes())
@@ -142,7 +161,7 @@ class WrapperTensor(Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of the first inner tensor: a wrapper has no memory, its payload has."""
-        names, _ = self.__tensor_flatten__()
+        names, _ = self.parts()
         address: int = getattr(self, names[0]).data_ptr()
         return address
 
@@ -174,13 +193,76 @@ class WrapperTensor(Tensor):
         return self.dequantize().float().cpu().numpy()
 
 
+_STATE_NAMES = ("state_rounding", "state_scale", "state_amax")
+
+
 class InterceptingTensor(WrapperTensor):
     """A wrapper that sees torch functions, such as ``F.linear``, before autograd takes them apart.
 
     ``functions`` holds those that it handles; all others do what torch does.
+
+    Taken apart by ``torch.compile``, it carries the tensors of its layer's state along, so that they are inputs of the
+    graph.
+
+    Attributes:
+        layer: State of the layer whose weight this is, or None: a ``LayerState``, or while compiling its tensors.
     """
 
     functions: ClassVar[OpTable]
+    parameter_names = ("layer",)
+    layer: LayerState | StateTensors | None = None
+
+    @property
+    def state(self) -> StateTensors | None:
+        """What quantizing needs of the layer's state."""
+        return self.layer.tensors() if isinstance(self.layer, LayerState) else self.layer
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, metadata = self.parts()
+        state = self.state
+        if state is None:
+            return names, (metadata, None)
+        kept = [name for name in _STATE_NAMES if getattr(self, name) is not None]
+        return [*names, *kept], (metadata, (state.slots, state.rank))
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        metadata: tuple[Any, ...],
+        outer_size: torch.Size | tuple[int, ...],
+        outer_stride: tuple[int, ...] | None,
+    ) -> Self:
+        own, of_state = metadata
+        made = super().__tensor_unflatten__(inner, own, outer_size, outer_stride)
+        if of_state is not None:
+            tensors = (inner.get(name) for name in _STATE_NAMES)
+            made.layer = StateTensors(*tensors, *of_state)  # type: ignore[arg-type]
+        return made
+
+    @property
+    def state_rounding(self) -> Tensor | None:
+        """``rounding`` of the layer's state."""
+        return None if self.state is None else self.state.rounding
+
+    @property
+    def state_scale(self) -> Tensor | None:
+        """``scale`` of the layer's state."""
+        return None if self.state is None else self.state.scale
+
+    @property
+    def state_amax(self) -> Tensor | None:
+        """``amax`` of the layer's state."""
+        return None if self.state is None else self.state.amax
+
+    def like(self, other: Self) -> Self:
+        """Belong to the layer that ``other`` belongs to; return this tensor."""
+        self.layer = other.layer
+        return self
+
+    def map_inner(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        """See ``WrapperTensor.map_inner``; the result belongs to the same layer."""
+        return super().map_inner(fn, **changes).like(self)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -240,7 +322,7 @@ def _rebuild(
 ) -> WrapperTensor:
     """Undo ``__reduce_ex__``."""
     tensors = {name: t if isinstance(t, Tensor) else t[0].view(t[1]) for name, t in inner.items()}
-    tensor = cls.__tensor_unflatten__(tensors, metadata, size, stride)
+    tensor = cls.from_parts(tensors, metadata, size, stride)
     tensor.requires_grad_(requires_grad)
     tensor.__dict__.update(attributes)
     return tensor
@@ -249,7 +331,7 @@ def _rebuild(
 class Structure(NamedTuple):
     """How to put a flattened wrapper together again; hashable."""
 
-    cls: type[Tensor]
+    cls: type[WrapperTensor]
     names: tuple[str, ...]
     metadata: tuple[Any, ...]
     size: tuple[int, ...]
@@ -261,7 +343,7 @@ def flatten(tensor: Tensor) -> tuple[list[Tensor], Structure | None]:
     """Take ``tensor`` apart into plain tensors, however deep it is nested, and the structure to rebuild it."""
     if not isinstance(tensor, WrapperTensor):
         return [tensor], None
-    names, metadata = tensor.__tensor_flatten__()
+    names, metadata = tensor.parts()
     plain: list[Tensor] = []
     children = []
     for name in names:
@@ -277,8 +359,7 @@ def unflatten(plain: list[Tensor], structure: Structure | None) -> Tensor:
     if structure is None:
         return plain.pop(0)
     inner = {name: unflatten(plain, child) for name, child in zip(structure.names, structure.children, strict=True)}
-    rebuild = structure.cls.__tensor_unflatten__  # type: ignore[attr-defined]
-    return rebuild(inner, structure.metadata, structure.size, structure.stride)  # type: ignore[no-any-return]
+    return structure.cls.from_parts(inner, structure.metadata, structure.size, structure.stride)
 
 
 torch.serialization.add_safe_globals([_rebuild])

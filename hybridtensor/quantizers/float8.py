@@ -1,0 +1,120 @@
+"""FP8: scales from the values themselves, per tensor, row or block, or from the steps before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.formats import Format, get_format
+from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, require_bool, require_choice, require_int
+from hybridtensor.state import Context, DelayedRule
+
+
+@dataclass(frozen=True)
+class Float8Quantizer(OneFormatQuantizer):
+    """FP8 with current scaling: the scales come from the values that are being quantized.
+
+    Args:
+        granularity: ``"tensor"``: one scale; ``"row"``: one per row in the rowwise face and one per column in the
+            columnwise face; ``"block"``: one per ``block``.
+        dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
+        pow2_scale: Round scales down to powers of two; by default for blocks only.
+        block: ``(1, 128)``, along the contraction axis of each face, or ``(128, 128)``, where one face is the transpose
+            of the other; also written ``"1x128"``. For granularity ``"block"``, by default ``(1, 128)``.
+
+    Raises:
+        ValueError: If a word is unknown, or a block is given for another granularity.
+    """
+
+    granularity: str = "tensor"
+    dtype: str = "e4m3"
+    pow2_scale: bool | None = None
+    block: str | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        who = "Float8Quantizer"
+        require_choice(who, "granularity", self.granularity, ("tensor", "row", "block"))
+        require_choice(who, "dtype", self.dtype, ("e4m3", "e5m2"))
+        blocked = self.granularity == "block"
+        if self.pow2_scale is None:
+            object.__setattr__(self, "pow2_scale", blocked)
+        require_bool(who, pow2_scale=self.pow2_scale)
+        if isinstance(self.block, (tuple, list)):
+            object.__setattr__(self, "block", "x".join(str(extent) for extent in self.block))
+        if blocked:
+            object.__setattr__(self, "block", self.block or "1x128")
+            require_choice(who, "block", self.block, ("1x128", "128x128"))
+        elif self.block is not None:
+            raise ValueError(f"{who}: block is for granularity 'block', got {self.block} with {self.granularity!r}")
+
+    @property
+    def format(self) -> Format:
+        """``fp8_<dtype>_<granularity or block>``."""
+        suffix = "_fp32_scale" if self.block is not None and not self.pow2_scale else ""
+        return get_format(f"fp8_{self.dtype}_{self.block or self.granularity}{suffix}")
+
+    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
+        """See ``OneFormatQuantizer.encode``."""
+        return *ops.float8_quantize(matrix, self.format, pow2_scale=bool(self.pow2_scale)), None
+
+
+@dataclass(frozen=True)
+class DelayedFloat8Quantizer(OneFormatQuantizer):
+    """FP8 with delayed scaling: one scale per tensor, from the amaxes of past steps.
+
+    The scale is known before the tensor is, so that a cast reads it once. The state, a scale and an amax history per
+    tensor (per direction in a hybrid), belongs to the layer: ``quantize_`` makes it, ``step_`` updates it.
+
+    Args:
+        dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
+        margin: Powers of two to stay below the largest element.
+        history_length: Steps whose amaxes count.
+        algorithm: ``"max"`` over the history, or ``"most_recent"``.
+
+    Raises:
+        TypeError: If a number is not an integer.
+        ValueError: If a word is unknown, or the history is empty.
+
+    Source: TransformerEngine's ``DelayedScaling`` recipe, with its defaults.
+    """
+
+    dtype: str = "e4m3"
+    margin: int = 0
+    history_length: int = 1024
+    algorithm: str = "max"
+
+    repeatable = False
+
+    def __post_init__(self) -> None:
+        who = "DelayedFloat8Quantizer"
+        require_choice(who, "dtype", self.dtype, ("e4m3", "e5m2"))
+        require_choice(who, "algorithm", self.algorithm, ("max", "most_recent"))
+        require_int(who, margin=self.margin, history_length=self.history_length)
+        if self.history_length < 1:
+            raise ValueError(f"{who}: a history_length of at least 1 is required, got {self.history_length}")
+
+    @property
+    def format(self) -> Format:
+        """``fp8_<dtype>_tensor``."""
+        return get_format(f"fp8_{self.dtype}_tensor")
+
+    def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
+        """See ``Quantizer.delayed_rules``."""
+        return {slot: DelayedRule(self.format.max, self.margin, self.history_length, self.algorithm)}
+
+    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
+        """See ``OneFormatQuantizer.encode``.
+
+        Raises:
+            ValueError: If there is no state to take the scale from.
+        """
+        state = context.state
+        if state is None or state.scale is None:
+            raise ValueError(
+                f"{context}: DelayedFloat8Quantizer takes its scale from a layer's state, got none; convert a model "
+                "with quantize_, or pass context=Context(role, LayerState.of({role: quantizer}).tensors())"
+            )
+        amaxes = state.amax if context.record else None
+        return *ops.float8_cast(matrix, state.scale, amaxes, state.position(context.slot), self.format), None

@@ -1,0 +1,119 @@
+"""High precision as a format, and a quantizer per direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.quantizers.base import ALONE, Faces, Quantizer, require_choice
+from hybridtensor.state import Context, DelayedRule
+from hybridtensor.subclasses import Face, IdentityTensor
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """No quantization: faces hold the values in the nominal dtype."""
+
+    @property
+    def rowwise_format(self) -> Format:
+        """The identity format, as for the columnwise face."""
+        return IDENTITY
+
+    columnwise_format = rowwise_format
+
+    def faces(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
+    ) -> Faces:
+        """See ``Quantizer.faces``; both faces share one tensor, ``x`` itself where the dtype fits."""
+        values = x.to(dtype)
+        return IdentityTensor(values) if rowwise else None, IdentityTensor(values) if columnwise else None
+
+
+@dataclass(frozen=True)
+class HybridQuantizer(Quantizer):
+    """A quantizer for each direction.
+
+    Args:
+        rowwise: Makes the rowwise face.
+        columnwise: Makes the columnwise face.
+        columnwise_source: What the columnwise face is made from: ``"original"``, the tensor itself, or
+            ``"rowwise_dequantized"``, what a product with the rowwise face saw. An ``IdentityQuantizer`` of the latter
+            stores nothing: its face is the rowwise one, dequantized when used.
+
+    Raises:
+        TypeError: If ``rowwise`` or ``columnwise`` is not a plain quantizer.
+        ValueError: If ``columnwise_source`` is unknown.
+    """
+
+    rowwise: Quantizer
+    columnwise: Quantizer
+    columnwise_source: str = "original"
+
+    def __post_init__(self) -> None:
+        for direction in ("rowwise", "columnwise"):
+            child = getattr(self, direction)
+            if not isinstance(child, Quantizer) or isinstance(child, HybridQuantizer):
+                raise TypeError(
+                    f"HybridQuantizer: a quantizer of one format is required for {direction}, got {child!r}; "
+                    "use IdentityQuantizer() for high precision"
+                )
+        sources = ("original", "rowwise_dequantized")
+        require_choice("HybridQuantizer", "columnwise_source", self.columnwise_source, sources)
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """Whether both directions repeat themselves."""
+        return self.rowwise.repeatable and self.columnwise.repeatable
+
+    @property
+    def stochastic(self) -> bool:  # type: ignore[override]
+        """Whether a direction rounds at random."""
+        return self.rowwise.stochastic or self.columnwise.stochastic
+
+    @property
+    def rowwise_format(self) -> Format:
+        """Rowwise format of the rowwise quantizer."""
+        return self.rowwise.rowwise_format
+
+    @property
+    def columnwise_format(self) -> Format:
+        """Columnwise format of the columnwise quantizer."""
+        return self.columnwise.columnwise_format
+
+    def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
+        """See ``Quantizer.delayed_rules``: one scale per direction, unless both directions are the same quantizer."""
+        if self._is_plain:
+            return self.rowwise.delayed_rules(slot)
+        return self.rowwise.delayed_rules(f"{slot}_rowwise") | self.columnwise.delayed_rules(f"{slot}_columnwise")
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this is the plain quantizer of both directions."""
+        return self.columnwise_source == "original" and self.rowwise == self.columnwise
+
+    def faces(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
+    ) -> Faces:
+        """See ``Quantizer.faces``."""
+        if self._is_plain:
+            return self.rowwise.faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
+        of_row, of_column = (context._replace(direction=direction) for direction in ("rowwise", "columnwise"))
+        of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
+        row = column = None
+        if rowwise or of_rowwise:  # transient if not asked for
+            row = self.rowwise.faces(x, rowwise=True, columnwise=False, dtype=dtype, context=of_row)[0]
+        if of_rowwise and row is not None:
+            column = self._of_rowwise(row, dtype, of_column)
+        elif columnwise:
+            column = self.columnwise.faces(x, rowwise=False, columnwise=True, dtype=dtype, context=of_column)[1]
+        return row if rowwise else None, column
+
+    def _of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face | None:
+        """Make the columnwise face from the rowwise one."""
+        if isinstance(self.columnwise, IdentityQuantizer):
+            return row if isinstance(row, IdentityTensor) else IdentityTensor(row.detach())
+        values = row.dequantize(dtype)
+        return self.columnwise.faces(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]

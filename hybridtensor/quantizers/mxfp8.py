@@ -1,0 +1,43 @@
+"""MXFP8: blocks of 32 under a shared power of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.formats import Format, get_format
+from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, require_bool, require_choice
+from hybridtensor.state import Context
+
+
+@dataclass(frozen=True)
+class MXFP8Quantizer(OneFormatQuantizer):
+    """MXFP8: one power-of-two scale, rounded up, per 32 values along the contraction axis of each face.
+
+    Args:
+        dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
+        two_d: Blocks of 32x32, for weights: one face is the transpose of the other, so that both GEMMs see one value.
+
+    Raises:
+        ValueError: If the dtype is unknown.
+
+    Source: OCP Microscaling Formats 1.0; TransformerEngine's ``MXFP8BlockScaling``.
+    """
+
+    dtype: str = "e4m3"
+    two_d: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("MXFP8Quantizer", "dtype", self.dtype, ("e4m3", "e5m2"))
+        require_bool("MXFP8Quantizer", two_d=self.two_d)
+
+    @property
+    def format(self) -> Format:
+        """``mxfp8_<dtype>``, with ``_32x32`` in two dimensions."""
+        return get_format(f"mxfp8_{self.dtype}{'_32x32' if self.two_d else ''}")
+
+    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
+        """See ``OneFormatQuantizer.encode``."""
+        return *ops.mx_quantize(matrix, self.format), None

@@ -1,0 +1,80 @@
+"""NVFP4: blocks of 16 four-bit values under an E4M3 scale under an fp32 scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.formats import Format, get_format
+from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, require_bool, require_choice, require_int
+from hybridtensor.state import MAX_SEED, Context
+
+
+@dataclass(frozen=True)
+class NVFP4Quantizer(OneFormatQuantizer):
+    """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32 scale per tensor.
+
+    Args:
+        row_scaled: An fp32 scale per row of a face instead of one per tensor.
+        two_d: Blocks of 16x16, for weights: one face is the transpose of the other.
+        hadamard: Rotate every 16 values along the contraction axis first, which spreads outliers. Both operands of a
+            product need it, or neither.
+        rounding: ``"nearest"``, or ``"stochastic"``: up or down at random so that the mean is kept, for gradients.
+        seed: Of the random rounding: from 0 to 2^29 - 1.
+
+    Raises:
+        TypeError: If an option is of the wrong kind.
+        ValueError: If a word is unknown, or ``two_d`` comes with what works on rows (``row_scaled``, ``hadamard``).
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; TransformerEngine's
+    ``NVFP4BlockScaling``.
+    """
+
+    row_scaled: bool = False
+    two_d: bool = False
+    hadamard: bool = False
+    rounding: str = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        who = "NVFP4Quantizer"
+        require_bool(who, row_scaled=self.row_scaled, two_d=self.two_d, hadamard=self.hadamard)
+        require_choice(who, "rounding", self.rounding, ("nearest", "stochastic"))
+        require_int(who, seed=self.seed)
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"{who}: a seed from 0 to {MAX_SEED} is required, got {self.seed}")
+        for option in ("row_scaled", "hadamard"):
+            if self.two_d and getattr(self, option):
+                raise ValueError(
+                    f"{who}: two_d makes both faces from 16x16 blocks, {option} works along the rows of one; "
+                    "choose one of them"
+                )
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """Whether elements are rounded to nearest."""
+        return not self.stochastic
+
+    @property
+    def stochastic(self) -> bool:  # type: ignore[override]
+        """Whether elements are rounded at random."""
+        return self.rounding == "stochastic"
+
+    @property
+    def format(self) -> Format:
+        """``nvfp4``, with what distinguishes it."""
+        options = {"_row_scaled": self.row_scaled, "_16x16": self.two_d, "_hadamard": self.hadamard}
+        return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
+
+    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
+        """See ``OneFormatQuantizer.encode``."""
+        transposed = direction == "columnwise"
+        if not self.stochastic:
+            return ops.nvfp4_quantize(matrix, self.format)
+        rows = matrix.shape[1] if transposed else matrix.shape[0]
+        rounding, stream, first_row = context.draws(direction, self.seed, rows, matrix.device)
+        return ops.nvfp4_quantize(
+            matrix, self.format, rounding=rounding, stream=stream, first_row=first_row, transposed=transposed
+        )

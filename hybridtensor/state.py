@@ -1,0 +1,377 @@
+"""What a layer's quantizers remember from step to step: scales with their amax histories, and the random counter.
+
+Quantizers are frozen values; whatever changes while training lives here, in the buffers of a small module that
+``quantize_`` hangs into the layer (``layer.quantization_state``) when its recipe needs one. Buffers are saved, loaded
+and moved with the model. ``step_`` advances all of them once per optimizer step.
+
+Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction); ``L`` history length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_FP32_MAX = torch.finfo(torch.float32).max
+ROLES = ("input", "weight", "grad_output")
+_STREAMS_PER_SEED = 8  # a role and a direction need three bits
+MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
+
+
+@dataclass(frozen=True)
+class DelayedRule:
+    """How a delayed scale follows from the amaxes of past steps.
+
+    Attributes:
+        largest: Largest magnitude of an element.
+        margin: Powers of two to stay below it.
+        history_length: Steps that count.
+        algorithm: ``"max"`` of the history, or its ``"most_recent"`` entry.
+    """
+
+    largest: float
+    margin: int
+    history_length: int
+    algorithm: str
+
+
+class StateTensors(NamedTuple):
+    """What quantizing needs of a layer's state: plain tensors, and what they stand for.
+
+    Attributes:
+        rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
+        scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None without delayed scaling.
+        amax: fp32 ``[S]``, the largest magnitudes since the last step.
+        slots: Names of the delayed scales.
+        rank: Rank in the data-parallel group.
+        name: Fully qualified name of the layer, for errors.
+    """
+
+    rounding: Tensor | None
+    scale: Tensor | None
+    amax: Tensor | None
+    slots: tuple[str, ...] = ()
+    rank: int = 0
+    name: str = ""
+
+    def position(self, slot: str) -> int:
+        """Return where the scale of ``slot`` is.
+
+        Raises:
+            ValueError: If the recipe that this state was made for has none there.
+        """
+        if slot not in self.slots:
+            raise ValueError(f"layer {self.name!r}: no delayed scale {slot!r}; change recipes with set_config_")
+        return self.slots.index(slot)
+
+
+class LayerState(nn.Module):
+    """The state of one layer's quantizers.
+
+    Args:
+        name: Fully qualified name of the layer; random rounding draws by it. Layers without a name draw their key from
+            torch's generator.
+
+    Attributes:
+        rounding: Buffer int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
+        scale: Buffer fp32 ``[S]``, what values are multiplied with before a delayed cast; None without such.
+        amax_history: Buffer fp32 ``[S, L]``, the amaxes of past steps, the newest last. A history shorter than the
+            longest uses the last entries; the first entry of each is always free.
+        amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer: DistributedDataParallel overwrites
+            buffers with those of rank 0.
+        slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
+        rules: How each follows.
+        group: The data-parallel group, whose ranks train on parts of one batch; None is all ranks.
+        version: Counts changes, for caches of what was quantized with this state.
+    """
+
+    rounding: Tensor | None
+    scale: Tensor | None
+    amax_history: Tensor | None
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__()
+        self.name = name or ""
+        self._key = _key_of(name)
+        self.slots: tuple[str, ...] = ()
+        self.rules: tuple[DelayedRule, ...] = ()
+        self.amax: Tensor | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.version = 0
+        self._seen: tuple[Any, int] | None = None
+        for buffer in ("rounding", "scale", "amax_history"):
+            self.register_buffer(buffer, None)
+
+    @classmethod
+    def of(cls, quantizers: dict[str, Any], *, name: str | None = "", device: torch.device | str = "cpu") -> LayerState:
+        """Return the state of quantizers that are used on their own, without a layer.
+
+        Args:
+            quantizers: Quantizer by role.
+            name: What random rounding draws by; None for a key from torch's generator.
+            device: Where the tensors are.
+        """
+        state = cls(name)
+        rules: dict[str, DelayedRule] = {}
+        for role, quantizer in quantizers.items():
+            rules |= quantizer.delayed_rules(role)
+        state.require(rules, stochastic=any(q.stochastic for q in quantizers.values()), device=torch.device(device))
+        return state
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to remember."""
+        return self.rounding is None and self.scale is None
+
+    def tensors(self) -> StateTensors:
+        """Return what quantizing needs."""
+        rank = dist.get_rank(self.group) if dist.is_available() and dist.is_initialized() else 0
+        return StateTensors(self.rounding, self.scale, self.amax, self.slots, rank, self.name)
+
+    def require(self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device) -> None:
+        """Have exactly the scales of ``rules``, by slot, and a counter if ``stochastic``; keep those that stay."""
+        if not stochastic:
+            self.rounding = None
+        elif self.rounding is None:
+            self.rounding = torch.tensor([self._key, 0], device=device)
+        if rules == dict(zip(self.slots, self.rules, strict=True)):
+            return
+        kept = [slot for slot, rule in zip(self.slots, self.rules, strict=True) if rules.get(slot) == rule]
+        old = {slot: [t[self.slots.index(slot)] for t in self._per_slot()] for slot in kept}
+        self.slots, self.rules = tuple(rules), tuple(rules.values())
+        self._allocate(device)
+        for slot, values in old.items():
+            scale, amax, history = (t[self.slots.index(slot)] for t in self._per_slot())
+            scale.copy_(values[0])
+            amax.copy_(values[1])
+            length = min(len(history), len(values[2]))
+            history[len(history) - length :] = values[2][len(values[2]) - length :]
+
+    def _allocate(self, device: torch.device) -> None:
+        """Make the tensors of the delayed scales: scale 1, no history."""
+        if not self.slots:
+            self.scale = self.amax_history = self.amax = None
+            return
+        length = max(rule.history_length for rule in self.rules)
+        self.scale = torch.ones(len(self.slots), device=device)
+        self.amax_history = torch.zeros(len(self.slots), length, device=device)
+        self.amax = torch.zeros(len(self.slots), device=device)
+
+    def _per_slot(self) -> list[Tensor]:
+        return [t for t in (self.scale, self.amax, self.amax_history) if t is not None]
+
+    def note_training_use(self, weight_version: Any) -> None:
+        """Raise if the weight was stepped since its last use in training and this state was not.
+
+        Raises:
+            RuntimeError: If so: scales and draws would stay those of one step for ever.
+        """
+        if self._seen is not None and self._seen[0] != weight_version and self._seen[1] == self.version:
+            raise RuntimeError(
+                f"layer {self.name!r}: its recipe keeps state, which must advance with the weight, got a changed "
+                "weight and no step_; call hybridtensor.step_(model) after every optimizer.step()"
+            )
+        self._seen = weight_version, self.version
+
+    def reset_parameters(self) -> None:
+        """Start again: step 0, scale 1, no history."""
+        if self.rounding is not None:
+            self.rounding.copy_(torch.tensor([self._key, 0]))
+        for tensor, value in zip(self._per_slot(), (1.0, 0.0, 0.0), strict=False):
+            tensor.fill_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
+        """Move, but stay in fp32: ``model.bfloat16()`` is about weights."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        if self.amax is not None:
+            moved = fn(self.amax)
+            self.amax = moved if moved.dtype == torch.float32 else self.amax.to(moved.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load; a checkpoint without any state, of a plain model, leaves a fresh one."""
+        missing: list[str] = args[2]
+        known = len(missing)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if not any(key.startswith(prefix) for key in state_dict):
+            del missing[known:]
+        if self.amax is not None:
+            self.amax.zero_()
+        self.version += 1
+        self._seen = None
+
+    def extra_repr(self) -> str:
+        """Show what is kept."""
+        random = ["stochastic rounding"] if self.rounding is not None else []
+        return ", ".join([*(f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)), *random])
+
+
+def _key_of(name: str | None) -> int:
+    """Return 64 bits, as a signed number, from a layer's name."""
+    if name is None:
+        return int(torch.randint(-(2**63), 2**63 - 1, ()))
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+
+
+class Context(NamedTuple):
+    """Which tensor of which layer is quantized: for errors, and to find its state.
+
+    Attributes:
+        role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        state: State of the layer, or None for a tensor on its own.
+        direction: Inside a hybrid, which of its quantizers is meant.
+        record: Whether delayed scaling takes note of this tensor: in training, not in evaluation.
+    """
+
+    role: str = "input"
+    state: StateTensors | None = None
+    direction: str | None = None
+    record: bool = True
+
+    def __str__(self) -> str:
+        return self.role if self.state is None or not self.state.name else f"layer {self.state.name}, {self.role}"
+
+    @property
+    def slot(self) -> str:
+        """Name of the delayed scale of this tensor."""
+        return self.role if self.direction is None else f"{self.role}_{self.direction}"
+
+    def draws(self, direction: str, seed: int, rows: int, device: torch.device) -> tuple[Tensor, int, int]:
+        """Return what random rounding of a face needs: key and step, stream, and the index of the first row.
+
+        The ranks of a data-parallel group hold the rows of one batch in order, as many each. On its own, without a
+        layer, a tensor draws key and step from torch's generator.
+        """
+        stream = seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role) + (direction == "columnwise")
+        if self.state is None:
+            return torch.randint(2**63 - 1, (2,), device=device), stream, 0
+        if self.state.rounding is None:
+            raise ValueError(f"{self}: no counter for stochastic rounding; change recipes with set_config_")
+        return self.state.rounding, stream, self.state.rank * rows
+
+
+def step_(model: nn.Module) -> nn.Module:
+    """Advance what quantizers remember: call it once after every ``optimizer.step()``.
+
+    Delayed scales follow from the amaxes of the step, reduced over the data-parallel group in one collective for all
+    layers; stochastic rounding moves to its next step. Does nothing for recipes without state.
+
+    Args:
+        model: A model that went through ``quantize_``, or a ``LayerState``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        RuntimeError: If ranks of the group have different numbers of scales, on all of them.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"step_: a module is required, got {type(model).__name__}")
+    states = layer_states(model)
+    with torch.no_grad():
+        counters = [state.rounding[1] for state in states if state.rounding is not None]
+        if counters:
+            torch._foreach_add_(counters, 1)
+        for group in dict.fromkeys(state.group for state in states):
+            _update_scales([state for state in states if state.group is group], group)
+    for state in states:
+        state.version += 1
+    return model
+
+
+def layer_states(model: nn.Module) -> list[LayerState]:
+    """Return the states of all layers of ``model``."""
+    return [module for module in model.modules() if isinstance(module, LayerState)]
+
+
+def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Say which ranks train on parts of one batch: all by default.
+
+    Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run does not depend on
+    how many they are (given that a batch is split among them in order and evenly).
+    """
+    for state in layer_states(model):
+        state.group = group
+    return model
+
+
+def _update_scales(states: list[LayerState], group: dist.ProcessGroup | None) -> None:
+    """Update the delayed scales of one data-parallel group; one collective and some launches for all layers."""
+    states = [state for state in states if state.scale is not None]
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    if distributed:
+        _check_same_number(sum(len(state.slots) for state in states), group)
+    for device in dict.fromkeys(_of(state.scale).device for state in states):
+        of_device = [state for state in states if _of(state.scale).device == device]
+        amaxes = torch.cat([_of(state.amax) for state in of_device])
+        if distributed:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        reduced = amaxes.split([len(state.slots) for state in of_device])
+        for length in dict.fromkeys(_of(state.amax_history).shape[1] for state in of_device):
+            chosen = [i for i, state in enumerate(of_device) if _of(state.amax_history).shape[1] == length]
+            _update_equally_long([of_device[i] for i in chosen], torch.cat([reduced[i] for i in chosen]))
+
+
+_checked: dict[Any, int] = {}
+
+
+def _check_same_number(number: int, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if not all have the same number of scales: the reduction would hang or mix layers up.
+
+    Asked once per group and number, so ranks must change their recipes together.
+    """
+    if _checked.get(group) == number:
+        return
+    numbers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, number, group=group)
+    if len(set(numbers)) > 1:
+        raise RuntimeError(
+            f"step_: ranks with the same number of delayed scales are required, got {numbers}; "
+            "name the data-parallel ranks with set_data_parallel_group_"
+        )
+    _checked[group] = number
+
+
+def _update_equally_long(states: list[LayerState], last: Tensor) -> None:
+    """Apply the update rule of delayed scaling; ``last`` holds the amaxes of the step, fp32 ``[S]``.
+
+    Source: TransformerEngine, common/recipe/delayed_scaling.cu.
+    """
+    device = last.device
+    rules = [rule for state in states for rule in state.rules]
+    target = torch.tensor([rule.largest * 2.0**-rule.margin for rule in rules], device=device)  # [S]
+    newest = torch.tensor([rule.algorithm == "most_recent" for rule in rules], device=device)
+    history = torch.cat([_of(state.amax_history) for state in states])  # [S, L]
+    rolled = torch.cat([history[:, 1:], last[:, None]], dim=1)
+    length = history.shape[1]
+    first = torch.tensor([length - rule.history_length for rule in rules], device=device)[:, None]
+    position = torch.arange(length, device=device)
+    seen = last != 0
+    amax = torch.where(newest, last, torch.where(position >= first, rolled, 0.0).amax(dim=1))
+    usable = seen & amax.isfinite() & (amax > 0)
+    current = torch.cat([_of(state.scale) for state in states])
+    factor = torch.where(usable, target / amax, current).clamp(max=_FP32_MAX)
+    kept = torch.where(position > first, rolled, 0.0)
+    sizes = [len(state.slots) for state in states]
+    updated = torch.where(seen[:, None], kept, history).split(sizes)
+    torch._foreach_copy_([_of(state.amax_history) for state in states], list(updated))
+    torch._foreach_copy_([_of(state.scale) for state in states], list(factor.split(sizes)))
+    torch._foreach_zero_([_of(state.amax) for state in states])
+
+
+def _of(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ValueError("step_: a state with delayed scales is required, got none")
+    return tensor

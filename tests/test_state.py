@@ -1,0 +1,395 @@
+"""What quantizers remember: delayed scales, the counter of random rounding, and how both advance.
+
+Oracle for the update rule: a transcription, scalar by scalar, of TransformerEngine's delayed-scaling kernel in numpy.
+"""
+
+import copy
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+import hybridtensor as ht
+from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState, NVFP4Quantizer
+from hybridtensor.state import set_data_parallel_group_
+from hybridtensor.testing import random_tensor
+
+FP32_MAX = np.finfo(np.float32).max
+DELAYED = ht.recipes.fp8_delayed(history_length=4)
+
+
+def oracle_step(history, scale, last, largest, margin, algorithm):
+    """Update one scale: ``history`` (a list, entry 0 free), ``scale`` and the step's amax ``last``, all float32."""
+    amax = np.float32(0)
+    if last != 0:
+        rolled = [*history[1:], last]
+        amax = last if algorithm == "most_recent" else max(rolled)
+        history = [np.float32(0), *rolled[1:]]
+    if np.isfinite(amax) and amax > 0:
+        with np.errstate(over="ignore"):
+            scale = np.float32(np.float32(largest * 2.0**-margin) / amax)
+        scale = FP32_MAX if np.isinf(scale) else scale
+    return history, scale
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.floats(0, 2.0**100, width=32), st.sampled_from([0.0, float("inf"), 2.0**-149, 2.0**-140, 448.0])),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(1, 5),
+    st.sampled_from(["max", "most_recent"]),
+    st.integers(-1, 2),
+    st.sampled_from(["e4m3", "e5m2"]),
+)
+def test_the_update_rule_is_the_kernels(amaxes, length, algorithm, margin, dtype):
+    quantizer = DelayedFloat8Quantizer(dtype, margin, length, algorithm)
+    state = LayerState.of({"input": quantizer})
+    history, scale = [np.float32(0)] * length, np.float32(1)
+    for amax in amaxes:
+        state.amax.copy_(torch.tensor(amax))
+        ht.step_(state)
+        history, scale = oracle_step(history, scale, np.float32(amax), quantizer.format.max, margin, algorithm)
+        assert state.scale.item() == scale
+        assert state.amax_history[0].tolist() == history
+        assert state.amax.item() == 0
+
+
+def of(state, slot):
+    """Return scale, amax and history of one slot."""
+    i = state.slots.index(slot)
+    return SimpleNamespace(scale=state.scale[i], amax=state.amax[i], history=state.amax_history[i])
+
+
+def model(recipe=DELAYED, device="cpu", seed=0):
+    torch.manual_seed(seed)
+    layers = nn.ModuleDict({"up": nn.Linear(32, 64), "act": nn.SiLU(), "down": nn.Linear(64, 32)})
+    sequential = nn.Sequential(*layers.values()).to(device, torch.bfloat16)
+    return ht.quantize_(sequential, recipe)
+
+
+def train(net, optimizer, steps, first=0, device="cpu", microbatches=1, step_=ht.step_):
+    """Run some steps; return the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        for part in range(microbatches):
+            x = random_tensor(64, 32, device=device, seed=100 * step + part)
+            loss = net(x).float().square().mean() / 1000
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        step_(net)
+    return losses
+
+
+def states(net):
+    return {name: t.clone() for name, t in net.state_dict().items() if "quantization_state" in name}
+
+
+class TestDelayedScaling:
+    def test_the_state_is_in_the_buffers(self, device):
+        net = model(device=device)
+        names = [name for name, _ in net.named_buffers()]
+        assert names == [f"{i}.quantization_state.{what}" for i in (0, 2) for what in ("scale", "amax_history")]
+        assert net[0].quantization_state.slots == ("input", "weight", "grad_output")
+        assert all(b.device.type == device and b.dtype == torch.float32 for b in net.buffers())
+
+    def test_scales_follow_the_amaxes(self, device):
+        net = model(device=device)
+        x = random_tensor(64, 32, device=device)
+        y = net[0](x.requires_grad_())
+        g = random_tensor(64, 64, device=device, seed=1)
+        y.backward(g)
+        state, wanted = net[0].quantization_state, {}
+        for role, values, largest in (("input", x, 448), ("weight", net[0].weight, 448), ("grad_output", g, 57344)):
+            amax = values.detach().abs().max().float()
+            assert of(state, role).amax == amax
+            assert of(state, role).scale == 1
+            wanted[role] = torch.tensor(float(largest), device=device) / amax
+        ht.step_(net)
+        assert {role: of(state, role).scale for role in wanted} == wanted
+
+    def test_the_stored_scale_is_used(self, device):
+        net = model(device=device)[0]
+        net.quantization_state.scale[0] = 8.0
+        x = random_tensor(64, 32, device=device)
+        h = DELAYED.input.quantize(x, context=Context("input", net.quantization_state.tensors()))
+        assert h.rowwise.scale.item() == h.columnwise.scale.item() == 0.125
+        assert torch.equal(h.rowwise.qdata.float(), (x.float() * 8).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+        assert torch.equal(h.columnwise.qdata.float(), h.rowwise.qdata.float().t())
+
+    def test_checkpointing_and_accumulation_count_once(self, device):
+        """However often a step computes, its largest magnitude is what counts."""
+        from torch.utils.checkpoint import checkpoint
+
+        nets = [model(device=device) for _ in range(2)]
+        x, more = (random_tensor(64, 32, device=device, seed=seed) for seed in (0, 1))
+        for net, again in zip(nets, (False, True), strict=True):
+            for part in (x, more, *([x] if again else [])):  # a third microbatch that repeats the first
+                leaf = part.clone().requires_grad_()
+                (checkpoint(net, leaf, use_reentrant=False) if again else net(leaf)).sum().backward()
+            ht.step_(net)
+        for a, b in zip(states(nets[0]).values(), states(nets[1]).values(), strict=True):
+            assert torch.equal(a, b)
+        history = nets[0][0].quantization_state.amax_history[0]
+        assert history.count_nonzero() == 1
+        assert history[-1] == torch.stack([x, more]).abs().max()
+
+    def test_evaluation_leaves_no_trace(self, device):
+        net = model(device=device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        train(net, optimizer, 2, device=device)
+        before = states(net)
+        with torch.no_grad():
+            net(random_tensor(64, 32, device=device) * 1000)
+        ht.step_(net)  # nothing was recorded but the weight, whose amax is in its history already
+        for a, b in zip(before.values(), states(net).values(), strict=True):
+            assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+    def test_either_face_of_a_hybrid_has_a_scale_of_its_own(self, device):
+        row, column = DelayedFloat8Quantizer("e4m3"), DelayedFloat8Quantizer("e5m2", margin=1)
+        config = HybridConfig(
+            input=HybridQuantizer(row, ht.MXFP8Quantizer()),
+            weight=HybridQuantizer(row, column, "rowwise_dequantized"),
+            grad_output=HybridQuantizer(ht.MXFP8Quantizer(), column),
+        )
+        net = model(config, device=device)
+        state = net[2].quantization_state
+        assert list(state.slots) == [
+            "input_rowwise",
+            "weight_rowwise",
+            "weight_columnwise",
+            "grad_output_columnwise",
+        ]
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 3, device=device)
+        assert (state.scale != 1).all()
+        assert of(state, "weight_columnwise").scale != of(state, "weight_rowwise").scale
+
+    def test_training_goes_as_with_current_scaling(self, device):
+        """With the most recent amax of a constant batch, delayed and current scaling agree from the second step on."""
+        delayed = model(ht.recipes.fp8_delayed(algorithm="most_recent"), device=device)
+        current = model("fp8", device=device)
+        x = random_tensor(64, 32, device=device)
+        for net in (delayed, current):
+            for _ in range(2):
+                net.zero_grad()
+                net(x).float().square().mean().backward()
+                ht.step_(net)
+        # the second layer's gradient and input depend on the first pass only through scales, which have settled by now
+        delayed.zero_grad()
+        current.zero_grad()
+        out = [net(x) for net in (delayed, current)]
+        assert torch.equal(*out)
+        for y in out:
+            y.float().square().mean().backward()
+        for a, b in zip(delayed.parameters(), current.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+    @pytest.mark.parametrize("recipe", [DELAYED, "nvfp4", "fp8_delayed/fp8_delayed/nvfp4"], ids=str)
+    def test_resumes_bitwise(self, recipe, device):
+        def fresh(seed):
+            net = model(recipe, device=device, seed=seed)
+            return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+        net, optimizer = fresh(0)
+        expected = train(net, optimizer, 6, device=device)
+        net, optimizer = fresh(0)
+        train(net, optimizer, 3, device=device)
+        file = io.BytesIO()
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        net, optimizer = fresh(1)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert train(net, optimizer, 3, first=3, device=device) == expected[3:]
+
+    def test_survives_what_happens_to_modules(self, device):
+        net = model(device=device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        train(net, optimizer, 2, device=device)
+        before = states(net)
+        for other in (copy.deepcopy(net), net.half().bfloat16(), net.to(torch.float64).bfloat16()):
+            for a, b in zip(before.values(), states(other).values(), strict=True):
+                assert torch.equal(a, b)
+            for layer in (other[0], other[2]):
+                assert layer.weight.layer is layer.quantization_state
+        file = io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        assert again[0].weight.layer is again[0].quantization_state
+        assert torch.equal(again[0].quantization_state.scale, net[0].quantization_state.scale)
+
+    def test_a_copy_steps_on_its_own(self):
+        net = model()
+        other = copy.deepcopy(net)
+        train(other, torch.optim.SGD(other.parameters(), lr=1e-3), 1)
+        assert (net[0].quantization_state.scale == 1).all()
+        assert (other[0].quantization_state.scale != 1).all()
+
+    def test_materialized_from_meta(self):
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(32, 64))
+        ht.quantize_(net, "fp8_delayed/nvfp4/nvfp4")
+        assert all(b.is_meta for b in net.buffers())
+        net.to_empty(device="cpu")
+        for module in net.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        state = net[0].quantization_state
+        assert (state.scale == 1).all()
+        assert (state.amax == 0).all()
+        assert state.rounding.tolist() == [state._key, 0]
+        net(torch.randn(64, 32)).sum().backward()
+
+    def test_a_plain_checkpoint_loads_and_its_state_is_fresh(self):
+        torch.manual_seed(1)
+        plain = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).bfloat16()
+        net = model()
+        net.load_state_dict(plain.state_dict())
+        assert torch.equal(net[0].weight.dequantize(), plain[0].weight)
+        partial = {k: v for k, v in net.state_dict().items() if "history" not in k}
+        with pytest.raises(RuntimeError, match=r"Missing key.*quantization_state\.amax_history"):
+            net.load_state_dict(partial)
+
+    def test_persistent_weights(self, device):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).to(device, torch.bfloat16)
+        ht.quantize_(net, DELAYED, persistent=True)
+        optimizer = ht.optim.MasterWeights(torch.optim.SGD, net.parameters(), lr=1e-3)
+        train(net, optimizer, 3, device=device)
+        scale = of(net[0].quantization_state, "weight").scale
+        assert scale != 1
+        assert 400 < (net[0].weight.dequantize().abs().max() * scale).item() < 500
+
+
+class TestForgottenStep:
+    @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+    def test_is_an_error_at_the_next_step(self, recipe):
+        net = model(recipe)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        with pytest.raises(RuntimeError, match=r"layer '0': its recipe keeps state.*call hybridtensor\.step_\(model\)"):
+            train(net, optimizer, 2, step_=lambda net: None)
+
+    def test_recipes_without_state_need_no_step(self):
+        net = model("mxfp8")
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2, step_=lambda net: None)
+        assert ht.step_(net) is net
+
+    def test_loading_in_between_is_no_step(self):
+        net = model("nvfp4")
+        net(random_tensor(64, 32)).sum().backward()
+        net.load_state_dict(model("nvfp4", seed=1).state_dict())
+        net(random_tensor(64, 32)).sum().backward()
+
+    def test_a_module_is_required(self):
+        with pytest.raises(TypeError, match="a module is required, got list"):
+            ht.step_([])
+
+
+class TestStochasticRounding:
+    def test_draws_by_layer_name_and_step(self):
+        runs = [train(net, torch.optim.SGD(net.parameters(), lr=10.0), 3) for net in (model("nvfp4"), model("nvfp4"))]
+        assert runs[0] == runs[1]
+        net = model(ht.recipes.nvfp4(seed=1))
+        assert train(net, torch.optim.SGD(net.parameters(), lr=10.0), 3) != runs[0]
+
+    def test_torchaos_verb_gives_layers_keys_of_their_own(self):
+        from torchao.quantization import quantize_
+
+        net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+        quantize_(net, HybridConfig.parse("nvfp4"), filter_fn=lambda m, _: isinstance(m, nn.Linear))
+        keys = [net[i].quantization_state.rounding[0].item() for i in (0, 1)]
+        assert keys[0] != keys[1]
+        torch.manual_seed(5)
+        again = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+        again.load_state_dict(net.state_dict(), strict=False)
+        quantize_(again, HybridConfig.parse("nvfp4"), filter_fn=lambda m, _: isinstance(m, nn.Linear))
+        again.load_state_dict(net.state_dict())
+        assert [again[i].quantization_state.rounding[0].item() for i in (0, 1)] == keys
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.parametrize("recipe", [DELAYED, "nvfp4", "fp8_delayed/mxfp8/nvfp4"], ids=str)
+def test_compiled_training_equals_eager(recipe, backend, device):
+    """One graph, no break; the buffers are read and the amaxes recorded inside it."""
+    torch._dynamo.reset()
+    eager, compiled = model(recipe, device=device), model(recipe, device=device)
+    counter = CompileCounterWithBackend(backend)
+    runs = []
+    for net, forward in ((eager, eager), (compiled, torch.compile(compiled, fullgraph=True, backend=counter))):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        runs.append([])
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = forward(random_tensor(64, 32, device=device, seed=step)).float().square().mean() / 1000
+            loss.backward()
+            optimizer.step()
+            ht.step_(net)
+            runs[-1].append(loss.item())
+    assert runs[0] == runs[1]
+    assert counter.frame_count == 1
+    for a, b in zip(states(eager).values(), states(compiled).values(), strict=True):
+        assert torch.equal(a, b)
+    torch._dynamo.reset()
+
+
+class TestDataParallel(MultiThreadedTestCase):
+    world_size = 4
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_scales_are_reduced_in_one_collective(self):
+        net = model()
+        rank = dist.get_rank()
+        x = torch.full((32, 32), float(rank + 1)).bfloat16()
+        net(x).sum().backward()
+        ht.step_(net)
+        state = net[0].quantization_state
+        assert of(state, "input").scale == torch.tensor(448.0) / 4
+        everywhere = [torch.empty_like(state.scale) for _ in range(4)]
+        dist.all_gather(everywhere, state.scale)
+        assert all(torch.equal(t, state.scale) for t in everywhere)
+
+    def test_only_over_the_group_that_trains_on_one_batch(self):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        net, rank = model(), dist.get_rank()
+        set_data_parallel_group_(net, groups[rank // 2])
+        net(torch.full((32, 32), float(rank + 1)).bfloat16()).sum().backward()
+        ht.step_(net)
+        assert of(net[0].quantization_state, "input").scale == torch.tensor(448.0) / (2 if rank < 2 else 4)
+
+    def test_different_numbers_of_scales_raise_on_every_rank(self):
+        net = model() if dist.get_rank() else model("fp8_delayed/fp8_delayed/mxfp8")
+        with pytest.raises(RuntimeError, match=r"ranks with the same number of delayed scales are required, got \["):
+            ht.step_(net)
+
+    def test_random_rounding_does_not_depend_on_the_number_of_ranks(self):
+        """A gradient split over ranks, in order, is rounded as the whole is on one rank."""
+        quantizer = NVFP4Quantizer(rounding="stochastic")
+        whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16().clamp(-4, 4)
+        whole[::16] = 4.0  # one amax for every shard
+        state = LayerState.of({"grad_output": quantizer}, name="up")
+        context = Context("grad_output", state.tensors())
+        shard = quantizer.quantize(whole.split(16)[dist.get_rank()], context=context)
+        alone = state.tensors()._replace(rank=0)
+        expected = quantizer.quantize(whole, context=Context("grad_output", alone))
+        rows, columns = ([torch.empty_like(f.qdata) for _ in range(4)] for f in (shard.rowwise, shard.columnwise))
+        dist.all_gather(rows, shard.rowwise.qdata)
+        dist.all_gather(columns, shard.columnwise.qdata)
+        assert torch.equal(torch.cat(rows), expected.rowwise.qdata)
+        assert torch.equal(torch.cat(columns, 1), expected.columnwise.qdata)
