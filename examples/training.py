@@ -67,7 +67,7 @@ class Run:
         model = Transformer(plan.size).to(plan.device)
         config = None
         if recipe != BASELINE:
-            ht.quantize_(model, recipe)  # the only line about quantization
+            ht.quantize_(model, recipe)  # one of two lines about quantization
             config = ht.recipes.from_name(recipe)
         self.result = Result(recipe, str(config or BASELINE), config.fingerprint() if config else None)
         self.model = model
@@ -91,6 +91,7 @@ class Run:
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+            ht.step_(self.model)  # for recipes with state: delayed scaling, random rounding
             self.result.losses.append(loss.item())
             rate = (step + 1 - first) * size.batch * size.context / (time.perf_counter() - started)
             report(step, self.result.losses[-1], rate)

@@ -8,7 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor
 
-SPECS = ["bf16", "fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+high_precision", "fp8+dequantized"]
+SPECS = [
+    "bf16", "fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+high_precision", "fp8+dequantized", "fp8_block", "mxfp8",
+    "nvfp4", "fp8_delayed", "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized", "nvfp4+dequantized",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def test_one_graph_equal_to_eager(spec, persistent, device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for seed in range(3):
-        x, g = (random_tensor(2, 6, 32, device=device, seed=seed + i) for i in (0, 10))
+        x, g = (random_tensor(2, 16, 32, device=device, seed=seed + i) for i in (0, 10))
         expected = step(model, list(model.parameters()), x, g)
         for got, value in zip(step(compiled, list(model.parameters()), x, g), expected, strict=True):
             assert torch.equal(got, value)

@@ -108,6 +108,23 @@ def test_agrees_with_torchao_but_for_its_order_of_rounding(device):
     assert ((ours & 7).int() - (other & 7).int()).abs()[same_scale.repeat_interleave(16, 1)].max() <= 1
 
 
+def test_agrees_with_the_kernels_arithmetic_around_torchaos_encoder(device):
+    """TransformerEngine's scale chain, one rounding per operation, around torchao's E2M1 encoder and packing."""
+    from torchao.prototype.mx_formats.kernels import f32_to_f4_unpacked, pack_uint4
+
+    for fmt, rows in ((formats.NVFP4, 1), (formats.NVFP4_16X16, 16)):
+        x = random_tensor(64, 128, device=device)
+        tiles = x.float().abs().reshape(64 // rows, rows, 8, 16).amax(dim=(1, 3))
+        encode = torch.full((), 2688.0, device=device) / x.abs().amax().float()
+        scale = (tiles * (encode * (1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
+        factor = 1.0 / (scale.float() * (1.0 / encode))
+        scaled = x.float() * factor.repeat_interleave(rows, 0).repeat_interleave(16, 1)
+        packed = pack_uint4(f32_to_f4_unpacked(scaled.clamp(-6, 6)))
+        qdata, ours, _ = nvfp4_quantize(x, fmt)
+        assert torch.equal(ours.view(torch.uint8), scale.view(torch.uint8))
+        assert torch.equal(qdata, packed)
+
+
 def test_known_disagreement_with_torchao_an_all_zero_tensor(device):
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize as torchao_quantize
     from torchao.prototype.mx_formats.nvfp4_tensor import per_tensor_amax_to_scale

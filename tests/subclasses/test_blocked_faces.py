@@ -1,0 +1,136 @@
+"""Faces with block scales, packed elements and tensor scales: operators that move values, and where they may cut.
+
+The oracle is the plain tensor of dequantized values, with which moving must commute, bit for bit, on each face.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, MXFP8Quantizer, NVFP4Quantizer
+from hybridtensor.subclasses.wrapper import flatten, unflatten
+from hybridtensor.testing import random_tensor
+
+QUANTIZERS = {
+    "1x128": Float8Quantizer(granularity="block"),
+    "128x128": Float8Quantizer(granularity="block", block=(128, 128), dtype="e5m2", pow2_scale=False),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8_2d": MXFP8Quantizer(two_d=True),
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4_2d": NVFP4Quantizer(two_d=True),
+    "nvfp4_rows": NVFP4Quantizer(row_scaled=True),
+    "nvfp4_hadamard": NVFP4Quantizer(hadamard=True),
+    "hybrid": HybridQuantizer(MXFP8Quantizer(dtype="e5m2"), NVFP4Quantizer(hadamard=True)),
+}
+SHAPE = (256, 384)
+MOVES = {
+    "alias": lambda x: torch.ops.aten.alias.default(x),
+    "detach": lambda x: x.detach(),
+    "rows": lambda x: x[128:256],
+    "columns": lambda x: x[:, 128:384],
+    "split rows": lambda x: x.split(128)[1],
+    "split columns": lambda x: x.split([128, 256], dim=1)[1],
+    "transpose": lambda x: x.t(),
+    "transpose twice": lambda x: x.t().t(),
+    "view": lambda x: x.view(2, 128, 384),
+    "view, rows": lambda x: x.view(2, 128, 384)[1:],
+    "clone": lambda x: x.clone(),
+    "copy": lambda x: x.to("cpu", copy=True),
+}
+
+
+def values(x):
+    return [face.dequantize() for face in (x.rowwise, x.columnwise)]
+
+
+@pytest.fixture(params=QUANTIZERS)
+def hybrid(request):
+    return QUANTIZERS[request.param].quantize(random_tensor(*SHAPE))
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moving_commutes_with_dequantizing(hybrid, move):
+    moved = MOVES[move](hybrid)
+    expected = [MOVES[move](v) for v in values(hybrid)]
+    if move == "transpose":
+        expected.reverse()
+    assert isinstance(moved, HybridTensor)
+    for got, value in zip(values(moved), expected, strict=True):
+        assert torch.equal(got, value)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_cut_through_a_block_is_refused(hybrid, dim):
+    with pytest.raises(ValueError, match=r"blocks of \d+ are cut by \[0:9:1\] of \d+; slice at multiples of \d+"):
+        hybrid.narrow(dim, 0, 9)
+    with pytest.raises(ValueError, match="are cut by"):
+        hybrid[::3]
+
+
+@pytest.mark.parametrize("make", [torch.empty_like, lambda x: x.new_empty(128, 512), lambda x: x.new_zeros(128, 512)])
+def test_new_faces_have_the_formats_shapes(hybrid, make):
+    new = make(hybrid)
+    for face, old in ((new.rowwise, hybrid.rowwise), (new.columnwise, hybrid.columnwise)):
+        rows, columns = face.matrix_shape if face.axis == -1 else face.matrix_shape[::-1]
+        assert face.format is old.format
+        assert tuple(face.qdata.shape) == (rows, columns // face.format.elements_per_byte)
+        assert tuple(face.scale.shape) == face.format.scale_shape(rows, columns)
+        assert (face.qdata.dtype, face.scale.dtype) == (old.qdata.dtype, old.scale.dtype)
+        of_tensor = face.format.tensor_scale_shape(rows, columns)
+        assert (None if face.tensor_scale is None else tuple(face.tensor_scale.shape)) == of_tensor
+
+
+def test_new_zeros_are_zero_and_can_be_filled(hybrid):
+    zeros = hybrid.new_zeros(*SHAPE)
+    assert all(v.eq(0).all() for v in values(zeros))
+    zeros.copy_(hybrid)
+    assert torch.equal(zeros, hybrid)
+    zeros[128:].copy_(hybrid[:128])
+    for mine, theirs in zip(values(zeros), values(hybrid), strict=True):
+        assert torch.equal(mine[128:], theirs[:128])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rows"])
+def test_a_slice_under_a_shared_tensor_scale_keeps_it(name):
+    a, b = (QUANTIZERS[name].quantize(random_tensor(*SHAPE, seed=seed)) for seed in (1, 2))
+    with pytest.raises(ValueError, match="a slice through a scale group, and its new scale would change the rest"):
+        a[128:].copy_(b[:128])
+    a[128:].copy_(a[:128])  # the same tensor scales
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save", "deepcopy", "flatten"])
+def test_survives_being_taken_apart(hybrid, way):
+    if way == "pickle":
+        again = pickle.loads(pickle.dumps(hybrid))
+    elif way == "torch.save":
+        file = io.BytesIO()
+        torch.save(hybrid, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=True)
+    elif way == "deepcopy":
+        again = copy.deepcopy(hybrid)
+    else:
+        again = unflatten(*flatten(hybrid))
+    assert torch.equal(again, hybrid)
+    assert torch.equal(again.dequantize(), hybrid.dequantize())
+
+
+def test_dequantizes_the_more_precise_face():
+    x = random_tensor(64, 64)
+    rows, columns = MXFP8Quantizer(), NVFP4Quantizer(hadamard=True)
+    assert torch.equal(HybridQuantizer(rows, columns).quantize(x).dequantize(), rows.quantize(x).rowwise.dequantize())
+    h = HybridQuantizer(columns, rows).quantize(x)
+    assert torch.equal(h.dequantize(), h.columnwise.dequantize())
+    plain = HybridQuantizer(columns, NVFP4Quantizer()).quantize(x)
+    assert torch.equal(plain.dequantize(), plain.columnwise.dequantize())  # no rotation before one
+
+
+def test_each_face_of_every_format_dequantizes_alone(hybrid):
+    """Also a columnwise face on its own, rotated or packed."""
+    x = random_tensor(*SHAPE)
+    for face in (hybrid.rowwise, hybrid.columnwise):
+        error = (face.dequantize().float() - x.float()).norm() / x.float().norm()
+        assert error < (0.2 if face.format.elements_per_byte == 2 else 0.08)
