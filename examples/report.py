@@ -30,7 +30,7 @@ def table(results: list[Result], device: str) -> Table:
     """Return the closing table; *saved* is bytes kept for backward, over BF16's."""
     baseline = results[0]
     title = f"Validation loss (nats per byte) on {device}; bytes saved for backward"
-    shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("recipe", no_wrap=True)
     for header in ("loss", "gap to BF16", "linear inputs", "all saved", "tokens/s"):
         shown.add_column(header, justify="right", min_width=min(len(header), 8))

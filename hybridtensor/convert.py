@@ -63,8 +63,8 @@ def quantize_(
             torchao's ``FqnToConfig`` from names and ``re:`` patterns to any of the first two (None leaves a layer
             alone).
         filter_fn: ``(module, name) -> bool``, which linear layers to convert, instead of the default.
-        keep_bf16: Names of layers to leave alone, or patterns of names (``"blocks.0.*"``), whatever chose them;
-            ``recipes.edge_blocks`` gives those of the first and last blocks.
+        keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose them; also patterns
+            (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
         persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
             one holds on to its original until ``optim.MasterWeights`` takes it.
 
@@ -147,7 +147,7 @@ def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
     if isinstance(patterns, str):
         raise TypeError(f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list")
     for pattern in patterns:
-        kept = [step for step in plan if not fnmatch.fnmatchcase(step[0], pattern)]
+        kept = [step for step in plan if not any(fnmatch.fnmatchcase(step[0], p) for p in (pattern, f"{pattern}.*"))]
         if len(kept) == len(plan):
             names = ", ".join(name or "<root>" for name, _, _ in plan) or "none"
             raise ValueError(f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}")

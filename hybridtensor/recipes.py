@@ -263,7 +263,7 @@ def from_name(name: str) -> HybridConfig:
 
 
 def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]:
-    """Return patterns of the layers in the first and last blocks of ``model``, for ``quantize_(keep_bf16=...)``.
+    """Return the names of the first and last blocks of ``model``, for ``quantize_(keep_bf16=...)``.
 
     Args:
         model: A model whose blocks are in one ``nn.ModuleList``: its longest.
@@ -282,7 +282,7 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
             f"edge_blocks: fewer blocks than the {len(blocks)} of {name!r} are required, got first={first}, last={last}"
         )
     chosen = itertools.chain(range(first), range(len(blocks) - last, len(blocks)))
-    return [f"{name}.{index}.*" if name else f"{index}.*" for index in chosen]
+    return [f"{name}.{index}" if name else str(index) for index in chosen]
 
 
 @dataclass(frozen=True)

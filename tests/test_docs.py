@@ -5,18 +5,32 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import hybridtensor as ht
+from hybridtensor.config import _CHANGES, _POLICIES, _WORDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 def test_code_runs(capsys):
-    scope = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(block, scope)
+    scope = {"steps": 10}
+    first, with_blocks, last = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(first, scope)
     assert "Quantized layers" in capsys.readouterr().out
+    small = scope["model"]
+    scope["model"] = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+    exec(with_blocks, scope)
+    assert [str(layer.weight.config) for layer in scope["model"][1:3]] == ["bf16/nvfp4/nvfp4"] * 2
+    assert type(scope["model"][0].weight) is torch.nn.Parameter
+    exec(last, scope | {"model": small})
+
+
+def test_the_number_of_recipes_and_all_words_are_told():
+    assert f"{['sixteen', 'seventeen', 'eighteen'][len(ht.recipes.RECIPES) - 16]} named recipes" in README
+    for word in [*_WORDS, *_CHANGES, *_POLICIES]:
+        assert re.search(rf"`[^`]*\b{word}\b[^`]*`", README), word
 
 
 def table(name):
