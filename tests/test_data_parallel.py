@@ -1,5 +1,6 @@
 """Several ranks, as gloo processes: DDP trains converted models like plain ones, and FSDP2 is refused on every rank."""
 
+import contextlib
 import datetime
 import traceback
 
@@ -76,6 +77,32 @@ def ddp(rank):
             assert all(torch.equal(other, mine) for other in others)
 
 
+def ddp_with_state(rank):
+    """DDP makes every buffer rank 0's before each forward; amaxes of other ranks and microbatches still count."""
+    for spec in ("fp8_delayed", "nvfp4"):
+        torch.manual_seed(0)
+        model = ht.quantize_(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)), spec)
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            for microbatch in range(2):
+                x = torch.full((32, 32), 1.0 + 10 * (rank == 1 and microbatch == 0) + step)
+                with parallel.no_sync() if microbatch == 0 else contextlib.nullcontext():
+                    parallel(x).square().mean().backward()
+            optimizer.step()
+            ht.step_(model)
+        state = model[0].quantization_state
+        if spec == "fp8_delayed":
+            assert state.scale[0] == torch.tensor(448.0) / 13
+            assert state.amax_history[0, -3:].tolist() == [11.0, 12.0, 13.0]
+        for tensor in (state.rounding, state.scale, state.amax_history, model[0].weight.dequantize().detach()):
+            if tensor is not None:
+                others = [torch.empty_like(tensor) for _ in range(WORLD)]
+                dist.all_gather(others, tensor.contiguous())
+                assert all(torch.equal(other, tensor) for other in others)
+
+
 def sharded(rank):
     for persistent in (False, True):
         model = make(0, "fp8", persistent)
@@ -84,6 +111,6 @@ def sharded(rank):
             model(data(rank))
 
 
-@pytest.mark.parametrize("body", [ddp, sharded], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [ddp, ddp_with_state, sharded], ids=lambda f: f.__name__)
 def test_on_two_ranks(body, tmp_path):
     run(body, tmp_path / "store")
