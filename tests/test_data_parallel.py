@@ -42,7 +42,7 @@ def worker(rank, body, path, queue):
         )
         body(rank)
         dist.destroy_process_group()
-    except Exception:
+    except BaseException:  # pytest.raises fails with one that is no Exception
         queue.put(f"rank {rank}: {traceback.format_exc()}")
 
 
@@ -103,6 +103,44 @@ def ddp_with_state(rank):
                 assert all(torch.equal(other, tensor) for other in others)
 
 
+def stateful(spec="fp8_delayed"):
+    torch.manual_seed(0)
+    return ht.quantize_(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)), spec)
+
+
+def scales_are_reduced(rank):
+    """Over all ranks by default, or over the group that trains on one batch."""
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    for group, largest in ((None, 2.0), (own, rank + 1.0)):
+        model = ht.set_data_parallel_group_(stateful(), group)
+        model(torch.full((32, 32), rank + 1.0)).sum().backward()
+        ht.step_(model)
+        state = model[0].quantization_state
+        assert state.scale[0] == torch.tensor(448.0) / largest
+        everywhere = [torch.empty_like(state.scale) for _ in range(WORLD)]
+        dist.all_gather(everywhere, state.scale)
+        assert group is not None or all(torch.equal(other, state.scale) for other in everywhere)
+
+
+def different_numbers_of_scales_raise_on_every_rank(rank):
+    model = stateful("fp8_delayed" if rank else "fp8_delayed/mxfp8/mxfp8")
+    with pytest.raises(RuntimeError, match=r"ranks with the same number of delayed scales are required, got \["):
+        ht.step_(model)
+
+
+def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
+    """A gradient split over ranks, in order, is rounded as the whole is on one rank."""
+    quantizer = ht.NVFP4Quantizer(rounding="stochastic")
+    whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16().clamp(-4, 4)
+    whole[::16] = 4.0  # one amax for every shard
+    state = ht.LayerState.of({"grad_output": quantizer}, name="up").tensors()
+    assert state.rank == rank
+    shard = quantizer.quantize(whole.split(32)[rank], context=ht.Context("grad_output", state))
+    expected = quantizer.quantize(whole, context=ht.Context("grad_output", state._replace(rank=0)))
+    assert torch.equal(shard.rowwise.qdata, expected.rowwise.qdata.split(32)[rank])
+    assert torch.equal(shard.columnwise.qdata, expected.columnwise.qdata.split(16, 1)[rank])
+
+
 def sharded(rank):
     for persistent in (False, True):
         model = make(0, "fp8", persistent)
@@ -111,6 +149,17 @@ def sharded(rank):
             model(data(rank))
 
 
-@pytest.mark.parametrize("body", [ddp, ddp_with_state, sharded], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [
+        ddp,
+        ddp_with_state,
+        scales_are_reduced,
+        different_numbers_of_scales_raise_on_every_rank,
+        random_rounding_does_not_depend_on_the_number_of_ranks,
+        sharded,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_on_two_ranks(body, tmp_path):
     run(body, tmp_path / "store")

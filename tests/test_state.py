@@ -10,16 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 import hybridtensor as ht
-from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState, NVFP4Quantizer
-from hybridtensor.state import set_data_parallel_group_
+from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState
 from hybridtensor.testing import random_tensor
 
 FP32_MAX = np.finfo(np.float32).max
@@ -346,52 +343,3 @@ def test_compiled_training_equals_eager(recipe, backend, device):
     for a, b in zip(states(eager).values(), states(compiled).values(), strict=True):
         assert torch.equal(a, b)
     torch._dynamo.reset()
-
-
-class TestDataParallel(MultiThreadedTestCase):
-    world_size = 4
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_threads()
-
-    def test_scales_are_reduced_in_one_collective(self):
-        net = model()
-        rank = dist.get_rank()
-        x = torch.full((32, 32), float(rank + 1)).bfloat16()
-        net(x).sum().backward()
-        ht.step_(net)
-        state = net[0].quantization_state
-        assert of(state, "input").scale == torch.tensor(448.0) / 4
-        everywhere = [torch.empty_like(state.scale) for _ in range(4)]
-        dist.all_gather(everywhere, state.scale)
-        assert all(torch.equal(t, state.scale) for t in everywhere)
-
-    def test_only_over_the_group_that_trains_on_one_batch(self):
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        net, rank = model(), dist.get_rank()
-        set_data_parallel_group_(net, groups[rank // 2])
-        net(torch.full((32, 32), float(rank + 1)).bfloat16()).sum().backward()
-        ht.step_(net)
-        assert of(net[0].quantization_state, "input").scale == torch.tensor(448.0) / (2 if rank < 2 else 4)
-
-    def test_different_numbers_of_scales_raise_on_every_rank(self):
-        net = model() if dist.get_rank() else model("fp8_delayed/fp8_delayed/mxfp8")
-        with pytest.raises(RuntimeError, match=r"ranks with the same number of delayed scales are required, got \["):
-            ht.step_(net)
-
-    def test_random_rounding_does_not_depend_on_the_number_of_ranks(self):
-        """A gradient split over ranks, in order, is rounded as the whole is on one rank."""
-        quantizer = NVFP4Quantizer(rounding="stochastic")
-        whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16().clamp(-4, 4)
-        whole[::16] = 4.0  # one amax for every shard
-        state = LayerState.of({"grad_output": quantizer}, name="up")
-        context = Context("grad_output", state.tensors())
-        shard = quantizer.quantize(whole.split(16)[dist.get_rank()], context=context)
-        alone = state.tensors()._replace(rank=0)
-        expected = quantizer.quantize(whole, context=Context("grad_output", alone))
-        rows, columns = ([torch.empty_like(f.qdata) for _ in range(4)] for f in (shard.rowwise, shard.columnwise))
-        dist.all_gather(rows, shard.rowwise.qdata)
-        dist.all_gather(columns, shard.columnwise.qdata)
-        assert torch.equal(torch.cat(rows), expected.rowwise.qdata)
-        assert torch.equal(torch.cat(columns, 1), expected.columnwise.qdata)
