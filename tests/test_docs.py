@@ -71,6 +71,32 @@ def test_linear_table():
     ]
 
 
+def test_convergence_table():
+    record = results("convergence_nvidia_h200")
+    assert table("convergence_nvidia_h200") == [
+        [
+            r["recipe"],
+            str(r["seeds"]),
+            f"{r['loss']:.3f}",
+            f"{r['gap %']:+.2f} %",
+            "" if r["noise %"] is None else f"{r['noise %']:.2f} %",
+            f"{r['validation gap %']:+.2f} %",
+        ]
+        for r in record["rows"]
+    ]
+    assert [r["recipe"] for r in record["rows"]] == list(ht.recipes.RECIPES)
+    assert record["plan"]["steps"] >= 1500
+    assert record["parameters"] >= 100e6
+    assert record["text bytes"]["train"] >= 100e6
+
+
+def test_no_recipe_is_above_its_goal_by_more_than_noise():
+    record = results("convergence_nvidia_h200")
+    for row in record["rows"]:
+        assert row["gap %"] - 2 * (row["noise %"] or 0) <= row["allowed %"]
+    assert max(map(abs, record["gaps of replicas %"])) == pytest.approx(0.6, abs=0.05)
+
+
 @pytest.mark.parametrize("name", ["demo_cpu", "demo_nvidia_h200"])
 def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
     for run in results(name)["results"]:
