@@ -49,7 +49,7 @@ class StateTensors(NamedTuple):
         scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None without delayed scaling.
         amax: fp32 ``[S]``, the largest magnitudes since the last step.
         slots: Names of the delayed scales.
-        rank: Rank in the data-parallel group.
+        rank: Rank in the data-parallel group; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
     """
 
@@ -131,7 +131,8 @@ class LayerState(nn.Module):
 
     def tensors(self) -> StateTensors:
         """Return what quantizing needs."""
-        rank = dist.get_rank(self.group) if dist.is_available() and dist.is_initialized() else 0
+        draws = self.rounding is not None and dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank(self.group) if draws else 0
         return StateTensors(self.rounding, self.scale, self.amax, self.slots, rank, self.name)
 
     def require(self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device) -> None:

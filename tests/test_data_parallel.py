@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -114,7 +115,9 @@ def scales_are_reduced(rank):
     for group, largest in ((None, 2.0), (own, rank + 1.0)):
         model = ht.set_data_parallel_group_(stateful(), group)
         model(torch.full((32, 32), rank + 1.0)).sum().backward()
-        ht.step_(model)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduction:
+            ht.step_(model)
+        assert reduction.call_count == (group is None)  # one for all layers; none where a group has one rank
         state = model[0].quantization_state
         assert state.scale[0] == torch.tensor(448.0) / largest
         everywhere = [torch.empty_like(state.scale) for _ in range(WORLD)]

@@ -7,6 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridtensor import (
     Context,
@@ -324,6 +326,41 @@ class TestStochasticRounding:
         shapes = [q if q.shape == made[0].shape else None for q in made]
         for i, a in enumerate(shapes):
             assert all(b is None or a is None or not torch.equal(a, b) for b in shapes[:i])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([*PLAIN, *BLOCKS, *MX, *NVFP4]),
+    st.integers(0, 255),
+    st.integers(0, 383),
+    st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+)
+def test_nan_and_inf_stay_inside_their_scale_group(quantizer, row, column, bad):
+    x = random_tensor(256, 384)
+    x[row, column] = 0.0  # no amax, so that the clean tensor has the scales of the rest
+    clean = faces_of(quantizer.quantize(x))
+    x[row, column] = bad
+    two_level = quantizer.rowwise_format.tensor_block is not None
+    for face, before in zip(faces_of(quantizer.quantize(x)), clean, strict=True):
+        values, expected = face.dequantize(), before.dequantize()
+        groups = [face.format.block] + [face.format.tensor_block] * (two_level and bad == bad)
+        touched = torch.zeros_like(values, dtype=torch.bool)
+        for block in groups:  # an Inf is also what the tensor scale sees; a NaN is not
+            touched[group_of(block, (row, column), face.axis)] = True
+        assert torch.equal(values[~touched], expected[~touched])
+        if bad == bad:
+            assert values.isfinite().all()
+        elif two_level:
+            assert torch.equal(values.isnan(), touched)  # FP4 has no NaN: the block has
+        else:
+            assert values.isnan().nonzero().tolist() == [[row, column]]
+
+
+def group_of(block, position, axis):
+    """Return the slices of the block that holds an element; ``block`` is ``(across, along)`` the contraction axis."""
+    extents = block if axis == -1 else block[::-1]
+    starts = [None if extent is None else p // extent * extent for p, extent in zip(position, extents, strict=True)]
+    return tuple(slice(None) if s is None else slice(s, s + e) for s, e in zip(starts, extents, strict=True))
 
 
 def faces_of(h):
