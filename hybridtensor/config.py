@@ -104,6 +104,7 @@ _CHANGES: dict[str, Change] = {
     "no_hadamard": _change(NVFP4Quantizer, hadamard=False),
     "row_scaled_input": lambda role, quantizer: _row_scaled(role, quantizer),
     "rowwise_dequantized": _of_rowwise,
+    "rowwise_dequantized_weight": lambda role, q: _of_rowwise(role, q) if role == "weight" else q,
 }
 
 
@@ -247,7 +248,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         ``save_original_input``. Options: ``pow2_scale``, ``fp32_scale`` (of current scaling), ``most_recent`` (delayed
         scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest`` (rounding),
         ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward), ``rowwise_dequantized`` (columnwise faces of
-        input and weight from what the forward saw).
+        input and weight from what the forward saw), ``rowwise_dequantized_weight`` (of the weight only).
 
         Raises:
             TypeError: If ``spec`` is not a string.

@@ -211,6 +211,8 @@ class TestRecipes:
             "fp8_delayed": "fp8_delayed", "fp8_block": "fp8_block", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
             "mxfp8_dequantized_backward": "mxfp8+dequantized", "nvfp4_dequantized_backward": "nvfp4+dequantized",
             "high_precision_fwd_mxfp8_bwd": "bf16/mxfp8/mxfp8",
+            "nvfp4_1d_weight": "nvfp4+one_d+rowwise_dequantized_weight",
+            "mxfp8_fwd_nvfp4_bwd": "mxfp8/nvfp4/nvfp4+one_d+rowwise_dequantized_weight",
             "nvfp4_fwd_mxfp8_bwd": "nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized",
             "nvfp4_row_scaled_fwd_mxfp8_bwd": "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
         }.items():  # fmt: skip
