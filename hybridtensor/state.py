@@ -360,7 +360,7 @@ def _update_equally_long(states: list[LayerState], last: Tensor) -> None:
     first = torch.tensor([length - rule.history_length for rule in rules], device=device)[:, None]
     position = torch.arange(length, device=device)
     seen = last != 0
-    amax = torch.where(newest, last, torch.where(position >= first, rolled, 0.0).amax(dim=1))
+    amax = torch.where(newest, last, rolled.amax(dim=1))  # what is older than a history is zero
     usable = seen & amax.isfinite() & (amax > 0)
     current = torch.cat([_of(state.scale) for state in states])
     factor = torch.where(usable, target / amax, current).clamp(max=_FP32_MAX)

@@ -299,6 +299,20 @@ class TestForgottenStep:
 
 
 class TestStochasticRounding:
+    def test_draws_anew_after_a_step_and_only_then(self, device):
+        net, x, g = model("nvfp4", device=device), random_tensor(64, 32, device=device), random_tensor(64, 32, seed=1)
+        grads = []
+        for steps in (0, 0, 1, 0):
+            for _ in range(steps):
+                ht.step_(net)
+            net.zero_grad()
+            net(x).backward(g.to(device))
+            grads.append(net[0].weight.grad.clone())
+        assert torch.equal(grads[0], grads[1])
+        assert not torch.equal(grads[1], grads[2])
+        assert torch.equal(grads[2], grads[3])
+        assert net[0].quantization_state.rounding[1] == 1
+
     def test_draws_by_layer_name_and_step(self):
         runs = [train(net, torch.optim.SGD(net.parameters(), lr=10.0), 3) for net in (model("nvfp4"), model("nvfp4"))]
         assert runs[0] == runs[1]

@@ -139,6 +139,14 @@ def test_per_tensor_shards_with_the_whole_amax_agree(values):
         assert torch.equal(part_scale, scale)
 
 
+@pytest.mark.parametrize("fmt", [formats.FP8_E4M3_1X128, formats.FP8_E5M2_128X128], ids=str)
+def test_formats_with_power_of_two_scales_need_no_telling(fmt):
+    x = random_tensor(130, 140)
+    for told, untold in zip(float8_quantize(x, fmt, pow2_scale=True), float8_quantize(x, fmt), strict=True):
+        assert torch.equal(told.view(torch.uint8), untold.view(torch.uint8))
+    assert (torch.frexp(float8_quantize(x, fmt)[1]).mantissa == 0.5).all()
+
+
 @pytest.mark.parametrize("fmt", [formats.FP8_E4M3_TENSOR, formats.FP8_E5M2_ROW, formats.FP8_E4M3_128X128], ids=str)
 def test_operator_is_well_registered(fmt, device):
     x = random_tensor(6, 10, device=device)

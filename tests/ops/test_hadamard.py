@@ -63,6 +63,14 @@ def test_the_matrix_is_torchaos(device):
     assert ((ours.float() - other.float()).abs() <= 2.0**-7 * ours.float().abs()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_largest_values_saturate(dtype, device):
+    largest = torch.finfo(dtype).max
+    rows = torch.from_numpy(np.sign(matrix().T)).to(dtype) * largest  # each row adds up in one place
+    rotated = rotate(rows.to(device)).float()
+    assert torch.equal(rotated, torch.eye(16, device=device) * torch.finfo(torch.bfloat16).max)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16))
 def test_finite_stays_finite(values):

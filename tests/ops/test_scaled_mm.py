@@ -130,6 +130,26 @@ def test_a_tensor_scale_multiplies_the_product(device):
     assert torch.equal(doubled, 2 * plain)
 
 
+@pytest.mark.parametrize("fmt", [BLOCKS, SQUARES, MX, MX_SQUARES, NV, NV_SQUARES, NV_ROWS, TENSOR, ROW], ids=str)
+def test_values_in_bfloat16_times_the_factor_are_exact(fmt, device):
+    operand, values = face(random_tensor(64, 128, device=device), fmt)
+    factor = operand.factor()
+    assert not operand.scales_partial_sums
+    got = operand.values(torch.bfloat16).double() * (1 if factor is None else factor.double())
+    torch.testing.assert_close(got, values, rtol=2.0**-23, atol=0)  # the factor's own rounding
+
+
+@pytest.mark.parametrize("fmt", [BLOCKS_FP32, SQUARES_FP32], ids=str)
+def test_fp32_block_scales_stay_out_of_bfloat16_values(fmt, device):
+    operand, values = face(random_tensor(130, 256, device=device), fmt)
+    assert operand.scales_partial_sums
+    for start in (0, 128):
+        codes = operand.values(torch.bfloat16)[:, start : start + 128].double()
+        assert torch.equal(codes * operand.block_factor(start, start + 128).double(), values[:, start : start + 128])
+    with pytest.raises(ValueError, match=r"\[64, 192\) crosses a block of 128"):
+        operand.block_factor(64, 192)
+
+
 def test_values_with_their_block_scales_are_exact_in_bfloat16():
     """Why emulation may multiply in BF16: every code under every scale, as long as bf16's exponent reaches."""
     bytes_ = np.arange(256, dtype=np.uint8)
