@@ -6,6 +6,7 @@ from torch import nn
 
 import hybridtensor as ht
 from hybridtensor.config import GEMMS
+from hybridtensor.explain import saved_bytes_per_token
 from hybridtensor.ops import select_backend
 
 
@@ -60,3 +61,9 @@ def test_prints_a_table(capsys):
 def test_a_module_is_required():
     with pytest.raises(TypeError, match="a module is required, got str"):
         ht.explain("model")
+
+
+def test_square_blocks_of_the_input_count_their_scales_once():
+    square = ht.Float8Quantizer(granularity="block", block=(128, 128))
+    config = ht.HybridConfig(input=square, weight=square, grad_output=square)
+    assert saved_bytes_per_token(config, 300, torch.bfloat16) == 300 + 3 * 4 / 128

@@ -173,6 +173,22 @@ class TestDelayedScaling:
         assert (state.scale != 1).all()
         assert of(state, "weight_columnwise").scale != of(state, "weight_rowwise").scale
 
+    def test_a_change_of_recipe_keeps_what_stays(self, device):
+        net = model(device=device)
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 3, device=device)
+        state = net[2].quantization_state
+        before = {slot: vars(of(state, slot)) for slot in state.slots}
+        net[2](random_tensor(64, 64, device=device)).sum().backward()  # amaxes of a step under way
+        amax = of(state, "weight").amax.clone()
+        longer = DelayedFloat8Quantizer("e5m2", history_length=6)
+        ht.set_config_(net, HybridConfig(input=ht.MXFP8Quantizer(), weight=DELAYED.weight, grad_output=longer))
+        assert state is net[2].quantization_state
+        assert state.slots == ("weight", "grad_output")
+        assert of(state, "weight").scale == before["weight"]["scale"] != 1
+        assert of(state, "weight").amax == amax != 0
+        assert of(state, "weight").history.tolist() == [0.0, 0.0, *before["weight"]["history"].tolist()]
+        assert of(state, "grad_output").scale == 1  # another rule: a fresh start
+
     def test_training_goes_as_with_current_scaling(self, device):
         """With the most recent amax of a constant batch, delayed scaling becomes current scaling.
 
