@@ -1,8 +1,8 @@
-"""The scale layout of Blackwell's matrix units against the formula of its documentation, and against torch's own."""
+"""The scale layout of Blackwell's matrix units against the formula of its documentation, and against torchao's."""
 
 import pytest
 import torch
-from torch.testing._internal.common_quantized import to_blocked
+from torchao.prototype.mx_formats.utils import to_blocked
 
 from hybridtensor.ops.swizzle import swizzle_32_4_4
 
