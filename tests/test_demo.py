@@ -38,6 +38,16 @@ def test_trains_saves_resumes_and_reports(tmp_path):
         assert 0.45 < r["linear_input_bytes"] / base["linear_input_bytes"] < 0.55
 
 
+def test_accepts_every_recipe(tmp_path):
+    names = [name for name in ht.recipes.RECIPES if name != "bf16"]
+    run = demo("--size", "tiny", "--steps", 2, "--data", TRAIN.parent, "--recipes", ",".join(names), "--out", tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("bitwise the same") == len(names) + 1
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert [r["recipe"] for r in record["results"]] == ["bf16", *names]
+    assert len({tuple(r["losses"]) for r in record["results"]}) > len(names) // 2  # some share a forward
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -91,17 +91,44 @@ def test_agrees_with_torchao_on_random_data(dtype, element, device):
     assert torch.equal(ours.view(torch.uint8), codes.view(torch.uint8))
 
 
+def both(x):
+    """Return codes and scale bytes, ours and torchao's, of one block."""
+    scale, codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    ours, our_scale = mx_quantize(x, formats.MXFP8_E4M3)
+    as_bytes = [t.view(torch.uint8).flatten().tolist() for t in (ours, codes, our_scale, scale)]
+    return (as_bytes[0], as_bytes[2][0]), (as_bytes[1], as_bytes[3][0])
+
+
+def test_agrees_with_torchao_at_the_edges_but_for_those_below(device):
+    ones = torch.ones(1, 32, device=device)
+    with_inf = ones.clone()
+    with_inf[0, 1] = float("inf")
+    for x in (ones * 0, -ones * 0, ones * 448, ones * 3.5, ones * 3e38, ones * 2.0**-118, ones * 2.0**-140, with_inf):
+        ours, theirs = both(x)
+        assert ours == theirs
+
+
 def test_known_disagreements_with_torchao(device):
-    """Tiny blocks: torchao loses what fp32 holds only as a subnormal scale."""
-    tiny = torch.full((1, 32), 2.0**-140, device=device)
-    scale, codes = to_mx(tiny, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-    ours, our_scale = mx_quantize(tiny, formats.MXFP8_E4M3)
-    same = torch.equal(scale.view(torch.uint8), our_scale.view(torch.uint8)) and torch.equal(
-        codes.view(torch.uint8), ours.view(torch.uint8)
-    )
-    value = dequantize(ours, our_scale, None, format=formats.MXFP8_E4M3, dtype=torch.float32)
-    assert value.eq(0).all()  # 2^-140 is below half of the smallest value, 2^-9 * 2^-127
-    assert same
+    """Where its RCEIL mode is not what NVIDIA's kernels do."""
+    ones = torch.ones(1, 32, device=device)
+    # just above max * 2^k the scale must go up, or the value is cut off: torchao rounds the amax first
+    for value in (1.75, 3.5, 7.0):
+        (codes, scale), (their_codes, their_scale) = both(torch.nextafter(ones * value, ones * 1e9))
+        assert scale == their_scale + 1
+        assert (codes[0], their_codes[0]) == (118, 126)
+    # below 2^-118 the scale is 2^-127, whose reciprocal torchao takes for zero: it loses the block
+    for exponent in (-119, -126, -133):
+        (codes, scale), (their_codes, their_scale) = both(ones * 2.0**exponent)
+        assert scale == their_scale == 0
+        assert codes[0] != 0
+        assert their_codes[0] == 0
+    # a NaN makes torchao's whole block NaN; here it stays alone
+    with_nan = ones.clone()
+    with_nan[0, 1] = float("nan")
+    (codes, scale), (their_codes, their_scale) = both(with_nan)
+    assert (scale, their_scale) == (119, 255)
+    assert codes.count(127) == 1
+    assert their_codes.count(127) == 32
 
 
 def test_edge_policy(device):
