@@ -122,13 +122,12 @@ def test_known_disagreements_with_torchao(device):
         assert scale == their_scale == 0
         assert codes[0] != 0
         assert their_codes[0] == 0
-    # a NaN makes torchao's whole block NaN; here it stays alone
+    # a NaN makes torchao's whole block NaN through its scale; here it stays alone
     with_nan = ones.clone()
     with_nan[0, 1] = float("nan")
-    (codes, scale), (their_codes, their_scale) = both(with_nan)
+    (codes, scale), (_, their_scale) = both(with_nan)
     assert (scale, their_scale) == (119, 255)
     assert codes.count(127) == 1
-    assert their_codes.count(127) == 32
 
 
 def test_edge_policy(device):
