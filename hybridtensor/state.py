@@ -145,6 +145,7 @@ class LayerState(nn.Module):
             return
         kept = [slot for slot, rule in zip(self.slots, self.rules, strict=True) if rules.get(slot) == rule]
         old = {slot: [t[self.slots.index(slot)] for t in self._per_slot()] for slot in kept}
+        self.version += 1
         self.slots, self.rules = tuple(rules), tuple(rules.values())
         self._allocate(device)
         for slot, values in old.items():
@@ -186,6 +187,8 @@ class LayerState(nn.Module):
             self.rounding.copy_(torch.tensor([self._key, 0]))
         for tensor, value in zip(self._per_slot(), (1.0, 0.0, 0.0), strict=False):
             tensor.fill_(value)
+        self.version += 1
+        self._seen = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights."""
@@ -207,8 +210,9 @@ class LayerState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if not any(key.startswith(prefix) for key in state_dict):
             del missing[known:]
-        if self.amax is not None:
-            self.amax.zero_()
+            self.reset_parameters()
+        if self.scale is not None:
+            self.amax = torch.zeros_like(self.scale, dtype=torch.float32)
         self.version += 1
         self._seen = None
 

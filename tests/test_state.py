@@ -275,9 +275,25 @@ class TestDelayedScaling:
         net = model()
         net.load_state_dict(plain.state_dict())
         assert torch.equal(net[0].weight.dequantize(), plain[0].weight)
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2)
+        net.load_state_dict(plain.state_dict())
+        assert all((layer.quantization_state.scale == 1).all() for layer in (net[0], net[2]))
+        assert all((layer.quantization_state.amax_history == 0).all() for layer in (net[0], net[2]))
         partial = {k: v for k, v in net.state_dict().items() if "history" not in k}
         with pytest.raises(RuntimeError, match=r"Missing key.*quantization_state\.amax_history"):
             net.load_state_dict(partial)
+
+    def test_a_change_of_recipe_and_back_remakes_the_weights_faces(self):
+        net = model()
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2)
+        x = random_tensor(64, 32)
+        net(x)
+        ht.set_config_(net, "bf16")
+        ht.set_config_(net, DELAYED)
+        net(x).sum().backward()
+        row = net[0].weight.faces(rowwise=True, columnwise=False, dtype=torch.bfloat16)[0]
+        assert row.scale == 1
+        assert of(net[0].quantization_state, "weight").amax == net[0].weight.dequantize().abs().max()
 
     def test_persistent_weights(self, device):
         torch.manual_seed(0)
