@@ -9,6 +9,7 @@ Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction);
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,6 +190,18 @@ class LayerState(nn.Module):
             tensor.fill_(value)
         self.version += 1
         self._seen = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        """Copy everything but the group, which is shared, and what was seen of a weight that is not copied along."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        own = {name: value for name, value in self.__dict__.items() if name not in ("group", "_seen")}
+        new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the group, which belongs to this process, and what was seen of the weight."""
+        return self.__dict__ | {"group": None, "_seen": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights."""

@@ -463,6 +463,8 @@ class TestBadInput:
                 NVFP4Quantizer(two_d=True, **{option: True})
         with pytest.raises(ValueError, match="a history_length of at least 1 is required, got 0"):
             DelayedFloat8Quantizer(history_length=0)
+        with pytest.raises(ValueError, match="a margin from -64 to 64 is required, got 200"):
+            DelayedFloat8Quantizer(margin=200)
         with pytest.raises(ValueError, match="unknown algorithm 'maximum'; did you mean 'max'"):
             DelayedFloat8Quantizer(algorithm="maximum")
         with pytest.raises(TypeError, match=r"margin must be an integer, got 0.5"):

@@ -314,6 +314,12 @@ class TestForgottenStep:
         with pytest.raises(RuntimeError, match=r"layer '0': its recipe keeps state.*call hybridtensor\.step_\(model\)"):
             train(net, optimizer, 2, step_=lambda net: None)
 
+    def test_a_copy_in_the_middle_of_a_step_is_no_step(self):
+        net = model("nvfp4")
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2)
+        net(random_tensor(64, 32)).sum().backward()
+        copy.deepcopy(net)(random_tensor(64, 32)).sum().backward()
+
     def test_recipes_without_state_need_no_step(self):
         net = model("mxfp8")
         train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2, step_=lambda net: None)

@@ -16,6 +16,7 @@ def rotate(x: Tensor) -> Tensor:
     """Return ``x`` with every 16 values of its last dimension multiplied by ``diag(signs) @ H16 / 4``, in bfloat16.
 
     The sum runs in fp32 in the order of the fast transform, and is rounded once. Saturates: what was finite stays so.
+    An Inf makes all 16 values of its group Inf, a NaN makes them NaN.
 
     Args:
         x: ``[M, K]``, ``K % 16 == 0``.
@@ -25,7 +26,10 @@ def rotate(x: Tensor) -> Tensor:
     signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
     groups = x.float().unflatten(1, (-1, SIZE)) * (signs * 2.0**-4)  # times 1/16 first: no sum overflows
     rotated = _transform(groups) * 4.0
-    return rotated.clamp(-_BF16_MAX, _BF16_MAX).flatten(1).to(torch.bfloat16)
+    infinite = groups.isinf().any(-1, keepdim=True) & ~groups.isnan().any(-1, keepdim=True)
+    inf_minus_inf = rotated.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    rotated = torch.where(infinite, inf_minus_inf, rotated.clamp(-_BF16_MAX, _BF16_MAX))
+    return rotated.flatten(1).to(torch.bfloat16)
 
 
 def rotate_back(x: Tensor) -> Tensor:

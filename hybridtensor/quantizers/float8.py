@@ -60,6 +60,9 @@ class Float8Quantizer(OneFormatQuantizer):
         return *ops.float8_quantize(matrix, self.format, pow2_scale=bool(self.pow2_scale)), None
 
 
+_MAX_MARGIN = 64  # beyond, scales would leave fp32 for ordinary values
+
+
 @dataclass(frozen=True)
 class DelayedFloat8Quantizer(OneFormatQuantizer):
     """FP8 with delayed scaling: one scale per tensor, from the amaxes of past steps.
@@ -92,6 +95,8 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
         require_choice(who, "dtype", self.dtype, ("e4m3", "e5m2"))
         require_choice(who, "algorithm", self.algorithm, ("max", "most_recent"))
         require_int(who, margin=self.margin, history_length=self.history_length)
+        if not -_MAX_MARGIN <= self.margin <= _MAX_MARGIN:
+            raise ValueError(f"{who}: a margin from -{_MAX_MARGIN} to {_MAX_MARGIN} is required, got {self.margin}")
         if self.history_length < 1:
             raise ValueError(f"{who}: a history_length of at least 1 is required, got {self.history_length}")
 

@@ -77,6 +77,19 @@ def test_finite_stays_finite(values):
     assert rotate(torch.tensor([values])).isfinite().all()
 
 
+def test_inf_and_nan_fill_their_group_and_no_other(device):
+    x = random_tensor(3, 48, device=device)
+    clean = rotate(x)
+    x[0, 3], x[1, 20], x[1, 21], x[2, 40], x[2, 41] = (float(v) for v in ("inf", "inf", "-inf", "inf", "nan"))
+    rotated = rotate(x)
+    assert rotated[0, :16].isinf().all()
+    assert rotated[1, 16:32].isinf().all()
+    assert rotated[2, 32:].isnan().all()
+    for row, groups in ((0, (1, 2)), (1, (0, 2)), (2, (0, 1))):
+        for i in groups:
+            assert torch.equal(rotated[row, 16 * i : 16 * i + 16], clean[row, 16 * i : 16 * i + 16])
+
+
 def test_the_product_of_rotated_operands_is_the_product(device):
     a, b = (torch.randint(-8, 9, (n, 32), device=device).float() for n in (5, 7))
     exact = a.double() @ b.double().t()

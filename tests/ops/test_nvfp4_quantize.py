@@ -138,6 +138,18 @@ def test_known_disagreement_with_torchao_an_all_zero_tensor(device):
     assert amax.item() == 2688
 
 
+@pytest.mark.parametrize("fmt", [formats.NVFP4, formats.NVFP4_HADAMARD], ids=str)
+def test_an_inf_leaves_other_blocks_at_tensor_scale_one(fmt, device):
+    x = random_tensor(64, 64, device=device)
+    x[5, 7] = float("inf")
+    qdata, scale, tensor_scale = nvfp4_quantize(x, fmt)
+    values = dequantize(qdata, scale, tensor_scale, format=fmt, dtype=torch.float32)
+    assert tensor_scale.item() == 2688
+    assert values.isfinite().all()
+    x[5, :16] = values[5, :16] = 0
+    assert (values - x.float()).norm() < 0.2 * x.float().norm()
+
+
 def test_edge_policy(device):
     ordinary = torch.linspace(-4, 4, 32)
     nan, inf = ordinary.clone(), ordinary.clone()
