@@ -161,7 +161,11 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                     f"HybridConfig: a quantizer is required for {role}, got {getattr(self, role)!r}; "
                     "use IdentityQuantizer() for high precision"
                 )
+        if not isinstance(self.save_original_input, bool):
+            raise TypeError(f"HybridConfig: save_original_input is True or False, got {self.save_original_input!r}")
         self._apply_override()
+        for role in ROLES:
+            object.__setattr__(self, role, _simplified(getattr(self, role)))
         self._check_repeatable()
         for gemm in GEMMS:
             try:
@@ -263,21 +267,37 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                 "HybridConfig.parse: one format, or three for output/grad_input/grad_weight, are required, "
                 f"got {spec!r}"
             )
-        output, grad_input, grad_weight = words * 3 if len(words) == 1 else words
-        roles: dict[str, Any] = _roles_by_gemm(output=output, grad_input=grad_input, grad_weight=grad_weight)
-        policies: dict[str, Any] = {}
+        policies = _policies(modifiers, spec)
+        if "backward_override" in policies and words[1:] not in ([], words[:1] * 2, ["bf16"] * 2):
+            raise ValueError(
+                "HybridConfig.parse: a backward override replaces the formats of grad_input and grad_weight, got "
+                f"{spec!r}; name the format of output only"
+            )
+        config = cls._from_words(words, modifiers, policies)
+        for i, modifier in enumerate(modifiers):
+            if modifier in _CHANGES and config == cls._without(i, words, modifiers, policies):
+                raise ValueError(f"HybridConfig.parse: {modifier!r} changes nothing in {spec!r}; drop it")
+        return config
+
+    @classmethod
+    def _from_words(cls, words: list[str], modifiers: list[str], policies: dict[str, Any]) -> HybridConfig:
+        """Build what ``parse`` read."""
+        roles = _roles_by_gemm(**dict(zip((gemm.name for gemm in GEMMS), words * (3 // len(words)), strict=True)))
         for modifier in modifiers:
             if modifier in _CHANGES:
-                roles = _changed(roles, modifier, spec)
-                continue
-            if modifier not in _POLICIES:
-                known = [*_POLICIES, *_CHANGES]
-                raise ValueError(f"HybridConfig.parse: unknown modifier {modifier!r}; {nearest(modifier, known)}")
-            name, value = _POLICIES[modifier]
-            if name in policies:
-                raise ValueError(f"HybridConfig.parse: one {name} is possible, got several in {spec!r}")
-            policies[name] = value
-        return cls(**roles, **policies)
+                roles = {role: _CHANGES[modifier](role, quantizer) for role, quantizer in roles.items()}
+        return cls(**roles, **policies)  # type: ignore[arg-type]
+
+    @classmethod
+    def _without(
+        cls, index: int, words: list[str], modifiers: list[str], policies: dict[str, Any]
+    ) -> HybridConfig | None:
+        """Build what ``parse`` would read without a modifier, or None if that is no config."""
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return cls._from_words(words, modifiers[:index] + modifiers[index + 1 :], policies)
+        except ValueError:
+            return None
 
     def formats(self, gemm: Gemm) -> tuple[Format, Format]:
         """Return the formats that ``gemm`` multiplies, left and right."""
@@ -314,12 +334,20 @@ def _roles_by_gemm(**chosen: str | Quantizer) -> dict[str, Quantizer]:
     return {role: _merge(faces[role, "rowwise"], faces[role, "columnwise"]) for role in ROLES}
 
 
-def _changed(roles: dict[str, Quantizer], modifier: str, spec: str) -> dict[str, Quantizer]:
-    """Apply a modifier that changes quantizers; one that finds nothing to change is a mistake."""
-    changed = {role: _CHANGES[modifier](role, quantizer) for role, quantizer in roles.items()}
-    if changed == roles:
-        raise ValueError(f"HybridConfig.parse: {modifier!r} changes nothing in {spec!r}; drop it")
-    return changed
+def _policies(modifiers: list[str], spec: str) -> dict[str, Any]:
+    """Return the fields that modifiers set, after checking that all are known."""
+    policies: dict[str, Any] = {}
+    for modifier in modifiers:
+        if modifier in _CHANGES:
+            continue
+        if modifier not in _POLICIES:
+            known = [*_POLICIES, *_CHANGES]
+            raise ValueError(f"HybridConfig.parse: unknown modifier {modifier!r}; {nearest(modifier, known)}")
+        name, value = _POLICIES[modifier]
+        if name in policies:
+            raise ValueError(f"HybridConfig.parse: one {name} is possible, got several in {spec!r}")
+        policies[name] = value
+    return policies
 
 
 def _row_scaled(role: str, quantizer: Quantizer) -> Quantizer:
@@ -334,8 +362,11 @@ def _row_scaled(role: str, quantizer: Quantizer) -> Quantizer:
 
 
 def _merge(rowwise: Quantizer, columnwise: Quantizer, source: str = "original") -> Quantizer:
-    same = source == "original" and rowwise == columnwise and not isinstance(rowwise, HybridQuantizer)
-    return rowwise if same else HybridQuantizer(rowwise, columnwise, source)
+    return HybridQuantizer(rowwise, columnwise, source).simplified()
+
+
+def _simplified(quantizer: Quantizer) -> Quantizer:
+    return quantizer.simplified() if isinstance(quantizer, HybridQuantizer) else quantizer
 
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:

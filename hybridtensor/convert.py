@@ -305,6 +305,8 @@ def _keep_recipe_on_assign(
         return
     value = state_dict[key].detach()
     config = weight.config
+    if isinstance(weight.layer, LayerState):
+        weight.layer.materialize_(value.device)
     if isinstance(weight, MasterWeight):
         plain = value.dequantize() if is_converted(value) else value
         state_dict[key] = MasterWeight(plain, config).like(weight)

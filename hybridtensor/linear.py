@@ -179,7 +179,7 @@ def _note_training_use(weight: Weight) -> None:
     """Let the layer's state check that it was advanced with the weight."""
     layer = weight.layer
     if isinstance(layer, LayerState) and not layer.is_empty and isinstance(weight, MasterWeight):
-        layer.note_training_use(weight.version)
+        layer.note_training_use(weight.writes, weight.version)
 
 
 def _take_apart(face: Face | Tensor | None) -> tuple[list[Tensor], Structure | None]:

@@ -259,7 +259,11 @@ def from_name(name: str) -> HybridConfig:
     try:
         return HybridConfig.parse(name)
     except ValueError as error:
-        raise ValueError(f"{error}; or a recipe: {nearest(name, RECIPES)}") from None
+        hint = "" if "+" in name else f"; or a recipe: {nearest(name, RECIPES)}"
+        recipe = name.partition("+")[0]
+        if f"unknown format {recipe!r}" in str(error) and recipe in RECIPES:
+            hint = f"; or the recipe {recipe!r}, which takes no modifiers"
+        raise ValueError(f"{error}{hint}") from None
 
 
 def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]:

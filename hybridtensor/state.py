@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 _FP32_MAX = torch.finfo(torch.float32).max
 ROLES = ("input", "weight", "grad_output")
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
+_FORGIVEN_CHANGES = 2  # of a weight without step_: loading, initializing late, sharpness-aware steps
 MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
 
 
@@ -84,6 +86,7 @@ class LayerState(nn.Module):
         scale: Buffer fp32 ``[S]``, what values are multiplied with before a delayed cast; None without such.
         amax_history: Buffer fp32 ``[S, L]``, the amaxes of past steps, the newest last. A history shorter than the
             longest uses the last entries; the first entry of each is always free.
+        layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it holds.
         amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer: DistributedDataParallel overwrites
             buffers with those of rank 0.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
@@ -95,6 +98,7 @@ class LayerState(nn.Module):
     rounding: Tensor | None
     scale: Tensor | None
     amax_history: Tensor | None
+    layout: Tensor | None
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -105,8 +109,10 @@ class LayerState(nn.Module):
         self.amax: Tensor | None = None
         self.group: dist.ProcessGroup | None = None
         self.version = 0
-        self._seen: tuple[Any, int] | None = None
-        for buffer in ("rounding", "scale", "amax_history"):
+        self._left: Tensor | None = None  # a counter that no recipe needs at the moment
+        self._seen: tuple[Any, Any, int] | None = None
+        self._unstepped = 0
+        for buffer in ("rounding", "scale", "amax_history", "layout"):
             self.register_buffer(buffer, None)
 
     @classmethod
@@ -139,9 +145,10 @@ class LayerState(nn.Module):
     def require(self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device) -> None:
         """Have exactly the scales of ``rules``, by slot, and a counter if ``stochastic``; keep those that stay."""
         if not stochastic:
-            self.rounding = None
+            self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
-            self.rounding = torch.tensor([self._key, 0], device=device)
+            fresh = torch.tensor([self._key, 0], device=device)
+            self.rounding, self._left = fresh if self._left is None else self._left.to(device), None
         if rules == dict(zip(self.slots, self.rules, strict=True)):
             return
         kept = [slot for slot, rule in zip(self.slots, self.rules, strict=True) if rules.get(slot) == rule]
@@ -159,37 +166,53 @@ class LayerState(nn.Module):
     def _allocate(self, device: torch.device) -> None:
         """Make the tensors of the delayed scales: scale 1, no history."""
         if not self.slots:
-            self.scale = self.amax_history = self.amax = None
+            self.scale = self.amax_history = self.amax = self.layout = None
             return
         length = max(rule.history_length for rule in self.rules)
         self.scale = torch.ones(len(self.slots), device=device)
         self.amax_history = torch.zeros(len(self.slots), length, device=device)
         self.amax = torch.zeros(len(self.slots), device=device)
+        self.layout = torch.tensor([self._layout()], device=device)
+
+    def _layout(self) -> int:
+        """Return 64 bits that are equal for equal slots and rules."""
+        return _hash(repr(list(zip(self.slots, self.rules, strict=True))))
 
     def _per_slot(self) -> list[Tensor]:
         return [t for t in (self.scale, self.amax, self.amax_history) if t is not None]
 
-    def note_training_use(self, weight_version: Any) -> None:
-        """Raise if the weight was stepped since its last use in training and this state was not.
+    def note_training_use(self, weight: Any, weight_version: Any) -> None:
+        """Raise if a weight was changed again and again between its uses in training, and this state never advanced.
+
+        Args:
+            weight: What stands for the memory of the weight.
+            weight_version: What changes with every write to it.
 
         Raises:
             RuntimeError: If so: scales and draws would stay those of one step for ever.
         """
-        if self._seen is not None and self._seen[0] != weight_version and self._seen[1] == self.version:
+        seen, self._seen = self._seen, (weight, weight_version, self.version)
+        if seen is None or seen[0] is not weight or seen[2] != self.version or not self.training:
+            self._unstepped = 0
+        elif seen[1] != weight_version:
+            self._unstepped += 1
+        if self._unstepped > _FORGIVEN_CHANGES:
             raise RuntimeError(
-                f"layer {self.name!r}: its recipe keeps state, which must advance with the weight, got a changed "
-                "weight and no step_; call hybridtensor.step_(model) after every optimizer.step()"
+                f"layer {self.name!r}: its recipe keeps state, which must advance with the weight, got a weight that "
+                f"changed {self._unstepped} times and no step_; call hybridtensor.step_(model) after every "
+                "optimizer.step()"
             )
-        self._seen = weight_version, self.version
 
     def reset_parameters(self) -> None:
         """Start again: step 0, scale 1, no history."""
         if self.rounding is not None:
             self.rounding.copy_(torch.tensor([self._key, 0]))
+        if self.layout is not None:
+            self.layout.fill_(self._layout())
         for tensor, value in zip(self._per_slot(), (1.0, 0.0, 0.0), strict=False):
             tensor.fill_(value)
         self.version += 1
-        self._seen = None
+        self._seen = self._left = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         """Copy everything but the group, which is shared, and what was seen of a weight that is not copied along."""
@@ -214,20 +237,43 @@ class LayerState(nn.Module):
         if self.amax is not None:
             moved = fn(self.amax)
             self.amax = moved if moved.dtype == torch.float32 else self.amax.to(moved.device)
+        self._seen = None
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load; a checkpoint without any state, of a plain model, leaves a fresh one."""
-        missing: list[str] = args[2]
-        known = len(missing)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        errors: list[str] = args[-1]
         if not any(key.startswith(prefix) for key in state_dict):
-            del missing[known:]
             self.reset_parameters()
-        if self.scale is not None:
-            self.amax = torch.zeros_like(self.scale, dtype=torch.float32)
+        elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            self._to_fp32()
         self.version += 1
         self._seen = None
+
+    def _fits(self, layout: Tensor | None, prefix: str, errors: list[str]) -> bool:
+        """Whether a checkpoint's scales are those of this recipe; note an error if they are not."""
+        if layout is None or self.layout is None or layout.is_meta or int(layout) == self._layout():
+            return True  # what is missing or too much is an error without us
+        scales = ", ".join(f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True))
+        errors.append(
+            f"{prefix[:-1]}: a checkpoint of the same delayed scales is required, ({scales}), got one of others; "
+            "load it into a model with its own recipe, then change recipes with set_config_"
+        )
+        return False
+
+    def materialize_(self, device: torch.device) -> None:
+        """Give what is on the meta device memory, and start fresh."""
+        if any(b.is_meta for b in self.buffers()):
+            self.to_empty(device=device)
+            self.reset_parameters()
+
+    def _to_fp32(self) -> None:
+        """Undo what a checkpoint in another dtype brought, and start the maximum of the step under way."""
+        for name in ("scale", "amax_history"):
+            if self._buffers[name] is not None:
+                self._buffers[name] = _of(self._buffers[name]).float()
+        self.amax = None if self.scale is None else torch.zeros_like(self.scale)
 
     def extra_repr(self) -> str:
         """Show what is kept."""
@@ -237,9 +283,12 @@ class LayerState(nn.Module):
 
 def _key_of(name: str | None) -> int:
     """Return 64 bits, as a signed number, from a layer's name."""
-    if name is None:
-        return int(torch.randint(-(2**63), 2**63 - 1, ()))
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+    return int(torch.randint(-(2**63), 2**63 - 1, ())) if name is None else _hash(name)
+
+
+def _hash(text: str) -> int:
+    """Return 64 bits, as a signed number."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 class Context(NamedTuple):
@@ -249,7 +298,7 @@ class Context(NamedTuple):
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         state: State of the layer, or None for a tensor on its own.
         direction: Inside a hybrid, which of its quantizers is meant.
-        record: Whether delayed scaling takes note of this tensor: in training, not in evaluation.
+        record: Whether delayed scaling takes note of this tensor: where a gradient is needed.
     """
 
     role: str = "input"
@@ -283,7 +332,12 @@ def step_(model: nn.Module) -> nn.Module:
     """Advance what quantizers remember: call it once after every ``optimizer.step()``.
 
     Delayed scales follow from the amaxes of the step, reduced over the data-parallel group in one collective for all
-    layers; stochastic rounding moves to its next step. Does nothing for recipes without state.
+    layers; stochastic rounding moves to its next step. Does nothing for recipes without state, but all ranks of a
+    data-parallel group call it.
+
+    The microbatches of one step share a step of the random rounding: call it after each of them if their errors should
+    be independent, except with delayed scaling, whose scales follow once per optimizer step. A closure that an
+    optimizer evaluates many times (LBFGS) calls it itself.
 
     Args:
         model: A model that went through ``quantize_``, or a ``LayerState``.
@@ -302,15 +356,15 @@ def step_(model: nn.Module) -> nn.Module:
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
             torch._foreach_add_(counters, 1)
-        for group in dict.fromkeys(state.group for state in states):
-            _update_scales([state for state in states if state.group is group], group)
+        for group in dict.fromkeys(state.group for state in states) or [None]:
+            _update_scales(model, [state for state in states if state.group is group], group)
     for state in states:
         state.version += 1
     return model
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """Return the states of all layers of ``model``."""
+    """Return the states of all layers of ``model`` that keep something."""
     return [module for module in model.modules() if isinstance(module, LayerState)]
 
 
@@ -320,17 +374,18 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
     Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run does not depend on
     how many they are (given that a batch is split among them in order and evenly).
     """
-    for state in layer_states(model):
+    layers = (getattr(parameter, "layer", None) for parameter in model.parameters())  # also those that are empty now
+    for state in (*layer_states(model), *(layer for layer in layers if isinstance(layer, LayerState))):
         state.group = group
     return model
 
 
-def _update_scales(states: list[LayerState], group: dist.ProcessGroup | None) -> None:
+def _update_scales(model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None) -> None:
     """Update the delayed scales of one data-parallel group; one collective and some launches for all layers."""
     states = [state for state in states if state.scale is not None]
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
     if distributed:
-        _check_same_number(sum(len(state.slots) for state in states), group)
+        _check_same_number(model, sum(len(state.slots) for state in states), group)
     for device in dict.fromkeys(_of(state.scale).device for state in states):
         of_device = [state for state in states if _of(state.scale).device == device]
         amaxes = torch.cat([_of(state.amax) for state in of_device])
@@ -342,15 +397,16 @@ def _update_scales(states: list[LayerState], group: dist.ProcessGroup | None) ->
             _update_equally_long([of_device[i] for i in chosen], torch.cat([reduced[i] for i in chosen]))
 
 
-_checked: dict[Any, int] = {}
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
-def _check_same_number(number: int, group: dist.ProcessGroup | None) -> None:
+def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if not all have the same number of scales: the reduction would hang or mix layers up.
 
-    Asked once per group and number, so ranks must change their recipes together.
+    Asked once per model, group and number, so ranks must change their recipes together.
     """
-    if _checked.get(group) == number:
+    checked = _checked.setdefault(model, {})
+    if checked.get(group) == number:
         return
     numbers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(numbers, number, group=group)
@@ -359,7 +415,7 @@ def _check_same_number(number: int, group: dist.ProcessGroup | None) -> None:
             f"step_: ranks with the same number of delayed scales are required, got {numbers}; "
             "name the data-parallel ranks with set_data_parallel_group_"
         )
-    _checked[group] = number
+    checked[group] = number
 
 
 def _update_equally_long(states: list[LayerState], last: Tensor) -> None:
@@ -393,3 +449,6 @@ def _of(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("step_: a state with delayed scales is required, got none")
     return tensor
+
+
+torch.serialization.add_safe_globals([LayerState, DelayedRule])

@@ -36,6 +36,11 @@ CONFIGS += [UNSPELLABLE, HybridConfig.parse("fp8_rowwise+save_original_input")]
 @pytest.mark.parametrize("modifier", MODIFIERS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_str_parses_back_to_an_equal_config(spec, modifier):
+    output, *backward = spec.split("/")
+    if modifier in ("+high_precision", "+dequantized") and backward not in ([], [output, output], ["bf16", "bf16"]):
+        with pytest.raises(ValueError, match="replaces the formats of grad_input and grad_weight, got"):
+            HybridConfig.parse(spec + modifier)
+        return
     config = HybridConfig.parse(spec + modifier)
     assert HybridConfig.parse(str(config)) == config
     if not modifier.startswith(("+high", "+deq")):
@@ -233,3 +238,15 @@ class TestRecipes:
     def test_an_unknown_name_lists_specs_and_recipes(self):
         with pytest.raises(ValueError, match="did you mean 'fp8_dequantized_backward'"):
             recipes.from_name("fp8_dequantised_backward")
+
+
+def test_a_hybrid_of_one_quantizer_is_that_quantizer():
+    twice = HybridQuantizer(E4M3, E4M3)
+    assert HybridConfig(input=twice, weight=twice, grad_output=twice) == HybridConfig(E4M3, E4M3, E4M3)
+    nothing = HybridQuantizer(IdentityQuantizer(), E4M3, "rowwise_dequantized")
+    assert HybridConfig(nothing, E4M3, E4M3) == HybridConfig(HybridQuantizer(IdentityQuantizer(), E4M3), E4M3, E4M3)
+
+
+def test_save_original_input_is_true_or_false():
+    with pytest.raises(TypeError, match="save_original_input is True or False, got 'yes'"):
+        HybridConfig(E4M3, E4M3, E4M3, save_original_input="yes")

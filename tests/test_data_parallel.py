@@ -126,9 +126,17 @@ def scales_are_reduced(rank):
 
 
 def different_numbers_of_scales_raise_on_every_rank(rank):
-    model = stateful("fp8_delayed" if rank else "fp8_delayed/mxfp8/mxfp8")
-    with pytest.raises(RuntimeError, match=r"ranks with the same number of delayed scales are required, got \["):
-        ht.step_(model)
+    for other in ("fp8_delayed/mxfp8/mxfp8", "mxfp8"):
+        model = stateful("fp8_delayed" if rank else other)
+        with pytest.raises(RuntimeError, match=r"ranks with the same number of delayed scales are required, got \["):
+            ht.step_(model)
+
+
+def a_group_is_kept_for_recipes_to_come(rank):
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    model = ht.set_data_parallel_group_(stateful("mxfp8"), own)
+    ht.set_config_(model, "fp8_delayed")
+    assert model[0].quantization_state.group is own
 
 
 def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
@@ -159,6 +167,7 @@ def sharded(rank):
         ddp_with_state,
         scales_are_reduced,
         different_numbers_of_scales_raise_on_every_rank,
+        a_group_is_kept_for_recipes_to_come,
         random_rounding_does_not_depend_on_the_number_of_ranks,
         sharded,
     ],

@@ -230,9 +230,17 @@ def test_random_rounding_and_save_original_input_contradict_each_other():
 
 
 def test_modifiers_that_change_nothing_are_mistakes():
-    for spec in ("mxfp8+nearest", "fp8+fp32_scale", "bf16+rowwise_dequantized+one_d"):
+    for spec in (
+        "mxfp8+nearest", "fp8+fp32_scale", "bf16+rowwise_dequantized+one_d", "bf16+rowwise_dequantized",
+        "nvfp4+dequantized+nearest", "fp8+pow2_scale+fp32_scale", "nvfp4+nearest+nearest",
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="changes nothing in"):
             HybridConfig.parse(spec)
+
+
+def test_a_recipe_takes_no_modifiers():
+    with pytest.raises(ValueError, match="or the recipe 'fp8_dequantized_backward', which takes no modifiers"):
+        recipes.from_name("fp8_dequantized_backward+pow2_scale")
 
 
 class TestSchedule:

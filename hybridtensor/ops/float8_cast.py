@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.blocks import block_amax
 from hybridtensor.ops.float8_quantize import cast_saturating
-from hybridtensor.ops.library import define, require_float
+from hybridtensor.ops.library import define, require_device, require_float
 
 
 def float8_cast_reference(
@@ -54,11 +54,13 @@ def float8_cast(x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, f
 
     Raises:
         TypeError: If ``x`` is not a floating-point tensor of the dtypes above.
-        ValueError: If ``x`` is not a matrix, ``factors`` not fp32 with such an entry, or ``format`` not one of those.
+        ValueError: If ``x`` is not a matrix, ``factors`` not fp32 with such an entry, a tensor is on another
+            device, or ``format`` not one of those.
 
     Source: TransformerEngine's delayed scaling (common/cast/fp8).
     """
     require_float("float8_cast", x, rank=2)
+    require_device("float8_cast", x, factors=factors, amaxes=amaxes)
     if format.block != (None, None) or format.scale_dtype != torch.float32:
         raise ValueError(f"float8_cast: an FP8 format per tensor is required, got {format}")
     if factors.dtype != torch.float32 or factors.dim() != 1 or not 0 <= index < factors.shape[0]:

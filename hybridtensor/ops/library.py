@@ -36,3 +36,10 @@ def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None
         raise TypeError(f"{who}: bfloat16, float16 or float32 is required, got {x.dtype}; cast the tensor first")
     if rank is not None and x.dim() != rank:
         raise ValueError(f"{who}: {rank} dimensions are required, got shape {tuple(x.shape)}; flatten or unsqueeze it")
+
+
+def require_device(who: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise unless all tensors are on the device of ``x``."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{who}: {name} on {x.device} is required, as the tensor, got {tensor.device}; move it")

@@ -12,7 +12,7 @@ from hybridtensor.formats import E2M1_MAX, E4M3_MAX, Format, get_format
 from hybridtensor.ops.blocks import block_amax, block_has_nan, spread
 from hybridtensor.ops.float8_quantize import FP32_MAX
 from hybridtensor.ops.hadamard import rotate
-from hybridtensor.ops.library import define, require_float
+from hybridtensor.ops.library import define, require_device, require_float
 from hybridtensor.ops.philox import uniform16
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -121,18 +121,22 @@ def nvfp4_quantize(
 
     Returns:
         Bytes ``[M, K/2]`` with two codes each, the first in the low half; block scales ``float8_e4m3fn``,
-        ``format.scale_shape(M, K)``; and the tensor scale fp32 ``[T, 1]``, the amax (2688 where it is 0 or Inf). The
-        value is ``element * block scale * tensor scale / 2688``. A zero keeps its sign. An Inf saturates. E2M1 has no
-        NaN: a NaN makes the scale of its block NaN, and so every value of the block.
+        ``format.scale_shape(M, K)``;
+        and the tensor scale fp32 ``[T, 1]``, the amax (2688 where it is 0 or Inf). The value is ``element * block
+        scale * tensor scale / 2688``; an amax below 8e-36, whose factor would be beyond fp32, gives smaller values, as
+        NVIDIA's kernels do. A zero keeps its sign. An Inf saturates. E2M1 has no NaN: a NaN makes the scale of its
+        block NaN, and so every value of the block.
 
     Raises:
         TypeError: If ``x`` is not a floating-point tensor of the dtypes above.
-        ValueError: If ``x`` is not a matrix of whole blocks, or ``format`` is not an NVFP4 format.
+        ValueError: If ``x`` is not a matrix of whole blocks, ``rounding`` is on another device, or ``format`` is not an
+            NVFP4 format.
 
     Source: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh and custom_recipes/reference_nvfp4.py; NVIDIA,
     "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
     """
     require_float("nvfp4_quantize", x, rank=2)
+    require_device("nvfp4_quantize", x, rounding=rounding)
     if format.element != torch.float4_e2m1fn_x2:
         raise ValueError(f"nvfp4_quantize: an NVFP4 format is required, got {format}")
     format.check_shape(x.shape[0], x.shape[1])

@@ -49,7 +49,8 @@ class Operand(NamedTuple):
         elements = element_values(self.data, self.format)
         if self.format.block[1] is not None and self._scale_fits:
             elements = elements * spread(self.scale.float(), self.format.block, elements.shape)
-        return elements.to(dtype)
+        largest = torch.finfo(dtype).max  # rounding up to a power-of-two scale's grid can step just beyond it
+        return elements.clamp(-largest, largest).to(dtype)
 
     def factor(self) -> Tensor | None:
         """Return what multiplies the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""

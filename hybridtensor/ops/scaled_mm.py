@@ -123,10 +123,13 @@ def _sum_of_blocks(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tenso
 
 
 def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Return the factor of each element of the product; multiplied first: one may be huge, the other tiny."""
+    """Return the factor of each element of the product; multiplied first: one may be huge, the other tiny.
+
+    Saturates: beyond fp32 it would make NaN of a sum that is zero.
+    """
     if left is None or right is None:
         return left if right is None else right.t()
-    return left * right.t()
+    return (left * right.t()).clamp(max=torch.finfo(torch.float32).max)
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:

@@ -83,6 +83,12 @@ class HybridQuantizer(Quantizer):
         """Columnwise format of the columnwise quantizer."""
         return self.columnwise.columnwise_format
 
+    def simplified(self) -> Quantizer:
+        """Return the plain quantizer that makes the same faces, or this one without a source that means nothing."""
+        if isinstance(self.rowwise, IdentityQuantizer):  # what the forward saw is the original
+            return self.rowwise if self.columnwise == self.rowwise else HybridQuantizer(self.rowwise, self.columnwise)
+        return self.rowwise if self._is_plain else self
+
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
         """See ``Quantizer.delayed_rules``: one scale per direction, unless both directions are the same quantizer."""
         if self._is_plain:

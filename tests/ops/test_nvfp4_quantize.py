@@ -138,6 +138,11 @@ def test_known_disagreement_with_torchao_an_all_zero_tensor(device):
     assert amax.item() == 2688
 
 
+def test_the_counter_must_be_where_the_tensor_is():
+    with pytest.raises(ValueError, match="rounding on cpu is required, as the tensor, got meta; move it"):
+        nvfp4_quantize(torch.ones(16, 16), formats.NVFP4, rounding=torch.zeros(2, dtype=torch.int64, device="meta"))
+
+
 @pytest.mark.parametrize("fmt", [formats.NVFP4, formats.NVFP4_HADAMARD], ids=str)
 def test_an_inf_leaves_other_blocks_at_tensor_scale_one(fmt, device):
     x = random_tensor(64, 64, device=device)

@@ -122,6 +122,17 @@ def test_a_huge_and_a_tiny_scale_do_not_overflow(device):
     torch.testing.assert_close(got.double(), exact_a @ exact_b.t(), rtol=1e-6, atol=0)
 
 
+def test_finite_operands_of_any_size_give_no_nan(device):
+    huge = torch.full((4, 32), 3.39e38, device=device)
+    zero_sum = huge * torch.tensor([1.0, -1.0], device=device).repeat(16)
+    for fmt in (TENSOR, MX, MX_GRAD, NV, BLOCKS_FP32):
+        a, b = face(zero_sum, fmt)[0], face(huge, fmt)[0]
+        assert a.values(torch.bfloat16).isfinite().all()
+        if fmt.pow2_scale:
+            continue  # such scales are in the values, whose products are beyond fp32
+        assert (scaled_mm(a, b, out_dtype=torch.float32) == 0).all()
+
+
 def test_a_tensor_scale_multiplies_the_product(device):
     a, _ = face(random_tensor(8, 16, device=device), NV)
     b, _ = face(random_tensor(4, 16, device=device), ROW)
