@@ -122,9 +122,9 @@ def test_a_huge_and_a_tiny_scale_do_not_overflow(device):
     torch.testing.assert_close(got.double(), exact_a @ exact_b.t(), rtol=1e-6, atol=0)
 
 
-def test_finite_operands_of_any_size_give_no_nan(device):
-    huge = torch.full((4, 32), 3.39e38, device=device)
-    zero_sum = huge * torch.tensor([1.0, -1.0], device=device).repeat(16)
+def test_finite_operands_of_any_size_give_no_nan_in_emulation():
+    huge = torch.full((4, 32), 3.39e38)
+    zero_sum = huge * torch.tensor([1.0, -1.0]).repeat(16)
     for fmt in (TENSOR, MX, MX_GRAD, NV, BLOCKS_FP32):
         a, b = face(zero_sum, fmt)[0], face(huge, fmt)[0]
         assert a.values(torch.bfloat16).isfinite().all()
