@@ -314,18 +314,21 @@ class Context(NamedTuple):
         """Name of the delayed scale of this tensor."""
         return self.role if self.direction is None else f"{self.role}_{self.direction}"
 
-    def draws(self, direction: str, seed: int, rows: int, device: torch.device) -> tuple[Tensor, int, int]:
-        """Return what random rounding of a face needs: key and step, stream, and the index of the first row.
+    def stream(self, seed: int) -> int:
+        """Return the stream of random numbers of the rowwise face; the columnwise one has the next."""
+        return seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role)
+
+    def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return what random rounding needs: key and step, and the index of the first of ``rows``.
 
         The ranks of a data-parallel group hold the rows of one batch in order, as many each. On its own, without a
         layer, a tensor draws key and step from torch's generator.
         """
-        stream = seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role) + (direction == "columnwise")
         if self.state is None:
-            return torch.randint(2**63 - 1, (2,), device=device), stream, 0
+            return torch.randint(2**63 - 1, (2,), device=device), 0
         if self.state.rounding is None:
             raise ValueError(f"{self}: no counter for stochastic rounding; change recipes with set_config_")
-        return self.state.rounding, stream, self.state.rank * rows
+        return self.state.rounding, self.state.rank * rows
 
 
 def step_(model: nn.Module) -> nn.Module:

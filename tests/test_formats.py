@@ -12,8 +12,8 @@ import torch
 from hybridtensor import formats
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, IDENTITY, Format
 from hybridtensor.ops.dequantize import element_values
-from hybridtensor.ops.float8_quantize import cast_saturating
-from hybridtensor.ops.nvfp4_quantize import e2m1_encode
+from hybridtensor.ops.references.float8 import cast_saturating
+from hybridtensor.ops.references.nvfp4 import e2m1_encode
 
 CODECS = [
     pytest.param(FP8_E4M3_TENSOR, ml_dtypes.float8_e4m3fn, gfloat.formats.format_info_ocp_e4m3, id="e4m3"),

@@ -15,7 +15,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "formats", "ops", "kernels", "state", "subclasses", "quantizers", "torchao_compat", "config", "recipes",
+    "version", "formats", "kernels", "ops", "state", "subclasses", "quantizers", "torchao_compat", "config", "recipes",
     "linear", "optim", "distributed", "convert", "explain", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [

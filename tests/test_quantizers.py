@@ -24,8 +24,8 @@ from hybridtensor import (
     Quantizer,
 )
 from hybridtensor import QuantizedTensor as Leaf
-from hybridtensor.ops.hadamard import rotate
-from hybridtensor.ops.nvfp4_quantize import unpack
+from hybridtensor.ops.references.hadamard import rotate
+from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.testing import edge_tensor, float8_oracle, mx_oracle, nvfp4_oracle, random_tensor
 
 PLAIN = [

@@ -6,16 +6,19 @@ from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.ops.mx_quantize import mx_quantize
 from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
 from hybridtensor.ops.operand import Operand
+from hybridtensor.ops.quantize import Cast, quantize
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
 
 __all__ = [
     "Backend",
+    "Cast",
     "Operand",
     "dequantize",
     "float8_cast",
     "float8_quantize",
     "mx_quantize",
     "nvfp4_quantize",
+    "quantize",
     "scaled_mm",
     "select_backend",
 ]

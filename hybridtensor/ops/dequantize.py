@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
-from hybridtensor.ops.blocks import spread
-from hybridtensor.ops.hadamard import rotate_back
 from hybridtensor.ops.library import define
-from hybridtensor.ops.nvfp4_quantize import e2m1_decode, unpack
+from hybridtensor.ops.references.blocks import spread
+from hybridtensor.ops.references.hadamard import rotate_back
+from hybridtensor.ops.references.nvfp4 import e2m1_decode, unpack
 
 _LARGE, _SMALLER = 2.0**64, 2.0**-16  # beyond the first, amax times a block scale could overflow
 

@@ -8,34 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import Format, get_format
-from hybridtensor.ops.blocks import block_amax
-from hybridtensor.ops.float8_quantize import cast_saturating
-from hybridtensor.ops.library import define, require_device, require_float
-
-
-def float8_cast_reference(
-    x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, format: str
-) -> tuple[Tensor, Tensor]:
-    """Define ``float8_cast``."""
-    factor = factors[index]
-    if amaxes is not None:
-        slot = amaxes[index]
-        slot.copy_(torch.maximum(slot, block_amax(x, (None, None)).reshape(())))
-    return cast_saturating(x.float() * factor, get_format(format)), factor.reciprocal().reshape(1, 1)
-
-
-def _fake(x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, format: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=get_format(format).element), factors.new_empty((1, 1))
-
-
-# The schema is silent about the write to ``amaxes``: a maximum that is noted twice, or in any order, is the same, and
-# nothing reads it before the step ends. Declared, compiling would turn it into a copy of the parameter that carries it.
-_OP = define(
-    "float8_cast(Tensor x, Tensor factors, Tensor? amaxes, int index, str format) -> (Tensor, Tensor)",
-    reference=float8_cast_reference,
-    fake=_fake,
-)
+from hybridtensor.formats import Format
+from hybridtensor.ops.library import require_device, require_float
+from hybridtensor.ops.quantize import Cast, quantize
 
 
 def float8_cast(x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, format: Format) -> tuple[Tensor, Tensor]:
@@ -67,5 +42,5 @@ def float8_cast(x: Tensor, factors: Tensor, amaxes: Tensor | None, index: int, f
         raise ValueError(
             f"float8_cast: fp32 factors with an entry {index} are required, got {factors.dtype} {tuple(factors.shape)}"
         )
-    codes, scale = _OP(x, factors, amaxes, index, format.name)
+    codes, scale = quantize(x, row=Cast(format.name, slot=index), factors=factors, amaxes=amaxes)
     return codes, scale

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.blocks import spread
 from hybridtensor.ops.operand import Operand
+from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.swizzle import swizzle_32_4_4
 
 Version = tuple[int, int]

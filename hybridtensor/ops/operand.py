@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.blocks import spread
 from hybridtensor.ops.dequantize import element_values
+from hybridtensor.ops.references.blocks import spread
 
 
 class Operand(NamedTuple):

@@ -1,6 +1,6 @@
 """Quantizers: frozen, compared by value; one file per family of formats."""
 
-from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, Quantizer, tokens
+from hybridtensor.quantizers.base import OneFormatQuantizer, Quantizer, tokens
 from hybridtensor.quantizers.float8 import DelayedFloat8Quantizer, Float8Quantizer
 from hybridtensor.quantizers.hybrid import HybridQuantizer, IdentityQuantizer
 from hybridtensor.quantizers.mxfp8 import MXFP8Quantizer
@@ -8,7 +8,6 @@ from hybridtensor.quantizers.nvfp4 import NVFP4Quantizer
 
 __all__ = [
     "DelayedFloat8Quantizer",
-    "Encoded",
     "Float8Quantizer",
     "HybridQuantizer",
     "IdentityQuantizer",

@@ -9,14 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hybridtensor import ops
 from hybridtensor.formats import Format, nearest
+from hybridtensor.ops import Cast
 from hybridtensor.ops.library import require_float
 from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
 
 Faces = tuple[Face | None, Face | None]
-Encoded = tuple[Tensor, Tensor, Tensor | None]  # elements, scales, tensor scale
 ALONE = Context()
 
 
@@ -160,7 +161,7 @@ def tokens(x: Tensor) -> Tensor:
 
 
 class OneFormatQuantizer(Quantizer):
-    """A quantizer whose faces have one format; subclasses name it and encode a matrix."""
+    """A quantizer whose faces have one format; subclasses name it and say how it is made."""
 
     @property
     @abstractmethod
@@ -178,36 +179,50 @@ class OneFormatQuantizer(Quantizer):
         return self.format
 
     @abstractmethod
-    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
-        """Quantize an ``[other, contraction]`` matrix along its last dimension."""
+    def cast(self, context: Context) -> Cast:
+        """Say how a face is made."""
 
     def faces(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
     ) -> Faces:
         """See ``Quantizer.faces``."""
-        fmt, matrix = self.format, tokens(x)
-        row = column = None
-        if rowwise:
-            _check_blocks(fmt, (matrix.shape[0], matrix.shape[1]), str(context), "rowwise")
-            row = QuantizedTensor(*self.encode(matrix, "rowwise", context), fmt, -1, dtype, x.shape)
-        if columnwise:
-            _check_blocks(fmt, (matrix.shape[1], matrix.shape[0]), str(context), "columnwise")
-            if row is not None and self._faces_share_codes:
-                encoded = _transposed(row)
-            else:
-                encoded = self.encode(matrix.t(), "columnwise", context)
-            column = QuantizedTensor(*encoded, fmt, 0, dtype, x.shape)
-        return row, column
-
-    @property
-    def _faces_share_codes(self) -> bool:
-        """Whether one face is the transpose of the other: then bytes are transposed, not values quantized."""
-        return self.format.is_square and self.format.elements_per_byte == 1
+        cast = self.cast(context)
+        columnwise_cast = cast.for_columnwise() if columnwise else None
+        return make_faces(x, cast if rowwise else None, columnwise_cast, None, dtype, context)
 
 
-def _transposed(face: QuantizedTensor) -> Encoded:
-    """Return the transposed elements and scales of a face in square blocks."""
-    return face.qdata.t().contiguous(), face.scale.t().clone(memory_format=torch.contiguous_format), None
+def make_faces(
+    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, context: Context
+) -> Faces:
+    """Return the faces that casts make of ``x``, in one go; see ``ops.quantize``."""
+    matrix = tokens(x)
+    rows, columns = matrix.shape
+    for cast, shape, direction in (
+        (row or source, (rows, columns), "rowwise"),
+        (column, (columns, rows), "columnwise"),
+    ):
+        if cast is not None:
+            _check_blocks(cast.format, shape, str(context), direction)
+    state, rounding, first_row = context.state, None, 0
+    if any(cast is not None and cast.stream >= 0 for cast in (row, column, source)):
+        rounding, first_row = context.draws(rows, matrix.device)
+    made = ops.quantize(
+        matrix, row=row, column=column, source=source, dtype=dtype,
+        factors=None if state is None else state.scale,
+        amaxes=state.amax if state is not None and context.record else None,
+        rounding=rounding, first_row=first_row,
+    )  # fmt: skip
+    size = 0 if row is None else 2 + (row.format.tensor_block is not None)
+    return _face(made[:size], row, -1, dtype, x.shape), _face(made[size:], column, 0, dtype, x.shape)
+
+
+def _face(
+    tensors: list[Tensor], cast: Cast | None, axis: int, dtype: torch.dtype, shape: torch.Size
+) -> QuantizedTensor | None:
+    if cast is None:
+        return None
+    tensor_scale = tensors[2] if len(tensors) == 3 else None
+    return QuantizedTensor(tensors[0], tensors[1], tensor_scale, cast.format, axis, dtype, shape)
 
 
 def _check_blocks(fmt: Format, shape: tuple[int | None, int | None], who: str, direction: str) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
-from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, require_bool, require_choice, require_int
+from hybridtensor.ops import Cast
+from hybridtensor.quantizers.base import OneFormatQuantizer, require_bool, require_choice, require_int
 from hybridtensor.state import Context, DelayedRule
 
 
@@ -55,9 +53,9 @@ class Float8Quantizer(OneFormatQuantizer):
         suffix = "_fp32_scale" if self.block is not None and not self.pow2_scale else ""
         return get_format(f"fp8_{self.dtype}_{self.block or self.granularity}{suffix}")
 
-    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
-        """See ``OneFormatQuantizer.encode``."""
-        return *ops.float8_quantize(matrix, self.format, pow2_scale=bool(self.pow2_scale)), None
+    def cast(self, context: Context) -> Cast:
+        """See ``OneFormatQuantizer.cast``."""
+        return Cast(self.format.name, pow2_scale=bool(self.pow2_scale))
 
 
 _MAX_MARGIN = 64  # beyond, scales would leave fp32 for ordinary values
@@ -109,8 +107,8 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
         """See ``Quantizer.delayed_rules``."""
         return {slot: DelayedRule(self.format.max, self.margin, self.history_length, self.algorithm)}
 
-    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
-        """See ``OneFormatQuantizer.encode``.
+    def cast(self, context: Context) -> Cast:
+        """See ``OneFormatQuantizer.cast``.
 
         Raises:
             ValueError: If there is no state to take the scale from.
@@ -121,5 +119,4 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
                 f"{context}: DelayedFloat8Quantizer takes its scale from a layer's state, got none; convert a model "
                 "with quantize_, or pass context=Context(role, LayerState.of({role: quantizer}).tensors())"
             )
-        amaxes = state.amax if context.record else None
-        return *ops.float8_cast(matrix, state.scale, amaxes, state.position(context.slot), self.format), None
+        return Cast(self.format.name, slot=state.position(context.slot))

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
-from hybridtensor.quantizers.base import ALONE, Faces, Quantizer, require_choice
+from hybridtensor.quantizers.base import (
+    ALONE,
+    Faces,
+    OneFormatQuantizer,
+    Quantizer,
+    make_faces,
+    require_choice,
+)
 from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, IdentityTensor
 
@@ -108,6 +115,11 @@ class HybridQuantizer(Quantizer):
             return self.rowwise.faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
         of_row, of_column = (context._replace(direction=direction) for direction in ("rowwise", "columnwise"))
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
+        if isinstance(self.rowwise, OneFormatQuantizer) and isinstance(self.columnwise, OneFormatQuantizer):
+            row_cast = self.rowwise.cast(of_row) if rowwise or of_rowwise else None
+            column_cast = self.columnwise.cast(of_column).for_columnwise() if columnwise else None
+            source = row_cast if of_rowwise else None
+            return make_faces(x, row_cast if rowwise else None, column_cast, source, dtype, context)
         row = column = None
         if rowwise or of_rowwise:  # transient if not asked for
             row = self.rowwise.faces(x, rowwise=True, columnwise=False, dtype=dtype, context=of_row)[0]

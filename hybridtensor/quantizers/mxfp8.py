@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
-from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, require_bool, require_choice
+from hybridtensor.ops import Cast
+from hybridtensor.quantizers.base import OneFormatQuantizer, require_bool, require_choice
 from hybridtensor.state import Context
 
 
@@ -38,6 +36,6 @@ class MXFP8Quantizer(OneFormatQuantizer):
         """``mxfp8_<dtype>``, with ``_32x32`` in two dimensions."""
         return get_format(f"mxfp8_{self.dtype}{'_32x32' if self.two_d else ''}")
 
-    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
-        """See ``OneFormatQuantizer.encode``."""
-        return *ops.mx_quantize(matrix, self.format), None
+    def cast(self, context: Context) -> Cast:
+        """See ``OneFormatQuantizer.cast``."""
+        return Cast(self.format.name)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
-from hybridtensor.quantizers.base import Encoded, OneFormatQuantizer, require_bool, require_choice, require_int
+from hybridtensor.ops import Cast
+from hybridtensor.quantizers.base import OneFormatQuantizer, require_bool, require_choice, require_int
 from hybridtensor.state import MAX_SEED, Context
 
 
@@ -68,13 +66,6 @@ class NVFP4Quantizer(OneFormatQuantizer):
         options = {"_row_scaled": self.row_scaled, "_16x16": self.two_d, "_hadamard": self.hadamard}
         return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
 
-    def encode(self, matrix: Tensor, direction: str, context: Context) -> Encoded:
-        """See ``OneFormatQuantizer.encode``."""
-        transposed = direction == "columnwise"
-        if not self.stochastic:
-            return ops.nvfp4_quantize(matrix, self.format)
-        rows = matrix.shape[1] if transposed else matrix.shape[0]
-        rounding, stream, first_row = context.draws(direction, self.seed, rows, matrix.device)
-        return ops.nvfp4_quantize(
-            matrix, self.format, rounding=rounding, stream=stream, first_row=first_row, transposed=transposed
-        )
+    def cast(self, context: Context) -> Cast:
+        """See ``OneFormatQuantizer.cast``."""
+        return Cast(self.format.name, stream=context.stream(self.seed) if self.stochastic else -1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Operand
-from hybridtensor.ops.nvfp4_quantize import unpack
+from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.subclasses import IdentityTensor, QuantizedTensor
 from hybridtensor.testing.oracles import decode_oracle
 

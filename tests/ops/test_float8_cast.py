@@ -35,14 +35,6 @@ def test_empty(device):
     assert (scale.item(), amaxes.item()) == (0.5, 3.0)
 
 
-def test_operator_is_well_registered(device):
-    x, factors = random_tensor(6, 10, device=device), torch.tensor([2.0], device=device)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for amaxes, done in ((None, checks), (torch.tensor([2.0**100], device=device), checks[1:])):  # see the operator
-        arguments = (x.t(), factors, amaxes, 0, "fp8_e4m3_tensor")
-        torch.library.opcheck(torch.ops.hybridtensor.float8_cast.default, arguments, test_utils=done)
-
-
 def test_notes_do_not_depend_on_order_or_repetition(device):
     factors, parts = torch.tensor([1.0], device=device), random_tensor(4, 6, 10, device=device)
     notes = []

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtensor.ops.hadamard import SIGNS, rotate, rotate_back
+from hybridtensor.ops.references.hadamard import SIGNS, rotate, rotate_back
 from hybridtensor.testing import random_tensor
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridtensor.ops.philox import philox, uniform16
+from hybridtensor.ops.references.philox import philox, uniform16
 
 ONES = 0xFFFFFFFF
 # Random123, kat_vectors: philox4x32-10

@@ -14,8 +14,9 @@ from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.ops.mx_quantize import mx_quantize
 from hybridtensor.ops.native_mm import native_kind
-from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize, unpack
+from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
 from hybridtensor.ops.operand import Operand
+from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
 from hybridtensor.testing import decode_oracle, exact_values, product_bound, random_tensor
 

@@ -1,0 +1,178 @@
+"""The operator that makes both faces in one go.
+
+Oracle: the definitions of the single faces (which other files compare with implementations of their own), put
+together by hand.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from hybridtensor.formats import get_format
+from hybridtensor.ops.dequantize import dequantize_reference
+from hybridtensor.ops.quantize import Cast, parse, quantize
+from hybridtensor.ops.references import float8, mx, nvfp4
+from hybridtensor.testing import edge_tensor, random_tensor
+
+CASTS = [
+    Cast("fp8_e4m3_tensor"),
+    Cast("fp8_e5m2_tensor", pow2_scale=True),
+    Cast("fp8_e4m3_tensor", slot=1),
+    Cast("fp8_e4m3_row"),
+    Cast("fp8_e5m2_row", pow2_scale=True),
+    Cast("fp8_e4m3_1x128"),
+    Cast("fp8_e5m2_1x128_fp32_scale"),
+    Cast("fp8_e4m3_128x128"),
+    Cast("fp8_e5m2_128x128_fp32_scale"),
+    Cast("mxfp8_e4m3"),
+    Cast("mxfp8_e5m2"),
+    Cast("mxfp8_e4m3_32x32"),
+    Cast("nvfp4"),
+    Cast("nvfp4", stream=10),
+    Cast("nvfp4_16x16"),
+    Cast("nvfp4_hadamard", stream=12),
+    Cast("nvfp4_row_scaled"),
+    Cast("nvfp4_row_scaled_hadamard"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FIRST_ROW = 32
+
+
+def state(device):
+    """Return factors, noted amaxes and a random counter."""
+    factors = torch.tensor([1.0, 37.5], device=device)
+    amaxes = torch.tensor([2.0**100, 0.5], device=device)
+    return {"factors": factors, "amaxes": amaxes, "rounding": torch.tensor([-12345678912345, 7], device=device)}
+
+
+def face(x, cast, given, transposed=False):
+    """Return one face by the definitions."""
+    fmt = get_format(cast.name)
+    matrix = x.t() if transposed else x
+    if fmt.tensor_block is not None:
+        rounding = given["rounding"] if cast.stream >= 0 else None
+        return list(nvfp4.quantize(matrix, fmt, rounding, cast.stream, FIRST_ROW, transposed))
+    if fmt.scale_dtype == torch.float8_e8m0fnu:
+        return list(mx.quantize(matrix, fmt))
+    if cast.slot >= 0:
+        return list(float8.cast(matrix, fmt, given["factors"], given["amaxes"], cast.slot))
+    return list(float8.quantize(matrix, fmt, cast.pow2_scale))
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
+
+
+def check(x, row=None, column=None, source=None, dtype=None):
+    """Compare the operator with the definitions, bit for bit, and the amaxes that it notes."""
+    given, expected_given = state(x.device), state(x.device)
+    got = quantize(x, row=row, column=column, source=source, dtype=dtype, first_row=FIRST_ROW, **given)
+    expected = [] if row is None else face(x, row, expected_given)
+    if source is not None:
+        seen = face(x, source, expected_given)
+        values = dequantize_reference(seen[0], seen[1], [*seen, None][2], source.name, dtype or x.dtype)
+        expected += face(values, column, expected_given, transposed=True)
+    elif column is not None:
+        expected += face(x, column, expected_given, transposed=True)
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        a, b = (
+            t.view(torch.uint8) if t.itemsize == 1 else t.view(torch.int32) for t in (a.contiguous(), b.contiguous())
+        )
+        different = (a != b).nonzero()
+        assert different.numel() == 0, f"tensor {i}: {len(different)} differ, first {different[0].tolist()}"
+    assert torch.equal(given["amaxes"], expected_given["amaxes"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_each_face_alone_and_both(cast, dtype, device):
+    x = random_tensor(160, 288, dtype=dtype, device=device)
+    other = cast.for_columnwise()
+    check(x, row=cast)
+    check(x, column=other)
+    check(x, row=cast, column=other)
+
+
+@pytest.mark.parametrize(("row", "column"), [p for p in itertools.product(CASTS, CASTS) if p[0] != p[1]], ids=str)
+def test_every_pair(row, column, device):
+    check(random_tensor(64, 160, device=device), row=row, column=column.for_columnwise())
+
+
+@pytest.mark.parametrize(("row", "column"), [*itertools.product(CASTS, CASTS)], ids=str)
+def test_columnwise_of_what_the_rowwise_face_holds(row, column, device):
+    x = random_tensor(64, 160, dtype=torch.float32, device=device)
+    check(x, row=row, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
+
+
+def test_a_source_that_is_not_kept(device):
+    x = random_tensor(64, 160, device=device)
+    check(x, column=Cast("mxfp8_e4m3"), source=Cast("nvfp4"))
+
+
+def edge_cases(dtype, device):
+    """Yield matrices of whole blocks: one of every edge value, then without Inf, and of one kind of value only."""
+    edges = edge_tensor(dtype, device).repeat(2, 3)[:32, :64].contiguous()
+    yield edges
+    yield torch.where(edges.isinf(), 0, edges)
+    yield torch.where(edges.isfinite(), edges, 0)
+    for value in (0.0, -0.0, float("nan"), float("-inf"), 2.0**-140, torch.finfo(dtype).max):
+        yield torch.full_like(edges, value)
+    x = random_tensor(32, 64, dtype=torch.float32)
+    x *= torch.exp2(torch.arange(64.0) - 32) * torch.exp2(3 * torch.arange(32.0) - 48)[:, None]
+    yield x.to(dtype).to(device)
+    for shift in (-30, 30):
+        yield (x * 2.0**shift).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_edge_values(cast, dtype, device):
+    for x in edge_cases(dtype, device):
+        check(x, row=cast, column=cast.for_columnwise())
+        check(x, row=cast, column=Cast("mxfp8_e4m3"), source=cast)
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_layouts(cast, device):
+    """Transposed, strided, offset and batched views, ragged and empty shapes."""
+    x = random_tensor(128, 128, device=device)
+    ragged = get_format(cast.name).ragged
+    views = [
+        x.t(),
+        x[::2, :64],
+        x[16:48, 64:],
+        x.as_strided((64, 64), (130, 2)),
+        x.flatten()[1 : 1 + 32 * 96].view(32, 96),
+    ]
+    shapes = [(0, 32), (32, 0)] + ([(1, 1), (1, 130), (131, 1), (129, 257), (3, 5), (255, 3)] if ragged else [])
+    for view in [*views, *(random_tensor(*shape, device=device) for shape in shapes)]:
+        check(view, row=cast, column=cast.for_columnwise())
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_operator_is_well_registered(cast, device):
+    x = random_tensor(32, 64, device=device)
+    given = state(device)
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    checks = checks if cast.slot >= 0 else ("test_schema", *checks)  # see the operator
+    for matrix in (x, x.t()):
+        arguments = (matrix, str(cast), str(cast.for_columnwise()), "", torch.bfloat16)
+        torch.library.opcheck(
+            torch.ops.hybridtensor.quantize.default,
+            (*arguments, given["factors"], given["amaxes"], given["rounding"], 0),
+            test_utils=checks,
+        )
+
+
+def test_casts_are_text_and_back():
+    assert all(parse(str(cast)) == cast for cast in CASTS)
+    assert parse("") is None
+
+
+def test_a_delayed_cast_needs_factors():
+    with pytest.raises(ValueError, match="needs delayed scales, got none"):
+        quantize(torch.ones(2, 2), row=Cast("fp8_e4m3_tensor", slot=0))
