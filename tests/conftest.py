@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))  # type: ignore[arg-type]
+else:
+    spec = importlib.util.spec_from_file_location("interpreter", Path(__file__).with_name("interpreter.py"))
+    interpreter = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(interpreter)  # type: ignore[union-attr]
+    interpreter.use()
 
 
 @pytest.fixture(params=DEVICES)

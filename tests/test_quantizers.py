@@ -256,8 +256,8 @@ def concatenated(parts, dim, whole):
     """Whether the payloads of ``parts`` along ``dim`` are those of ``whole``, bit for bit."""
     for attribute in ("qdata", "scale", "tensor_scale"):
         if getattr(whole, attribute) is not None:
-            pieces = [getattr(part, attribute).view(torch.uint8) for part in parts]
-            if not torch.equal(torch.cat(pieces, dim), getattr(whole, attribute).view(torch.uint8)):
+            pieces = [getattr(part, attribute).contiguous().view(torch.uint8) for part in parts]
+            if not torch.equal(torch.cat(pieces, dim), getattr(whole, attribute).contiguous().view(torch.uint8)):
                 return False
     return True
 

@@ -7,6 +7,7 @@ from hybridtensor.ops.mx_quantize import mx_quantize
 from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
 from hybridtensor.ops.operand import Operand
 from hybridtensor.ops.quantize import Cast, quantize
+from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "mx_quantize",
     "nvfp4_quantize",
     "quantize",
+    "quantize_cuda",
     "scaled_mm",
     "select_backend",
 ]

@@ -13,19 +13,24 @@ _LIBRARY = torch.library.Library("hybridtensor", "DEF")
 def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register an operator and return its overload.
 
-    The reference runs on every device; a device with a faster implementation registers it on top. Operators are
-    opaque to autograd (the linear's autograd function is where gradients are defined) and to ``torch.compile``.
+    The reference runs on every device, unless ``implement`` has something faster there. Operators are opaque to
+    autograd (the linear's autograd function is where gradients are defined) and to ``torch.compile``.
 
     Args:
         schema: ``name(arguments) -> returns`` in torch's schema language.
         reference: The definition, in plain torch operations.
-        fake: Shapes and dtypes of the result, for tracing.
+        fake: Shapes, strides and dtypes of the result, for tracing.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybridtensor::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.hybridtensor, name).default
+
+
+def implement(name: str, cuda: Callable[..., Any]) -> None:
+    """Register a faster implementation on GPUs, with the same bits."""
+    _LIBRARY.impl(name, cuda, "CUDA")
 
 
 def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None:

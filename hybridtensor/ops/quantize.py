@@ -77,7 +77,7 @@ def quantize_reference(
     """Define ``quantize``."""
     state = _State(factors, amaxes, rounding, first_row)
     row_cast, column_cast, source_cast = parse(row), parse(column), parse(source)
-    made: list[Tensor] = [] if row_cast is None else _encode(x, row_cast, state, transposed=False)
+    made = [] if row_cast is None else _encode(x, row_cast, state, transposed=False)
     if column_cast is None:
         return made
     if source_cast is not None:
@@ -97,6 +97,11 @@ def is_transpose(cast: Cast | None) -> bool:
 
 def _encode(matrix: Tensor, cast: Cast, state: _State, *, transposed: bool) -> list[Tensor]:
     """Quantize an ``[other, contraction]`` matrix along its last dimension."""
+    return _laid_out(_defined(matrix, cast, state, transposed=transposed), cast)
+
+
+def _defined(matrix: Tensor, cast: Cast, state: _State, *, transposed: bool) -> list[Tensor]:
+    """Ask the definition of the format."""
     fmt = cast.format
     if fmt.tensor_block is not None:
         rounding = state.rounding if cast.stream >= 0 else None
@@ -108,6 +113,13 @@ def _encode(matrix: Tensor, cast: Cast, state: _State, *, transposed: bool) -> l
     if state.factors is None:
         raise ValueError(f"quantize: {cast} needs delayed scales, got none")
     return list(float8.cast(matrix, fmt, state.factors, state.amaxes, cast.slot))
+
+
+def _laid_out(tensors: list[Tensor], cast: Cast) -> list[Tensor]:
+    """Return a face with its scales where ``empty_face`` puts them."""
+    if cast.format.block[0] == 1 and cast.format.block[1] is not None:
+        tensors[1] = tensors[1].t().contiguous().t()
+    return tensors
 
 
 def _fake(
@@ -122,17 +134,24 @@ def _fake(
     first_row: int,
 ) -> list[Tensor]:
     rows, columns = x.shape
-    return [*_empty(x, parse(row), rows, columns), *_empty(x, parse(column), columns, rows)]
+    return [*empty_face(x, parse(row), rows, columns), *empty_face(x, parse(column), columns, rows)]
 
 
-def _empty(x: Tensor, cast: Cast | None, other: int, contraction: int) -> list[Tensor]:
-    """Return the tensors of an ``[other, contraction]`` face, not filled."""
+def empty_face(x: Tensor, cast: Cast | None, other: int, contraction: int) -> list[Tensor]:
+    """Return the tensors of an ``[other, contraction]`` face on the device of ``x``, not filled.
+
+    Scales of blocks along the contraction lie block by block, not row by row: so hardware reads them, and so one block
+    of neighbouring rows is written at once.
+    """
     if cast is None:
         return []
     fmt = cast.format
+    rows, blocks = fmt.scale_shape(other, contraction)
     made = [
         x.new_empty((other, contraction // fmt.elements_per_byte), dtype=fmt.storage),
-        x.new_empty(fmt.scale_shape(other, contraction), dtype=fmt.scale_dtype),
+        x.new_empty((blocks, rows), dtype=fmt.scale_dtype).t()
+        if fmt.block[0] == 1 and fmt.block[1] is not None
+        else x.new_empty((rows, blocks), dtype=fmt.scale_dtype),
     ]
     tensor_scale = fmt.tensor_scale_shape(other, contraction)
     return made if tensor_scale is None else [*made, x.new_empty(tensor_scale, dtype=torch.float32)]

@@ -1,17 +1,20 @@
 """The operator that makes both faces in one go.
 
 Oracle: the definitions of the single faces (which other files compare with implementations of their own), put
-together by hand.
+together by hand. The kernels run on a GPU, and without one in Triton's interpreter, where they round by themselves.
 """
 
 import itertools
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
 from hybridtensor.formats import get_format
 from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.quantize import Cast, parse, quantize
+from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.references import float8, mx, nvfp4
 from hybridtensor.testing import edge_tensor, random_tensor
 
@@ -37,6 +40,29 @@ CASTS = [
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FIRST_ROW = 32
+PAIRS = [*itertools.product(CASTS, CASTS)]
+SOME_PAIRS = [(CASTS[i], CASTS[(i * k + k) % len(CASTS)]) for i in range(len(CASTS)) for k in (1, 5)]
+
+
+@pytest.fixture(params=["operator", "kernels"])
+def run(request, device):
+    """What quantizes: the operator, or on a CPU the kernels in Triton's interpreter."""
+    if request.param == "operator":
+        return quantize
+    if device != "cpu":
+        pytest.skip("the operator runs the kernels here")
+    return interpreted
+
+
+def interpreted(x, *, row=None, column=None, source=None, dtype=None, factors, amaxes, rounding, first_row):
+    """Quantize with the kernels, on a CPU."""
+    pytest.importorskip("triton", reason="Triton's interpreter is needed")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process")
+    casts = (str(cast or "") for cast in (row, column, source))
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
+        return quantize_cuda(x, *casts, dtype or x.dtype, factors, amaxes, rounding, first_row)
 
 
 def state(device):
@@ -64,10 +90,10 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
 
 
-def check(x, row=None, column=None, source=None, dtype=None):
-    """Compare the operator with the definitions, bit for bit, and the amaxes that it notes."""
+def check(run, x, row=None, column=None, source=None, dtype=None):
+    """Compare what runs with the definitions, bit for bit, and the amaxes that it notes."""
     given, expected_given = state(x.device), state(x.device)
-    got = quantize(x, row=row, column=column, source=source, dtype=dtype, first_row=FIRST_ROW, **given)
+    got = run(x, row=row, column=column, source=source, dtype=dtype, first_row=FIRST_ROW, **given)
     expected = [] if row is None else face(x, row, expected_given)
     if source is not None:
         seen = face(x, source, expected_given)
@@ -89,28 +115,40 @@ def check(x, row=None, column=None, source=None, dtype=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_each_face_alone_and_both(cast, dtype, device):
+def test_each_face_alone_and_both(cast, dtype, run, device):
     x = random_tensor(160, 288, dtype=dtype, device=device)
     other = cast.for_columnwise()
-    check(x, row=cast)
-    check(x, column=other)
-    check(x, row=cast, column=other)
+    check(run, x, row=cast)
+    check(run, x, column=other)
+    check(run, x, row=cast, column=other)
 
 
-@pytest.mark.parametrize(("row", "column"), [p for p in itertools.product(CASTS, CASTS) if p[0] != p[1]], ids=str)
-def test_every_pair(row, column, device):
-    check(random_tensor(64, 160, device=device), row=row, column=column.for_columnwise())
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_whole_tiles(cast, run, device):
+    check(run, random_tensor(256, 384, device=device), row=cast, column=cast.for_columnwise())
 
 
-@pytest.mark.parametrize(("row", "column"), [*itertools.product(CASTS, CASTS)], ids=str)
-def test_columnwise_of_what_the_rowwise_face_holds(row, column, device):
+def check_pair(run, device, row, column):
     x = random_tensor(64, 160, dtype=torch.float32, device=device)
-    check(x, row=row, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
+    check(run, x.bfloat16(), row=row, column=column.for_columnwise())
+    check(run, x, row=row, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
 
 
-def test_a_source_that_is_not_kept(device):
+@pytest.mark.parametrize(("row", "column"), PAIRS, ids=str)
+def test_every_pair_and_columnwise_of_what_the_rowwise_face_holds(row, column):
+    check_pair(interpreted if not torch.cuda.is_available() else quantize, "cpu", row, column)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("row", "column"), SOME_PAIRS, ids=str)
+def test_pairs_on_a_gpu(row, column):
+    check_pair(quantize, "cuda", row, column)
+
+
+def test_a_source_that_is_not_kept(run, device):
     x = random_tensor(64, 160, device=device)
-    check(x, column=Cast("mxfp8_e4m3"), source=Cast("nvfp4"))
+    check(run, x, column=Cast("mxfp8_e4m3"), source=Cast("nvfp4"))
 
 
 def edge_cases(dtype, device):
@@ -130,14 +168,14 @@ def edge_cases(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_edge_values(cast, dtype, device):
+def test_edge_values(cast, dtype, run, device):
     for x in edge_cases(dtype, device):
-        check(x, row=cast, column=cast.for_columnwise())
-        check(x, row=cast, column=Cast("mxfp8_e4m3"), source=cast)
+        check(run, x, row=cast, column=cast.for_columnwise())
+        check(run, x, row=cast, column=Cast("mxfp8_e4m3"), source=cast)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_layouts(cast, device):
+def test_layouts(cast, run, device):
     """Transposed, strided, offset and batched views, ragged and empty shapes."""
     x = random_tensor(128, 128, device=device)
     ragged = get_format(cast.name).ragged
@@ -150,7 +188,7 @@ def test_layouts(cast, device):
     ]
     shapes = [(0, 32), (32, 0)] + ([(1, 1), (1, 130), (131, 1), (129, 257), (3, 5), (255, 3)] if ragged else [])
     for view in [*views, *(random_tensor(*shape, device=device) for shape in shapes)]:
-        check(view, row=cast, column=cast.for_columnwise())
+        check(run, view, row=cast, column=cast.for_columnwise())
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)

@@ -1,0 +1,53 @@
+"""Random numbers inside kernels; equal, bit for bit, to ``ops.references.philox``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _words(call, key, step, stream):
+    """Return the four words of a call (int64)."""
+    low = (call & 0xFFFFFFFF).to(tl.uint32)
+    high = (call >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    return tl.philox(key, low, high, zero + (step & 0xFFFFFFFF).to(tl.uint32), zero + tl.cast(stream, tl.uint32))
+
+
+@triton.jit
+def _halves(word):
+    return (word & 0xFFFF).to(tl.int32), (word >> 16).to(tl.int32)
+
+
+@triton.jit
+def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a number from (0, 1) for every element of a tile, fp32 ``[BM, BK]``.
+
+    Args:
+        rows: Indices of the tile's rows in the whole tensor, int64 ``[BM]``.
+        column: First column of the tile.
+        columns: Columns of the tensor.
+        rounding: Pointer to key and step, int64.
+        stream: Which tensor of the layer this is for.
+        ALIGNED: Whether ``columns`` is a multiple of 8, so that eight neighbours share a call.
+    """
+    key = tl.load(rounding)
+    step = tl.load(rounding + 1)
+    if ALIGNED:
+        eighths = column // 8 + tl.arange(0, BK // 8)
+        call = rows[:, None] * (columns // 8) + eighths[None, :]
+        w0, w1, w2, w3 = _words(call, key, step, stream)
+        h0, h1 = _halves(w0)
+        h2, h3 = _halves(w1)
+        h4, h5 = _halves(w2)
+        h6, h7 = _halves(w3)
+        even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
+        odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
+        bits = tl.reshape(tl.join(even, odd), [BM, BK])
+    else:
+        index = rows[:, None] * columns + (column + tl.arange(0, BK))[None, :]
+        w0, w1, w2, w3 = _words(index // 8, key, step, stream)
+        which = (index % 8).to(tl.int32)
+        pair = which // 2
+        word = tl.where(pair == 0, w0, tl.where(pair == 1, w1, tl.where(pair == 2, w2, w3)))
+        bits = tl.where(which % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+    return (bits.to(tl.float32) + 0.5) * (2.0**-16)
