@@ -231,7 +231,7 @@ def _cast_face(
         return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])
 def cast_kernel(
     x, stride_m, stride_k, M, K,
     row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, row_slot, row_stream,

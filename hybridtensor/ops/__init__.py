@@ -1,13 +1,13 @@
 """Operators: one file each, with schema, eager reference (the definition), fake and checked public function."""
 
+from hybridtensor.ops.cast import Cast
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.float8_cast import float8_cast
 from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.ops.mx_quantize import mx_quantize
 from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
 from hybridtensor.ops.operand import Operand
-from hybridtensor.ops.quantize import Cast, quantize
-from hybridtensor.ops.quantize_cuda import quantize_cuda
+from hybridtensor.ops.quantize import quantize
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "mx_quantize",
     "nvfp4_quantize",
     "quantize",
-    "quantize_cuda",
     "scaled_mm",
     "select_backend",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from typing import Any
 
 import torch
+
+_TRITON_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 @functools.cache
@@ -26,10 +29,44 @@ def kernels(name: str) -> Any:
         ) from error
 
 
-@functools.cache
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's name of a dtype."""
-    return getattr(
-        importlib.import_module("triton.language"),
-        {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(dtype, "float32"),
-    )
+    """Return Triton's name of a high-precision dtype."""
+    kernels("numbers")
+    return getattr(importlib.import_module("triton.language"), _TRITON_DTYPES[dtype])
+
+
+class Launch:
+    """A kernel, its grid and its compile-time constants.
+
+    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's analysis of every argument,
+    most of the host time of a small kernel: whoever keeps a ``Launch`` promises that the arguments stay of the same
+    kind, that is of the same dtype, and divisible by 16 or not, as before.
+
+    Args:
+        module: Name in ``hybridtensor.kernels``.
+        kernel: Name in the module.
+        programs: How many programs run.
+        constants: Values of the kernel's compile-time parameters, in order, and Triton's options after them.
+    """
+
+    def __init__(self, module: str, kernel: str, programs: int, *, num_warps: int, **constants: Any) -> None:
+        self._kernel = getattr(kernels(module), kernel)
+        self._programs, self._num_warps, self._constants = programs, num_warps, constants
+        self._values = tuple(constants.values())
+        self._compiled: Any = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the kernel on the current stream of the current device."""
+        if self._compiled is not None:
+            self._compiled(*arguments, *self._values)
+            return
+        compiled = self._kernel[(self._programs,)](*arguments, **self._constants, num_warps=self._num_warps)
+        if compiled is not None:  # the interpreter compiles nothing
+            self._compiled = compiled[(self._programs, 1, 1)]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make ``device`` the current one, which kernels run on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -33,6 +33,16 @@ def implement(name: str, cuda: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, cuda, "CUDA")
 
 
+def runs_directly(x: torch.Tensor) -> bool:
+    """Whether nothing watches operators on this GPU tensor, so that its implementation can be called as it is."""
+    return (
+        x.is_cuda
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.compiler.is_compiling()
+    )
+
+
 def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None:
     """Raise unless ``x`` is a bf16, fp16 or fp32 tensor (of ``rank`` dimensions)."""
     if not isinstance(x, torch.Tensor):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
+from hybridtensor.ops.cast import Cast
 from hybridtensor.ops.library import require_device, require_float
-from hybridtensor.ops.quantize import Cast, quantize
+from hybridtensor.ops.quantize import quantize
 
 
 def nvfp4_quantize(

@@ -5,16 +5,17 @@ Shape letters: ``M`` rows, ``K`` columns.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
+from hybridtensor.ops.cast import Cast, empty_face
 from hybridtensor.ops.dequantize import dequantize_reference
-from hybridtensor.ops.kernel_library import kernels, triton_dtype
-from hybridtensor.ops.library import implement
-from hybridtensor.ops.quantize import Cast, empty_face, parse, quantize_reference
+from hybridtensor.ops.kernel_library import Launch, on_device, triton_dtype
+from hybridtensor.ops.references.faces import quantize_reference
 
 _NONE, _GIVEN, _TENSOR, _ROW, _BLOCK, _MX, _NVFP4, _NVFP4_ROW = range(8)  # as the kernels name them
 _MEASURED = (_TENSOR, _ROW, _NVFP4, _NVFP4_ROW)
@@ -59,75 +60,162 @@ def _kind(fmt: Format, slot: int) -> int:
     return _TENSOR if fmt.block[0] is None else _ROW
 
 
+class _Key(NamedTuple):
+    """What decides how a matrix is cast, but for the addresses."""
+
+    row: Cast | None
+    column: Cast | None
+    source: Cast | None
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    given_dtype: torch.dtype
+    device: torch.device
+    aligned: bool
+    notes: bool
+
+
 def quantize_cuda(
     x: Tensor,
-    row: str,
-    column: str,
-    source: str,
+    row: Cast | None,
+    column: Cast | None,
+    source: Cast | None,
     dtype: torch.dtype,
     factors: Tensor | None,
     amaxes: Tensor | None,
     rounding: Tensor | None,
     first_row: int,
 ) -> list[Tensor]:
-    """Implement ``quantize``."""
+    """Do what ``quantize`` says, with kernels."""
     if x.numel() == 0:
-        return quantize_reference(x, row, column, source, dtype, factors, amaxes, rounding, first_row)
-    row_cast, column_cast, source_cast = parse(row), parse(column), parse(source)
+        texts = str(row or ""), str(column or ""), str(source or "")
+        return quantize_reference(x, *texts, dtype, factors, amaxes, rounding, first_row)
     state = factors, amaxes, rounding, first_row
-    rows, columns = x.shape
-    row_out = empty_face(x, row_cast, rows, columns)
-    column_out = empty_face(x, column_cast, columns, rows)
-    first = _Face.of(source_cast or row_cast)
-    second = _Face.of(column_cast)
-    if source_cast is not None and second.kind in _MEASURED:  # what is measured has to be there first
-        held = row_out if row_cast == source_cast else empty_face(x, source_cast, rows, columns)
-        _cast(x, first, _Face(_NONE), held, [], False, dtype, state)
-        values = dequantize_reference(held[0], held[1], held[2] if len(held) == 3 else None, source_cast.name, dtype)
-        _cast(values, _Face(_NONE), second, [], column_out, False, dtype, state)
-    else:
-        _cast(x, first, second, row_out, column_out, source_cast is not None, dtype, state)
-    return row_out + column_out
+    if source is not None and _Face.of(column).kind in _MEASURED:  # what is measured has to be there first
+        held = _run(x, source, None, None, dtype, state)
+        level = held[2] if len(held) == 3 else None
+        values = dequantize_reference(held[0], held[1], level, source.name, dtype)
+        made = _run(values, None, column, None, dtype, state)
+        return made if row is None else held + made
+    return _run(x, row, column, source, dtype, state)
 
-
-implement("quantize", quantize_cuda)
 
 State = tuple[Tensor | None, Tensor | None, Tensor | None, int]
+_PLANS: dict[_Key, _Plan] = {}
+_MOST_PLANS = 4096
 
 
-def _cast(
-    x: Tensor, row: _Face, column: _Face, row_out: list[Tensor], column_out: list[Tensor], from_row: bool,
-    dtype: torch.dtype, state: State,
-) -> None:  # fmt: skip
-    """Measure ``x`` if a face needs it, and cast it into both."""
-    triton = kernels("quantize")
-    factors, amaxes, rounding, first_row = state
-    (m, k), (stride_m, stride_k) = x.shape, x.stride()
-    even = m % _TILE == 0 and k % _TILE == 0
-    wide = _TILE * max(stride_m, stride_k, m, k) >= 2**31
-    shape = {"EVEN": even, "WIDE": wide, "BM": _TILE, "BK": _TILE}
-    row_measured, column_measured, measured = _measure(x, row, column, shape)
-    row_tensors, row_strides = _arguments(row_out, x)
-    column_tensors, column_strides = _arguments(column_out, x)
-    bits = 4 if column.kind in (_NVFP4, _NVFP4_ROW) else 8
-    grid = (-(-m // _TILE) * -(-k // _TILE),)
-    dtype = dtype if from_row else x.dtype
-    triton.cast_kernel[grid](
-        x, stride_m, stride_k, m, k,
-        row_tensors[0], row_tensors[1], *row_strides, row_tensors[2], row_measured, row.slot, row.stream,
-        column_tensors[0], column_tensors[1], *column_strides, column_tensors[2], column_measured, column.slot,
-        column.stream,
-        x if factors is None else factors, x if amaxes is None else amaxes, x if rounding is None else rounding,
-        first_row,
-        ROW_KIND=row.kind, ROW_SIDE=row.side, ROW_E5M2=row.e5m2, ROW_POW2=row.pow2, ROW_ROTATED=row.rotated,
-        ROW_STOCHASTIC=row.stream >= 0, ROW_STORE=bool(row_out),
-        COLUMN_KIND=column.kind, COLUMN_SIDE=column.side, COLUMN_E5M2=column.e5m2, COLUMN_POW2=column.pow2,
-        COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0, COLUMN_PACK=m % (32 // bits) == 0,
-        ROW_OVERFLOW=_overflow(row, x.dtype), COLUMN_OVERFLOW=_overflow(column, dtype), NOTE=amaxes is not None,
-        FROM_ROW=from_row, DECODED_DTYPE=triton_dtype(dtype), DECODED_MAX=torch.finfo(dtype).max,
-        REVERSED=measured, ALIGNED=k % 8 == 0, HW=converts_to_fp8(x.device),
-        **shape, R=8, num_warps=4,
-    )  # fmt: skip
+def _run(
+    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State
+) -> list[Tensor]:
+    """Cast by the plan for this kind of matrix; make it if there is none."""
+    aligned = x.data_ptr() % 16 == 0
+    key = _Key(row, column, source, dtype, x.shape, x.stride(), x.dtype, x.device, aligned, state[1] is not None)
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        plan = _PLANS[key] = _Plan(key)
+    with on_device(x.device):
+        return plan.run(x, state)
+
+
+class _Plan:
+    """Which kernels run with which arguments for one kind of matrix."""
+
+    def __init__(self, key: _Key) -> None:
+        self.key = key
+        m, k = key.shape
+        row, column = self.faces = _Face.of(key.source or key.row), _Face.of(key.column)
+        side = _TILE if _BLOCK in (row.kind, column.kind) else _tile_side(row, column)
+        wide = side * max(*key.strides, m, k) >= 2**31
+        self.tiles = -(-m // side) * -(-k // side)
+        self.shape = {"EVEN": m % side == 0 and k % side == 0, "WIDE": wide, "BM": side, "BK": side}
+        self.how = {"R": 8 if side == _TILE else 16, "num_warps": 4}
+        self.measured = any(face.kind in _MEASURED for face in self.faces)
+        self.measure = self._measurement() if self.measured else None
+        self.cast = self._cast()
+
+    def run(self, x: Tensor, state: State) -> list[Tensor]:
+        """Allocate, measure and cast."""
+        key, (row, column) = self.key, self.faces
+        m, k = key.shape
+        row_out, column_out = empty_face(x, key.row, m, k), empty_face(x, key.column, k, m)
+        row_amax = column_amax = x
+        if self.measure is not None:
+            row_amax, column_amax = self.measure(x)
+        row_tensors, row_strides = _arguments(row_out, x)
+        column_tensors, column_strides = _arguments(column_out, x)
+        factors, amaxes, rounding = (x if tensor is None else tensor for tensor in state[:3])
+        self.cast(
+            x, *key.strides, m, k,
+            row_tensors[0], row_tensors[1], *row_strides, row_tensors[2], row_amax, row.slot, row.stream,
+            column_tensors[0], column_tensors[1], *column_strides, column_tensors[2], column_amax, column.slot,
+            column.stream, factors, amaxes, rounding, state[3],
+        )  # fmt: skip
+        return row_out + column_out
+
+    def _cast(self) -> Launch:
+        key, (row, column) = self.key, self.faces
+        from_row = key.source is not None
+        dtype = key.dtype if from_row else key.given_dtype
+        bits = 4 if column.kind in (_NVFP4, _NVFP4_ROW) else 8
+        return Launch(
+            "quantize", "cast_kernel", self.tiles,
+            ROW_KIND=row.kind, ROW_SIDE=row.side, ROW_E5M2=row.e5m2, ROW_POW2=row.pow2, ROW_ROTATED=row.rotated,
+            ROW_STOCHASTIC=row.stream >= 0, ROW_STORE=key.row is not None,
+            COLUMN_KIND=column.kind, COLUMN_SIDE=column.side, COLUMN_E5M2=column.e5m2, COLUMN_POW2=column.pow2,
+            COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0,
+            COLUMN_PACK=key.shape[0] % (32 // bits) == 0,
+            ROW_OVERFLOW=_overflow(row, key.given_dtype), COLUMN_OVERFLOW=_overflow(column, dtype), NOTE=key.notes,
+            FROM_ROW=from_row, DECODED_DTYPE=triton_dtype(dtype), DECODED_MAX=torch.finfo(dtype).max,
+            REVERSED=self.measured, ALIGNED=key.shape[1] % 8 == 0, HW=converts_to_fp8(key.device),
+            **self.shape, **self.how,
+        )  # fmt: skip
+
+    def _measurement(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return what gives the amaxes that each face needs."""
+        key, (row, column) = self.key, self.faces
+        m, k = key.shape
+        sizes = [extent if face.kind in _PER_ROW else 1 for face, extent in zip(self.faces, key.shape, strict=True)]
+        wanted = [face.kind in _MEASURED for face in self.faces]
+        plain = [face.kind not in _PER_ROW and not face.rotated for face in self.faces]
+        shared = all(wanted) and all(plain)
+        flat = all(p for p, w in zip(plain, wanted, strict=True) if w) and _is_contiguous(key)
+        if flat:
+            step = _FLAT_BLOCK * _FLAT_STEPS
+            launch = Launch(
+                "quantize", "measure_flat_kernel", -(-m * k // step),
+                BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, num_warps=8,
+            )  # fmt: skip
+        else:
+            launch = Launch(
+                "quantize", "measure_kernel", self.tiles,
+                ROW=wanted[0], ROW_PER_ROW=row.kind in _PER_ROW, ROW_ROTATED=row.rotated,
+                COLUMN=wanted[1] and not shared, COLUMN_PER_ROW=column.kind in _PER_ROW,
+                COLUMN_ROTATED=column.rotated, **self.shape, **self.how,
+            )  # fmt: skip
+        one = flat or shared
+
+        def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+            amaxes = torch.zeros(1 if one else sum(sizes), dtype=torch.float32, device=x.device)
+            of_row, of_column = (amaxes, amaxes) if one else (amaxes[: sizes[0]], amaxes[sizes[0] :])
+            if flat:
+                launch(x, amaxes, m * k)
+            else:
+                launch(x, *key.strides, m, k, of_row, of_column)
+            return of_row, of_column
+
+        return measure
+
+
+def _tile_side(row: _Face, column: _Face) -> int:
+    """Return the side of the square tile that one program casts; formats with more arithmetic need smaller ones."""
+    return 64 if any(face.kind in (_NVFP4, _NVFP4_ROW) for face in (row, column)) else _TILE
+
+
+def _is_contiguous(key: _Key) -> bool:
+    return key.strides[1] == 1 and key.strides[0] == key.shape[1]
 
 
 def _overflow(face: _Face, dtype: torch.dtype) -> float:
@@ -141,36 +229,6 @@ def _arguments(out: list[Tensor], x: Tensor) -> tuple[list[Tensor], tuple[int, i
         return [x, x, x], (0, 0)
     codes, scales = (t if t.dtype == torch.float32 else t.view(torch.uint8) for t in out[:2])
     return [codes, scales, out[2] if len(out) == 3 else x], (scales.stride(0), scales.stride(1))
-
-
-def _measure(x: Tensor, row: _Face, column: _Face, shape: dict[str, Any]) -> tuple[Tensor, Tensor, bool]:
-    """Return the amaxes that each face needs, and whether there are any."""
-    faces = row, column
-    if not any(face.kind in _MEASURED for face in faces):
-        return x, x, False
-    (m, k), (stride_m, stride_k) = x.shape, x.stride()
-    sizes = [extent if face.kind in _PER_ROW else 1 for face, extent in zip(faces, x.shape, strict=True)]
-    shared = all(f.kind in _MEASURED and f.kind not in _PER_ROW and not f.rotated for f in faces)
-    buffer = torch.zeros(sizes[0] + sizes[1], dtype=torch.float32, device=x.device)
-    targets = buffer[: sizes[0]], buffer[: sizes[0]] if shared else buffer[sizes[0] :]
-    wanted = [face.kind in _MEASURED for face in faces]
-    wanted[1] = wanted[1] and not shared
-    plain = [w and face.kind not in _PER_ROW and not face.rotated for w, face in zip(wanted, faces, strict=True)]
-    triton = kernels("quantize")
-    if x.is_contiguous() and sum(wanted) == sum(plain) == 1:
-        target = targets[plain.index(True)]
-        step = _FLAT_BLOCK * _FLAT_STEPS
-        triton.measure_flat_kernel[(-(-m * k // step),)](
-            x, target, m * k, BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, num_warps=8
-        )
-    else:
-        triton.measure_kernel[(-(-m // _TILE) * -(-k // _TILE),)](
-            x, stride_m, stride_k, m, k, *targets,
-            ROW=wanted[0], ROW_PER_ROW=row.kind in _PER_ROW, ROW_ROTATED=row.rotated,
-            COLUMN=wanted[1], COLUMN_PER_ROW=column.kind in _PER_ROW, COLUMN_ROTATED=column.rotated,
-            **shape, R=8, num_warps=4,
-        )  # fmt: skip
-    return *targets, True
 
 
 def converts_to_fp8(device: torch.device) -> bool:

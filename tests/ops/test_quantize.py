@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hybridtensor.formats import get_format
+from hybridtensor.ops.cast import Cast, parse
 from hybridtensor.ops.dequantize import dequantize_reference
-from hybridtensor.ops.quantize import Cast, parse, quantize
+from hybridtensor.ops.quantize import quantize
 from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.references import float8, mx, nvfp4
 from hybridtensor.testing import edge_tensor, random_tensor
@@ -59,10 +60,9 @@ def interpreted(x, *, row=None, column=None, source=None, dtype=None, factors, a
     pytest.importorskip("triton", reason="Triton's interpreter is needed")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled in this process")
-    casts = (str(cast or "") for cast in (row, column, source))
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
-        return quantize_cuda(x, *casts, dtype or x.dtype, factors, amaxes, rounding, first_row)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, factors, amaxes, rounding, first_row)
 
 
 def state(device):
