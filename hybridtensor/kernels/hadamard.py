@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hybridtensor.kernels.numbers import BF16_MAX
+from hybridtensor.kernels.numbers import BF16_MAX, max_of_groups
 
 _NEGATIVE = tl.constexpr(0xD7E8)  # bit i is set where sign i is negative
 
@@ -24,8 +24,8 @@ def rotate(values, P: tl.constexpr, Q: tl.constexpr):
     negative = (_NEGATIVE >> tl.arange(0, 16)) & 1
     signs = tl.where(negative == 1, -0.0625, 0.0625)
     groups = tl.reshape(values, [P, N, 16]) * signs[None, None, :]
-    nan = tl.max((groups != groups).to(tl.int32), 2) > 0
-    infinite = (tl.max(tl.abs(groups), 2) == float("inf")) & ~nan
+    nan = max_of_groups((values != values).to(tl.int32), P, Q, 16) > 0
+    infinite = (max_of_groups(tl.abs(values), P, Q, 16) == float("inf")) & ~nan
     rotated = _butterfly(groups, P, N, 1)
     rotated = _butterfly(rotated, P, N, 2)
     rotated = _butterfly(rotated, P, N, 4)
@@ -34,16 +34,3 @@ def rotate(values, P: tl.constexpr, Q: tl.constexpr):
     unbounded = tl.where(rotated != rotated, float("inf"), rotated)
     rotated = tl.where(infinite[:, :, None], unbounded, clamped)
     return tl.reshape(rotated, [P, Q]).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def rotate_back(values, P: tl.constexpr, Q: tl.constexpr):
-    """Undo ``rotate`` in fp32."""
-    N: tl.constexpr = Q // 16
-    groups = tl.reshape(values, [P, N, 16]) * 0.0625
-    groups = _butterfly(groups, P, N, 1)
-    groups = _butterfly(groups, P, N, 2)
-    groups = _butterfly(groups, P, N, 4)
-    groups = _butterfly(groups, P, N, 8)
-    negative = (_NEGATIVE >> tl.arange(0, 16)) & 1
-    return tl.reshape(groups * tl.where(negative == 1, -4.0, 4.0)[None, None, :], [P, Q])

@@ -15,6 +15,12 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 
 @triton.jit
+def max_of_groups(v, P: tl.constexpr, Q: tl.constexpr, LENGTH: tl.constexpr):
+    """Return the maximum of every ``LENGTH`` values of the last axis of ``[P, Q]``, ``[P, Q / LENGTH]``."""
+    return tl.max(tl.reshape(v, [P, Q // LENGTH, LENGTH]), 2)
+
+
+@triton.jit
 def pow2_exponent(amax, BIAS: tl.constexpr):
     """Return the exponent field of ``max / amax`` rounded down to a power of two; ``max`` is 1.75 * 2^(BIAS - 254)."""
     bits = amax.to(tl.int32, bitcast=True)
@@ -52,13 +58,6 @@ def e8m0_round_up(x):
 def e8m0_reciprocal(exponent):
     """Return ``1 / 2^(exponent - 127)``, exactly."""
     bits = tl.where(exponent == 254, _HALF_SUBNORMAL, (254 - exponent) << 23)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e8m0_value(exponent):
-    """Return ``2^(exponent - 127)``, exactly."""
-    bits = tl.where(exponent == 0, _HALF_SUBNORMAL, exponent << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -130,13 +129,3 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
         steps = (units + _MAGIC).to(tl.int32, bitcast=True) & 0xF
     code = steps + tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
     return (code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)).to(tl.uint8)
-
-
-@triton.jit
-def e2m1_values(codes):
-    """Return the fp32 values of uint8 codes."""
-    wide = codes.to(tl.int32)
-    magnitude = wide & 7
-    bits = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, bits)
-    return _signed(value, wide >> 3)

@@ -7,17 +7,16 @@ one from its transpose, by one function: there a tile is ``[P, Q]`` of a face ``
 import triton
 import triton.language as tl
 
-from hybridtensor.kernels.hadamard import rotate, rotate_back
+from hybridtensor.kernels.hadamard import rotate
 from hybridtensor.kernels.numbers import (
     FP32_MAX,
     e2m1_codes,
-    e2m1_values,
     e8m0_reciprocal,
     e8m0_round_up,
-    e8m0_value,
     encode_scale,
     fp8_codes,
     fp8_values,
+    max_of_groups,
 )
 from hybridtensor.kernels.random import uniform16
 
@@ -52,14 +51,19 @@ def _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM: tl.constexpr, BK: tl.con
 
 
 @triton.jit
+def _block_max(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
+    """Return the maximum of every block ``[SIDE, LENGTH]``, ``[P / SIDE, Q / LENGTH]``."""
+    N: tl.constexpr = Q // LENGTH
+    largest = max_of_groups(v, P, Q, LENGTH)
+    if SIDE > 1:
+        largest = tl.trans(max_of_groups(tl.trans(largest), N, P, SIDE))
+    return largest
+
+
+@triton.jit
 def _blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
     """Return the amaxes of blocks ``[SIDE, LENGTH]``, without NaN elements, ``[P / SIDE, Q / LENGTH]``."""
-    if LENGTH == Q:
-        amax = tl.max(tl.abs(v), 1)[:, None]
-    else:
-        amax = tl.max(tl.reshape(tl.abs(v), [P, Q // LENGTH, LENGTH]), 2)
-    if SIDE > 1:
-        amax = tl.max(tl.reshape(amax, [P // SIDE, SIDE, Q // LENGTH]), 1)
+    amax = _block_max(tl.abs(v), P, Q, SIDE, LENGTH)
     return tl.where(amax != amax, 0.0, amax)
 
 
@@ -133,11 +137,10 @@ def _cast_face(
     v, codes, scales, stride_other, stride_along, levels, measured, factors, amaxes, slot, uniform,
     other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
-    ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, STORE: tl.constexpr, DECODE: tl.constexpr,
-    DECODED_MAX: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    P: tl.constexpr, Q: tl.constexpr,
+    ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, PACK: tl.constexpr,
+    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face, store it, and return what it holds, if asked for."""
+    """Cast a tile ``[P, Q]`` of a face and store it."""
     if ROTATED:
         v = rotate(v, P, Q)
     i = other + tl.arange(0, P)
@@ -154,44 +157,34 @@ def _cast_face(
         else:
             factor, scale = encode_scale(tl.load(measured + i, mask=i < OTHER, other=0.0), E5M2, POW2, OVERFLOW)
             y = v * factor[:, None]
-        if STORE:
-            if KIND == ROW:
-                if along == 0:
-                    tl.store(scales + i, scale, mask=i < OTHER)
-            elif (along == 0) & (other == 0):
-                tl.store(scales, scale)
+        if KIND == ROW:
+            if along == 0:
+                tl.store(scales + i, scale, mask=i < OTHER)
+        elif (along == 0) & (other == 0):
+            tl.store(scales, scale)
         bytes_ = fp8_codes(y, E5M2, HW)
-        if DECODE:
-            decoded = fp8_values(bytes_, E5M2, HW) * (scale[:, None] if KIND == ROW else scale)
     elif KIND == BLOCK:
         factor, scale = encode_scale(_blocks(v, P, Q, SIDE, 128), E5M2, POW2, OVERFLOW)
-        if STORE:
-            _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
+        _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
         bytes_ = fp8_codes(v * _spread(factor, P, Q, SIDE, 128), E5M2, HW)
-        if DECODE:
-            decoded = fp8_values(bytes_, E5M2, HW) * _spread(scale, P, Q, SIDE, 128)
     elif KIND == MX:
         INVERSE: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
         exponent = e8m0_round_up(_blocks(v, P, Q, SIDE, 32) * INVERSE)
-        if STORE:
-            _store_scales(
-                scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
-            )
+        _store_scales(
+            scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
+        )
         bytes_ = fp8_codes(v * _spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32), E5M2, HW)
-        if DECODE:
-            decoded = fp8_values(bytes_, E5M2, HW) * _spread(e8m0_value(exponent), P, Q, SIDE, 32)
     else:
         if KIND == NVFP4_ROW:
             level = tl.load(measured + i, mask=i < OTHER, other=0.0)
         else:
             level = tl.load(measured + tl.zeros([P], tl.int32))
         level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
-        if STORE:
-            if KIND == NVFP4_ROW:
-                if along == 0:
-                    tl.store(levels + i, level, mask=i < OTHER)
-            elif (along == 0) & (other == 0):
-                tl.store(levels + tl.arange(0, P), level, mask=tl.arange(0, P) == 0)
+        if KIND == NVFP4_ROW:
+            if along == 0:
+                tl.store(levels + i, level, mask=i < OTHER)
+        elif (along == 0) & (other == 0):
+            tl.store(levels + tl.arange(0, P), level, mask=tl.arange(0, P) == 0)
         if SIDE > 1:  # every row of a block has the tensor's level
             level_of_block = tl.max(tl.reshape(level, [P // SIDE, SIDE]), 1)
         else:
@@ -202,33 +195,13 @@ def _cast_face(
         scale = fp8_values(scale_codes, False, HW)
         factor = tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)[:, None])
         factor = tl.minimum(factor, FP32_MAX)
-        nan = tl.max(tl.reshape((v != v).to(tl.int32), [P, Q // 16, 16]), 2)
-        if SIDE > 1:
-            nan = tl.max(tl.reshape(nan, [P // SIDE, SIDE, Q // 16]), 1)
+        nan = _block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
         scale_codes = tl.where(nan > 0, 0x7F, scale_codes).to(tl.uint8)
-        if STORE:
-            _store_scales(scales, scale_codes, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16)
+        _store_scales(scales, scale_codes, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16)
         y = tl.where(v != v, 0.0, v) * _spread(factor, P, Q, SIDE, 16)
         bytes_ = e2m1_codes(y, uniform, STOCHASTIC)
-        if DECODE:
-            large = level_of_block > 2.0**64
-            shift = tl.where(large, 2.0**-16, 1.0)
-            back = tl.where(large, 2.0**16, 1.0)
-            scale = tl.where(nan > 0, float("nan"), scale)
-            combined = (scale * (level_of_block * shift)[:, None]) * (1.0 / 2688.0)
-            decoded = (e2m1_values(bytes_) * _spread(combined, P, Q, SIDE, 16)) * _spread(
-                tl.broadcast_to(back[:, None], [P // SIDE, Q // 16]), P, Q, SIDE, 16
-            )
-    if STORE:
-        BITS: tl.constexpr = 4 if KIND == NVFP4 or KIND == NVFP4_ROW else 8
-        _store_codes(codes, bytes_, other, along, OTHER, ALONG, P, Q, BITS, PACK, EVEN, WIDE)
-    if DECODE:
-        if ROTATED:
-            decoded = rotate_back(decoded, P, Q)
-        bounded = tl.where(tl.abs(decoded) > DECODED_MAX, tl.where(decoded > 0, DECODED_MAX, -DECODED_MAX), decoded)
-        return bounded
-    else:
-        return v
+    BITS: tl.constexpr = 4 if KIND == NVFP4 or KIND == NVFP4_ROW else 8
+    _store_codes(codes, bytes_, other, along, OTHER, ALONG, P, Q, BITS, PACK, EVEN, WIDE)
 
 
 @triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])
@@ -239,11 +212,11 @@ def cast_kernel(
     column_stream,
     factors, amaxes, rounding, first_row,
     ROW_KIND: tl.constexpr, ROW_SIDE: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
-    ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_STORE: tl.constexpr,
+    ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
     COLUMN_KIND: tl.constexpr, COLUMN_SIDE: tl.constexpr, COLUMN_E5M2: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_ROTATED: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PACK: tl.constexpr,
-    ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, NOTE: tl.constexpr, FROM_ROW: tl.constexpr,
-    DECODED_DTYPE: tl.constexpr, DECODED_MAX: tl.constexpr, REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
+    ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, NOTE: tl.constexpr,
+    REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile into the faces that are asked for.
@@ -255,7 +228,6 @@ def cast_kernel(
             ``row_stream`` its random numbers. The same for the columnwise face, transposed.
         factors: Delayed factors; ``amaxes`` their notes.
         rounding: Key and step; ``first_row`` counts this matrix's rows.
-        FROM_ROW: Make the columnwise face from what the rowwise one holds, rounded to ``DECODED_DTYPE``.
         REVERSED: Begin at the end, where a pass before this one ended and the cache is warm.
     """
     pid = tl.program_id(0)
@@ -270,14 +242,12 @@ def cast_kernel(
         uniform = v
         if ROW_STOCHASTIC:
             uniform = uniform16(rows, pk * BK, K, rounding, row_stream, BM, BK, ALIGNED)
-        held = _cast_face(
+        _cast_face(
             v, row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, factors, amaxes, row_slot,
             uniform, pm * BM, pk * BK, M, K,
-            ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, NOTE, ROW_STORE,
-            FROM_ROW, DECODED_MAX, False, HW, EVEN, WIDE, BM, BK,
+            ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, NOTE,
+            False, HW, EVEN, WIDE, BM, BK,
         )  # fmt: skip
-        if FROM_ROW:
-            v = held.to(DECODED_DTYPE).to(tl.float32)
     if COLUMN_KIND != NONE:
         uniform = tl.trans(v)
         if COLUMN_STOCHASTIC:
@@ -286,7 +256,7 @@ def cast_kernel(
             tl.trans(v), column_codes, column_scales, column_stride_k, column_stride_m, column_levels, column_measured,
             factors, amaxes, column_slot, uniform, pk * BK, pm * BM, K, M,
             COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED, COLUMN_STOCHASTIC,
-            NOTE, True, False, DECODED_MAX, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
+            NOTE, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
         )  # fmt: skip
 
 

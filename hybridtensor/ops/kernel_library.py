@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-_TRITON_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-
 
 @functools.cache
 def kernels(name: str) -> Any:
@@ -27,12 +25,6 @@ def kernels(name: str) -> Any:
         raise ImportError(
             "hybridtensor: quantizing on a GPU needs Triton, got none; install it: pip install triton"
         ) from error
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's name of a high-precision dtype."""
-    kernels("numbers")
-    return getattr(importlib.import_module("triton.language"), _TRITON_DTYPES[dtype])
 
 
 class Launch:

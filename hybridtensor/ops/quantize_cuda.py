@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridtensor.formats import Format
 from hybridtensor.ops.cast import Cast, empty_face
 from hybridtensor.ops.dequantize import dequantize_reference
-from hybridtensor.ops.kernel_library import Launch, on_device, triton_dtype
+from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.references.faces import quantize_reference
 
 _NONE, _GIVEN, _TENSOR, _ROW, _BLOCK, _MX, _NVFP4, _NVFP4_ROW = range(8)  # as the kernels name them
@@ -65,13 +65,10 @@ class _Key(NamedTuple):
 
     row: Cast | None
     column: Cast | None
-    source: Cast | None
-    dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-    given_dtype: torch.dtype
+    dtype: torch.dtype
     device: torch.device
-    aligned: bool
     notes: bool
 
 
@@ -91,13 +88,24 @@ def quantize_cuda(
         texts = str(row or ""), str(column or ""), str(source or "")
         return quantize_reference(x, *texts, dtype, factors, amaxes, rounding, first_row)
     state = factors, amaxes, rounding, first_row
-    if source is not None and _Face.of(column).kind in _MEASURED:  # what is measured has to be there first
-        held = _run(x, source, None, None, dtype, state)
-        level = held[2] if len(held) == 3 else None
-        values = dequantize_reference(held[0], held[1], level, source.name, dtype)
-        made = _run(values, None, column, None, dtype, state)
-        return made if row is None else held + made
-    return _run(x, row, column, source, dtype, state)
+    if source is None or column is None:
+        return _run(_readable(x), row, column, state)
+    held = _run(_readable(x), source, None, state)
+    level = held[2] if len(held) == 3 else None
+    values = dequantize_reference(held[0], held[1], level, source.name, dtype)
+    made = _run(_readable(values), None, column, state)
+    return made if row is None else held + made
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return ``x`` with rows that begin at multiples of 16 elements and bytes: threads read whole vectors.
+
+    Kernels rely on it: for narrower reads Triton 3.6 lays tiles out in a way that it then reduces wrongly.
+    """
+    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // 16) * 16)[:, :columns].copy_(x)
 
 
 State = tuple[Tensor | None, Tensor | None, Tensor | None, int]
@@ -105,12 +113,9 @@ _PLANS: dict[_Key, _Plan] = {}
 _MOST_PLANS = 4096
 
 
-def _run(
-    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State
-) -> list[Tensor]:
+def _run(x: Tensor, row: Cast | None, column: Cast | None, state: State) -> list[Tensor]:
     """Cast by the plan for this kind of matrix; make it if there is none."""
-    aligned = x.data_ptr() % 16 == 0
-    key = _Key(row, column, source, dtype, x.shape, x.stride(), x.dtype, x.device, aligned, state[1] is not None)
+    key = _Key(row, column, x.shape, x.stride(), x.dtype, x.device, state[1] is not None)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:
@@ -126,7 +131,7 @@ class _Plan:
     def __init__(self, key: _Key) -> None:
         self.key = key
         m, k = key.shape
-        row, column = self.faces = _Face.of(key.source or key.row), _Face.of(key.column)
+        row, column = self.faces = _Face.of(key.row), _Face.of(key.column)
         side = _TILE if _BLOCK in (row.kind, column.kind) else _tile_side(row, column)
         wide = side * max(*key.strides, m, k) >= 2**31
         self.tiles = -(-m // side) * -(-k // side)
@@ -157,18 +162,15 @@ class _Plan:
 
     def _cast(self) -> Launch:
         key, (row, column) = self.key, self.faces
-        from_row = key.source is not None
-        dtype = key.dtype if from_row else key.given_dtype
         bits = 4 if column.kind in (_NVFP4, _NVFP4_ROW) else 8
         return Launch(
             "quantize", "cast_kernel", self.tiles,
             ROW_KIND=row.kind, ROW_SIDE=row.side, ROW_E5M2=row.e5m2, ROW_POW2=row.pow2, ROW_ROTATED=row.rotated,
-            ROW_STOCHASTIC=row.stream >= 0, ROW_STORE=key.row is not None,
+            ROW_STOCHASTIC=row.stream >= 0,
             COLUMN_KIND=column.kind, COLUMN_SIDE=column.side, COLUMN_E5M2=column.e5m2, COLUMN_POW2=column.pow2,
             COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0,
             COLUMN_PACK=key.shape[0] % (32 // bits) == 0,
-            ROW_OVERFLOW=_overflow(row, key.given_dtype), COLUMN_OVERFLOW=_overflow(column, dtype), NOTE=key.notes,
-            FROM_ROW=from_row, DECODED_DTYPE=triton_dtype(dtype), DECODED_MAX=torch.finfo(dtype).max,
+            ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.dtype), NOTE=key.notes,
             REVERSED=self.measured, ALIGNED=key.shape[1] % 8 == 0, HW=converts_to_fp8(key.device),
             **self.shape, **self.how,
         )  # fmt: skip
