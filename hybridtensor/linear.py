@@ -20,14 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor import ops
 from hybridtensor.config import HybridConfig
+from hybridtensor.ops import Held, Operand
+from hybridtensor.ops.operand import put_together, take_apart
 from hybridtensor.quantizers import tokens
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
-from hybridtensor.subclasses.matmul import multiply, take_face
-from hybridtensor.subclasses.wrapper import Structure, flatten, unflatten
+from hybridtensor.subclasses.matmul import operand_of, take_face
 
 Weight = MasterWeight | HybridTensor
+_AXES = {"rowwise": -1, "columnwise": 0}
 _QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring their faces along
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -69,7 +72,7 @@ def linear(input: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         bias=grad and bias is not None and bias.requires_grad,
     )
     if not any(needs):
-        return _output(_input_faces(input, weight, needs, dtype), weight, bias, dtype, input, needs)[0]
+        return _output(_input_operands(input, weight, needs, dtype)[0], weight, bias, dtype, input, needs)[0]
     _note_training_use(weight)
     return _Linear.apply(input, weight, bias, config, needs, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -80,14 +83,14 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, config: HybridConfig, needs: _Needs,
         dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        x = _input_faces(input, weight, needs, dtype)
-        out, weight_column = _output(x, weight, bias, dtype, input, needs)
+        row, column = _input_operands(input, weight, needs, dtype)
+        out, weight_column = _output(row, weight, bias, dtype, input, needs)
         keep_input = needs.weight and config.save_original_input and not isinstance(input, _QUANTIZED)
-        x_saved, ctx.input_structure = ([input], None) if keep_input else _take_apart(x[1])
-        w_saved, ctx.weight_structure = _take_apart(weight_column)
+        x_saved, ctx.x_kept = ([input], None) if keep_input else take_apart(column)
+        w_saved, ctx.w_kept = take_apart(weight_column)
         ctx.save_for_backward(*x_saved, *w_saved)
         ctx.num_input_tensors = len(x_saved)
-        ctx.keep_input, ctx.config, ctx.needs, ctx.state = keep_input, config, needs, weight.state
+        ctx.config, ctx.needs, ctx.state, ctx.dtype = config, needs, weight.state, dtype
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
@@ -96,40 +99,44 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs, config, saved = ctx.needs, ctx.config, list(ctx.saved_tensors)
         x_saved, w_saved = saved[: ctx.num_input_tensors], saved[ctx.num_input_tensors :]
-        grad = tokens(grad_output)
-        row, column = config.grad_output.faces(
-            grad, rowwise=needs.input, columnwise=needs.weight, dtype=grad_output.dtype,
-            context=Context("grad_output", ctx.state),
-        )  # fmt: skip
+        grad, dtype = tokens(grad_output), grad_output.dtype
+        row, column = config.grad_output.operands(
+            grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=Context("grad_output", ctx.state)
+        )
         grad_input = grad_weight = grad_bias = None
         if needs.input:
-            weight = unflatten(w_saved, ctx.weight_structure)
-            grad_input = multiply(row, weight, gemm="grad_input").view(ctx.input_shape)
+            grad_input = ops.product(row, put_together(w_saved, ctx.w_kept), out_dtype=dtype).view(ctx.input_shape)
         if needs.weight:
-            if ctx.keep_input:
-                x = x_saved[0]
-                context = Context("input", ctx.state)
-                x = config.input.faces(x, rowwise=False, columnwise=True, dtype=x.dtype, context=context)[1]
-            else:
-                x = unflatten(x_saved, ctx.input_structure)
-            grad_weight = multiply(column.t(), _as_matrix(x), gemm="grad_weight")
+            x = _kept_input(x_saved, ctx)
+            grad_weight = ops.product(column, x, out_dtype=dtype)
         if needs.bias:
             flat = ctx.input_contiguous or grad_output.dim() == 1
             grad_bias = grad.sum(dim=0) if flat else grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _input_faces(
+def _kept_input(saved: list[Tensor], ctx: Any) -> Operand | Held:
+    """Return the columnwise operand of the input, made now where the input itself was kept."""
+    if ctx.x_kept is not None:
+        return put_together(saved, ctx.x_kept)
+    made = ctx.config.input.operands(
+        saved[0], rowwise=False, columnwise=True, dtype=ctx.dtype, context=Context("input", ctx.state)
+    )
+    column: Operand | Held = made[1]
+    return column
+
+
+def _input_operands(
     input: Tensor, weight: Weight, needs: _Needs, dtype: torch.dtype
-) -> tuple[Face | Tensor, Face | Tensor | None]:
-    """Return the rowwise face, and the columnwise one if backward will use it and does not make it itself."""
+) -> tuple[Operand, Operand | Held | None]:
+    """Return the rowwise operand, and the columnwise one if backward will use it and does not make it itself."""
     if isinstance(input, _QUANTIZED):
-        row = take_face(input, "rowwise", name="input", gemm="output")
-        return row, take_face(input, "columnwise", name="input", gemm="grad_weight") if needs.weight else None
+        row = _brought_along(input, "rowwise", "output")
+        return row, _brought_along(input, "columnwise", "grad_weight") if needs.weight else None
     config: HybridConfig = weight.config
     columnwise = needs.weight and not config.save_original_input
     context = Context("input", weight.state, record=any(needs))
-    rowwise, column = config.input.faces(
+    rowwise, column = config.input.operands(
         input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
     )
     if rowwise is None:
@@ -137,22 +144,25 @@ def _input_faces(
     return rowwise, column
 
 
+def _brought_along(input: Tensor, direction: str, gemm: str) -> Operand:
+    """Return an operand of an input that was quantized before."""
+    face = take_face(input, direction, name="input", gemm=gemm)
+    return operand_of(_as_matrix(face), "left" if direction == "rowwise" else "right", _AXES[direction], gemm)
+
+
 def _output(
-    x: tuple[Face | Tensor, Face | Tensor | None],
-    weight: Weight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    input: Tensor,
-    needs: _Needs,
-) -> tuple[Tensor, Face | None]:
-    """Return the first product, and the weight's columnwise face if backward will use it."""
-    row, column = weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype)
-    if row is None:
+    row: Operand, weight: Weight, bias: Tensor | None, dtype: torch.dtype, input: Tensor, needs: _Needs
+) -> tuple[Tensor, Operand | Held | None]:
+    """Return the first product, and the weight's columnwise operand if backward will use it."""
+    weight_row, weight_column = weight.operands(rowwise=True, columnwise=needs.input, dtype=dtype)
+    if weight_row is None:
         raise ValueError(f"output: {weight!r} has no rowwise face")
-    if isinstance(x[0], IdentityTensor) and isinstance(row, IdentityTensor):
-        return _plain_linear(x[0].dequantize(), row.dequantize(), bias, needs), column
-    out = multiply(_as_matrix(x[0]), row.t(), bias=bias, gemm="output", fast_accum=True)
-    return out.view(*input.shape[:-1], weight.shape[0]), column
+    if row.scale is None and weight_row.scale is None:
+        values = input.dequantize() if isinstance(input, IdentityTensor) else input.detach()
+        values = values if values.dim() == input.dim() and not isinstance(values, _QUANTIZED) else row.data
+        return _plain_linear(values.to(dtype), weight_row.data, bias, needs), weight_column
+    out = ops.product(row, weight_row, bias=bias, out_dtype=dtype, fast_accum=True)
+    return out.view(*input.shape[:-1], weight.shape[0]), weight_column
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs) -> Tensor:
@@ -180,10 +190,6 @@ def _note_training_use(weight: Weight) -> None:
     layer = weight.layer
     if isinstance(layer, LayerState) and not layer.is_empty and isinstance(weight, MasterWeight):
         layer.note_training_use(weight.writes, weight.version)
-
-
-def _take_apart(face: Face | Tensor | None) -> tuple[list[Tensor], Structure | None]:
-    return ([], None) if face is None else flatten(face)
 
 
 def _compute_dtype(input: Tensor, weight: Weight) -> torch.dtype:

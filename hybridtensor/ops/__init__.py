@@ -6,19 +6,21 @@ from hybridtensor.ops.float8_cast import float8_cast
 from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.ops.mx_quantize import mx_quantize
 from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
-from hybridtensor.ops.operand import Operand
+from hybridtensor.ops.operand import Held, Operand
 from hybridtensor.ops.quantize import quantize
-from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
+from hybridtensor.ops.scaled_mm import Backend, product, scaled_mm, select_backend
 
 __all__ = [
     "Backend",
     "Cast",
+    "Held",
     "Operand",
     "dequantize",
     "float8_cast",
     "float8_quantize",
     "mx_quantize",
     "nvfp4_quantize",
+    "product",
     "quantize",
     "scaled_mm",
     "select_backend",

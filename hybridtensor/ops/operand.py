@@ -1,4 +1,4 @@
-"""One operand of a product: a face as the operators see it."""
+"""One operand of a product: a face as the operators see it, and how it is kept for later."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import Format
-from hybridtensor.ops.dequantize import element_values
+from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.ops.dequantize import dequantize, element_values
 from hybridtensor.ops.references.blocks import spread
 
 
@@ -67,3 +67,58 @@ class Operand(NamedTuple):
             raise ValueError(f"scaled_mm: [{start}, {stop}) crosses a block of {along} of {self.format}")
         column = self.scale[:, start // along].unsqueeze(1)
         return spread(column, (self.format.block[0], None), (self.data.shape[0], 1))
+
+
+class Held(NamedTuple):
+    """A columnwise operand in high precision of what a rowwise face holds: it stores nothing, and is made when used.
+
+    Attributes:
+        rowwise: The face.
+        dtype: Of the values.
+    """
+
+    rowwise: Operand
+    dtype: torch.dtype
+
+    def values(self) -> Operand:
+        """Return the operand."""
+        row = self.rowwise
+        made = dequantize(row.data, _required(row.scale), row.tensor_scale, format=row.format, dtype=self.dtype)
+        return plain_operand(made.t())
+
+
+class Kept(NamedTuple):
+    """What is left of an operand whose tensors are kept apart: the format, and the dtype if it was ``Held``."""
+
+    format: Format
+    held: torch.dtype | None
+
+
+def plain_operand(values: Tensor) -> Operand:
+    """Return high-precision values ``[other, contraction]`` as an operand."""
+    return Operand(values, None, None, IDENTITY)
+
+
+def take_apart(operand: Operand | Held | None) -> tuple[list[Tensor], Kept | None]:
+    """Return the tensors of a columnwise operand, plain values as they lie in memory, and what they are."""
+    if operand is None:
+        return [], None
+    face, held = (operand.rowwise, operand.dtype) if isinstance(operand, Held) else (operand, None)
+    if face.scale is None:
+        return [face.data.t()], Kept(face.format, held)
+    tensors = [face.data, face.scale]
+    return tensors if face.tensor_scale is None else [*tensors, face.tensor_scale], Kept(face.format, held)
+
+
+def put_together(tensors: list[Tensor], kept: Kept) -> Operand | Held:
+    """Undo ``take_apart``."""
+    if kept.format.is_identity:
+        return plain_operand(tensors[0].t())
+    operand = Operand(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None, kept.format)
+    return operand if kept.held is None else Held(operand, kept.held)
+
+
+def _required(scale: Tensor | None) -> Tensor:
+    if scale is None:
+        raise ValueError("Held: a quantized face is required, got one in high precision")
+    return scale

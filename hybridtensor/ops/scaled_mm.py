@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
-from hybridtensor.ops.library import define
+from hybridtensor.ops.library import define, runs_directly
 from hybridtensor.ops.native_mm import native_kind
-from hybridtensor.ops.operand import Operand
+from hybridtensor.ops.operand import Held, Operand
 
 _PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
 
@@ -205,5 +205,23 @@ def scaled_mm(
         devices = [str(t.device) for t in (a, b, bias) if t is not None]
         raise ValueError(f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them")
     operands = (*left[:3], left.format.name, *right[:3], right.format.name)
-    out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
+    run = scaled_mm_reference if runs_directly(a) else _OP
+    out: Tensor = run(*operands, bias, out_dtype, fast_accum)
     return out
+
+
+def product(
+    left: Operand | Held,
+    right: Operand | Held,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Return ``left @ right.T + bias``: the plain product of plain values, ``scaled_mm`` of anything else."""
+    a = left.values() if isinstance(left, Held) else left
+    b = right.values() if isinstance(right, Held) else right
+    if a.scale is None and b.scale is None:
+        columns = b.data.t()
+        return torch.mm(a.data, columns) if bias is None else torch.addmm(bias, a.data, columns)
+    return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)

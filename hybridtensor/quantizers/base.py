@@ -11,13 +11,15 @@ from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.formats import Format, nearest
-from hybridtensor.ops import Cast
+from hybridtensor.ops import Cast, Held, Operand
 from hybridtensor.ops.library import require_float
 from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses.hybrid_tensor import as_face, column_operand, row_operand
 from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
 
 Faces = tuple[Face | None, Face | None]
+Operands = tuple[Operand | None, Operand | Held | None]
 ALONE = Context()
 
 
@@ -44,11 +46,19 @@ class Quantizer(ABC):
     def columnwise_format(self) -> Format:
         """Format of the columnwise face."""
 
-    @abstractmethod
     def faces(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
     ) -> Faces:
         """Return the faces asked for, with nominal ``dtype``. An identity face may alias ``x``."""
+        row, column = self.operands(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
+        return as_face(row, -1, x, dtype), as_face(column, 0, x, dtype)
+
+    def operands(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
+    ) -> Operands:
+        """Return the faces asked for as the operators see them. Subclasses define this or ``faces``."""
+        row, column = self.faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
+        return row_operand(row), column_operand(column)
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
         """Return the delayed scales that this quantizer needs for the tensor called ``slot``, by slot."""
@@ -182,26 +192,26 @@ class OneFormatQuantizer(Quantizer):
     def cast(self, context: Context) -> Cast:
         """Say how a face is made."""
 
-    def faces(
+    def operands(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
-    ) -> Faces:
-        """See ``Quantizer.faces``."""
+    ) -> Operands:
+        """See ``Quantizer.operands``."""
         cast = self.cast(context)
         columnwise_cast = cast.for_columnwise() if columnwise else None
-        return make_faces(x, cast if rowwise else None, columnwise_cast, None, dtype, context)
+        return cast_together(x, cast if rowwise else None, columnwise_cast, None, dtype, context)
 
 
-def make_faces(
+def cast_together(
     x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, context: Context
-) -> Faces:
-    """Return the faces that casts make of ``x``, in one go; see ``ops.quantize``."""
+) -> tuple[Operand | None, Operand | None]:
+    """Return what casts make of ``x``, in one go; see ``ops.quantize``."""
     matrix = tokens(x)
     rows, columns = matrix.shape
     for cast, shape, direction in (
         (row or source, (rows, columns), "rowwise"),
         (column, (columns, rows), "columnwise"),
     ):
-        if cast is not None:
+        if cast is not None and not cast.format.ragged:
             _check_blocks(cast.format, shape, str(context), direction)
     state, rounding, first_row = context.state, None, 0
     if any(cast is not None and cast.stream >= 0 for cast in (row, column, source)):
@@ -213,16 +223,13 @@ def make_faces(
         rounding=rounding, first_row=first_row,
     )  # fmt: skip
     size = 0 if row is None else 2 + (row.format.tensor_block is not None)
-    return _face(made[:size], row, -1, dtype, x.shape), _face(made[size:], column, 0, dtype, x.shape)
+    return _operand(made[:size], row), _operand(made[size:], column)
 
 
-def _face(
-    tensors: list[Tensor], cast: Cast | None, axis: int, dtype: torch.dtype, shape: torch.Size
-) -> QuantizedTensor | None:
+def _operand(tensors: list[Tensor], cast: Cast | None) -> Operand | None:
     if cast is None:
         return None
-    tensor_scale = tensors[2] if len(tensors) == 3 else None
-    return QuantizedTensor(tensors[0], tensors[1], tensor_scale, cast.format, axis, dtype, shape)
+    return Operand(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None, cast.format)
 
 
 def _check_blocks(fmt: Format, shape: tuple[int | None, int | None], who: str, direction: str) -> None:

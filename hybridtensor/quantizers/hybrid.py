@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.ops import Held, Operand
+from hybridtensor.ops.operand import plain_operand
 from hybridtensor.quantizers.base import (
     ALONE,
-    Faces,
     OneFormatQuantizer,
+    Operands,
     Quantizer,
-    make_faces,
+    cast_together,
     require_choice,
+    tokens,
 )
 from hybridtensor.state import Context, DelayedRule
-from hybridtensor.subclasses import Face, IdentityTensor
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class IdentityQuantizer(Quantizer):
 
     columnwise_format = rowwise_format
 
-    def faces(
+    def operands(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
-    ) -> Faces:
-        """See ``Quantizer.faces``; both faces share one tensor, ``x`` itself where the dtype fits."""
-        values = x.to(dtype)
-        return IdentityTensor(values) if rowwise else None, IdentityTensor(values) if columnwise else None
+    ) -> Operands:
+        """See ``Quantizer.operands``; both share one tensor, ``x`` itself where the dtype fits."""
+        values = tokens(x).to(dtype)
+        return plain_operand(values) if rowwise else None, plain_operand(values.t()) if columnwise else None
 
 
 @dataclass(frozen=True)
@@ -107,31 +109,33 @@ class HybridQuantizer(Quantizer):
         """Whether this is the plain quantizer of both directions."""
         return self.columnwise_source == "original" and self.rowwise == self.columnwise
 
-    def faces(
+    def operands(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
-    ) -> Faces:
-        """See ``Quantizer.faces``."""
+    ) -> Operands:
+        """See ``Quantizer.operands``."""
         if self._is_plain:
-            return self.rowwise.faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
+            return self.rowwise.operands(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
         of_row, of_column = (context._replace(direction=direction) for direction in ("rowwise", "columnwise"))
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
         if isinstance(self.rowwise, OneFormatQuantizer) and isinstance(self.columnwise, OneFormatQuantizer):
             row_cast = self.rowwise.cast(of_row) if rowwise or of_rowwise else None
             column_cast = self.columnwise.cast(of_column).for_columnwise() if columnwise else None
             source = row_cast if of_rowwise else None
-            return make_faces(x, row_cast if rowwise else None, column_cast, source, dtype, context)
-        row = column = None
+            return cast_together(x, row_cast if rowwise else None, column_cast, source, dtype, context)
+        row: Operand | None = None
+        column: Operand | Held | None = None
         if rowwise or of_rowwise:  # transient if not asked for
-            row = self.rowwise.faces(x, rowwise=True, columnwise=False, dtype=dtype, context=of_row)[0]
+            row = self.rowwise.operands(x, rowwise=True, columnwise=False, dtype=dtype, context=of_row)[0]
         if of_rowwise and row is not None:
             column = self._of_rowwise(row, dtype, of_column)
         elif columnwise:
-            column = self.columnwise.faces(x, rowwise=False, columnwise=True, dtype=dtype, context=of_column)[1]
+            column = self.columnwise.operands(x, rowwise=False, columnwise=True, dtype=dtype, context=of_column)[1]
         return row if rowwise else None, column
 
-    def _of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face | None:
-        """Make the columnwise face from the rowwise one."""
+    def _of_rowwise(self, row: Operand, dtype: torch.dtype, context: Context) -> Operand | Held | None:
+        """Make the columnwise operand from the rowwise one."""
+        held = plain_operand(row.data.t()) if row.scale is None else Held(row, dtype)
         if isinstance(self.columnwise, IdentityQuantizer):
-            return row if isinstance(row, IdentityTensor) else IdentityTensor(row.detach())
-        values = row.dequantize(dtype)
-        return self.columnwise.faces(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]
+            return held
+        values = (held.values() if isinstance(held, Held) else held).data.t()
+        return self.columnwise.operands(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]

@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybridtensor.ops import Held, Operand
+from hybridtensor.ops.operand import plain_operand
 from hybridtensor.state import Context
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import OpTable
@@ -96,6 +98,13 @@ class HybridTensor(InterceptingTensor):
         column = self.require_face("columnwise", name="weight", gemm="grad_input") if columnwise else None
         return _as_dtype(row, dtype), _as_dtype(column, dtype)
 
+    def operands(
+        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[Operand | None, Operand | Held | None]:
+        """Return the operands asked for: what ``MasterWeight.operands`` does, without work."""
+        row, column = self.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
+        return row_operand(row), column_operand(column)
+
     def refresh_(self, values: Tensor) -> None:
         """Quantize new values into every face, by the recipe of the layer whose weight this is."""
         self.config.weight.update_(self, values, context=Context("weight", self.state))
@@ -147,6 +156,53 @@ def _as_dtype(face: Face | None, dtype: torch.dtype) -> Face | None:
     return IdentityTensor(
         source.map_inner(lambda t: t, nominal_dtype=dtype) if isinstance(source, QuantizedTensor) else source.to(dtype)
     )
+
+
+def row_operand(face: Face | None) -> Operand | None:
+    """Return the rowwise face of a matrix as the operators see it."""
+    if face is None or isinstance(face, QuantizedTensor):
+        return None if face is None else _operand(face, -1)
+    return plain_operand(_matrix(face.dequantize()))
+
+
+def column_operand(face: Face | None) -> Operand | Held | None:
+    """Return the columnwise face of a matrix as the operators see it."""
+    if face is None or isinstance(face, QuantizedTensor):
+        return None if face is None else _operand(face, 0)
+    if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
+        return Held(_operand(face.source, -1), face.dtype)
+    return plain_operand(_matrix(face.dequantize()).t())
+
+
+def _operand(face: QuantizedTensor, axis: int) -> Operand:
+    if face.axis != axis:
+        raise ValueError(f"HybridTensor: a face along axis {axis} is required, got {face!r}; take the other face")
+    return Operand(face.qdata, face.scale, face.tensor_scale, face.format)
+
+
+def _matrix(values: Tensor) -> Tensor:
+    return values.reshape(values.shape[:-1].numel(), values.shape[-1])
+
+
+def as_face(operand: Operand | Held | None, axis: int, x: Tensor, dtype: torch.dtype) -> Face | None:
+    """Return what was made of ``x`` as a face: rowwise with axis -1, columnwise with axis 0.
+
+    One in high precision shares the memory of ``x`` where the dtype fits.
+    """
+    if operand is None:
+        return None
+    if isinstance(operand, Held):
+        return IdentityTensor(_quantized(operand.rowwise, -1, x, operand.dtype))
+    if operand.scale is not None:
+        return _quantized(operand, axis, x, dtype)
+    values = operand.data if axis == -1 else operand.data.t()
+    return IdentityTensor(values.view(x.shape))
+
+
+def _quantized(operand: Operand, axis: int, x: Tensor, dtype: torch.dtype) -> QuantizedTensor:
+    if operand.scale is None:
+        raise ValueError("HybridTensor: a quantized operand is required, got one in high precision")
+    return QuantizedTensor(operand.data, operand.scale, operand.tensor_scale, operand.format, axis, dtype, x.shape)
 
 
 torch.serialization.add_safe_globals([HybridTensor])

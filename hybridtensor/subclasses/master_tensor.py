@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybridtensor.ops import Held, Operand
 from hybridtensor.state import Context
-from hybridtensor.subclasses.hybrid_tensor import Face
+from hybridtensor.subclasses.hybrid_tensor import Face, as_face
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.wrapper import InterceptingTensor
 
@@ -42,7 +43,7 @@ class MasterWeight(InterceptingTensor):
     master: Tensor
     config: Any
     writes: WriteCounter
-    _cached: tuple[tuple[Any, ...], Face | None, Face | None] | None
+    _cached: tuple[tuple[Any, ...], Operand | None, Operand | Held | None] | None
 
     @staticmethod
     def __new__(
@@ -81,15 +82,17 @@ class MasterWeight(InterceptingTensor):
         if not self.master.is_inference():
             torch.autograd.graph.increment_version(self.master)
 
-    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
-        """Return the faces asked for, quantized from ``master``, with nominal dtype ``dtype``.
+    def operands(
+        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[Operand | None, Operand | Held | None]:
+        """Return the operands asked for, quantized from ``master``, with nominal dtype ``dtype``.
 
         A face is made once per write, recipe and dtype, and a face that was made for evaluation does not stand in the
         way of training: what is missing is added. While compiling, faces are made in the graph instead.
         """
         context = Context("weight", self.state)
         if torch.compiler.is_compiling():
-            made: tuple[Face | None, Face | None] = self.config.weight.faces(
+            made: tuple[Operand | None, Operand | Held | None] = self.config.weight.operands(
                 self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
             return made
@@ -99,12 +102,17 @@ class MasterWeight(InterceptingTensor):
         _, row, column = self._cached
         if (rowwise and row is None) or (columnwise and column is None):
             with torch.no_grad():
-                row, column = self.config.weight.faces(
+                row, column = self.config.weight.operands(
                     self.master, rowwise=True, columnwise=columnwise or column is not None, dtype=dtype,
                     context=context,
                 )  # fmt: skip
             self._cached = (key, row, column)
         return (row if rowwise else None), (column if columnwise else None)
+
+    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
+        """Return what ``operands`` returns as faces."""
+        row, column = self.operands(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
+        return as_face(row, -1, self.master, dtype), as_face(column, 0, self.master, dtype)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of quantization."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.formats import IDENTITY
+from hybridtensor.ops.operand import plain_operand
 from hybridtensor.subclasses.hybrid_tensor import Face, HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import OpTable
@@ -39,26 +39,25 @@ def multiply(
     """
     if left.dtype != right.dtype:
         raise ValueError(f"{gemm}: operands of one dtype are required, got {left.dtype} and {right.dtype}; cast one")
-    a, b = _values(left), _values(right)
-    if not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    return ops.scaled_mm(
-        _operand(a, "left", -1, gemm), _operand(b, "right", 0, gemm),
-        bias=bias, out_dtype=left.dtype, fast_accum=fast_accum,
-    )  # fmt: skip
+    a, b = operand_of(left, "left", -1, gemm), operand_of(right, "right", 0, gemm)
+    return ops.product(a, b, bias=bias, out_dtype=left.dtype, fast_accum=fast_accum)
 
 
-def _values(face: Face | Tensor) -> QuantizedTensor | Tensor:
-    """Reduce an identity face to the plain tensor that it stands for."""
-    return face.dequantize() if isinstance(face, IdentityTensor) else face
+def operand_of(face: Face | Tensor, side: str, axis: int, gemm: str) -> ops.Operand:
+    """Return the matrix ``[other, contraction]`` of an operand, with its scales and format.
 
-
-def _operand(face: QuantizedTensor | Tensor, side: str, axis: int, gemm: str) -> ops.Operand:
-    """Return the matrix ``[other, contraction]`` of an operand, with its scales and format."""
+    Args:
+        face: A matrix: a face, or plain values.
+        side: What it is, for errors.
+        axis: -1 for a rowwise operand, 0 for a columnwise one.
+        gemm: Name of the product, for errors.
+    """
+    if isinstance(face, IdentityTensor):
+        face = face.dequantize()
     if face.dim() != 2:
         raise ValueError(f"{gemm}: a matrix is required as {side} operand, got shape {tuple(face.shape)}")
     if not isinstance(face, QuantizedTensor):
-        return ops.Operand(face if axis == -1 else face.t(), None, None, IDENTITY)
+        return plain_operand(face if axis == -1 else face.t())
     if face.axis != axis:
         needed, given = ("rowwise", "columnwise") if axis == -1 else ("columnwise", "rowwise")
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.ops.operand import take_apart
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.wrapper import flatten
 
@@ -31,8 +32,8 @@ def _held(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
     plain, _ = flatten(tensor)
     if isinstance(tensor, MasterWeight) and tensor._cached is not None:
-        for face in tensor._cached[1:]:
-            plain += [] if face is None else flatten(face)[0]
+        for operand in tensor._cached[1:]:
+            plain += take_apart(operand)[0]
     return plain
 
 
