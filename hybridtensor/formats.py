@@ -104,6 +104,9 @@ class Format:
         tensor_scale = 4 if self.tensor_block is not None and self.tensor_block[0] == 1 else 0
         return contraction / self.elements_per_byte + scales * scale_bytes + tensor_scale
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # names are unique
+
     def __reduce__(self) -> tuple[object, ...]:
         return get_format, (self.name,)
 

@@ -256,7 +256,8 @@ def _f_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     if not _is_weight(operands["weight"]):
         return _default(func, args, kwargs)  # type: ignore[no-any-return]
-    return linear(**operands)
+    with torch._C.DisableTorchFunctionSubclass():  # every attribute of a weight would come back here
+        return linear(**operands)
 
 
 @_intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)

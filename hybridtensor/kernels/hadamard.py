@@ -34,3 +34,16 @@ def rotate(values, P: tl.constexpr, Q: tl.constexpr):
     unbounded = tl.where(rotated != rotated, float("inf"), rotated)
     rotated = tl.where(infinite[:, :, None], unbounded, clamped)
     return tl.reshape(rotated, [P, Q]).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def rotate_back(values, P: tl.constexpr, Q: tl.constexpr):
+    """Undo ``rotate`` in fp32."""
+    N: tl.constexpr = Q // 16
+    groups = tl.reshape(values, [P, N, 16]) * 0.0625
+    groups = _butterfly(groups, P, N, 1)
+    groups = _butterfly(groups, P, N, 2)
+    groups = _butterfly(groups, P, N, 4)
+    groups = _butterfly(groups, P, N, 8)
+    negative = (_NEGATIVE >> tl.arange(0, 16)) & 1
+    return tl.reshape(groups * tl.where(negative == 1, -4.0, 4.0)[None, None, :], [P, Q])

@@ -62,6 +62,13 @@ def e8m0_reciprocal(exponent):
 
 
 @triton.jit
+def e8m0_value(exponent):
+    """Return ``2^(exponent - 127)``, exactly."""
+    bits = tl.where(exponent == 0, _HALF_SUBNORMAL, exponent << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fp8_codes(y, E5M2: tl.constexpr, HW: tl.constexpr):
     """Return the codes of ``y`` as uint8: to nearest even, saturating, NaN is 0x7F."""
     if HW:
@@ -129,3 +136,13 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
         steps = (units + _MAGIC).to(tl.int32, bitcast=True) & 0xF
     code = steps + tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
     return (code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_values(codes):
+    """Return the fp32 values of uint8 codes."""
+    wide = codes.to(tl.int32)
+    magnitude = wide & 7
+    bits = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, bits)
+    return _signed(value, wide >> 3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
-from hybridtensor.ops.library import define
+from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.references.hadamard import rotate_back
 from hybridtensor.ops.references.nvfp4 import e2m1_decode, unpack
@@ -20,19 +23,26 @@ def element_values(qdata: Tensor, fmt: Format) -> Tensor:
 
 
 def dequantize_reference(
-    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype
+    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype, whole: bool = True
 ) -> Tensor:
-    """Define ``dequantize``."""
+    """Define ``dequantize``; without ``whole``, ``multipliable_values``."""
     fmt = get_format(format)
     values = element_values(qdata, fmt)
-    if tensor_scale is None:
+    if not whole:
+        values = values * spread(scale.float(), fmt.block, values.shape) if scale_fits(fmt) else values
+    elif tensor_scale is None:
         values = values * spread(scale.float(), fmt.block, values.shape)
     else:
         values = _two_level(values, scale, tensor_scale, fmt)
-    if fmt.hadamard:
+    if whole and fmt.hadamard:
         values = rotate_back(values)
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)
+
+
+def scale_fits(fmt: Format) -> bool:
+    """Whether element times block scale is exact in bfloat16: a power of two, or E4M3 times E2M1."""
+    return fmt.block[1] is not None and (fmt.pow2_scale or fmt.scale_dtype == torch.float8_e4m3fn)
 
 
 def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format) -> Tensor:
@@ -43,16 +53,68 @@ def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format)
     return values * spread(combined, fmt.block, values.shape) / shift
 
 
-def _fake(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype) -> Tensor:
+def _fake(
+    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype, whole: bool
+) -> Tensor:
     rows, columns = qdata.shape
     return qdata.new_empty((rows, columns * get_format(format).elements_per_byte), dtype=dtype)
 
 
 _OP = define(
-    "dequantize(Tensor qdata, Tensor scale, Tensor? tensor_scale, str format, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor qdata, Tensor scale, Tensor? tensor_scale, str format, ScalarType dtype, bool whole) -> Tensor",
     reference=dequantize_reference,
     fake=_fake,
 )
+_PLANS: dict[tuple[Any, ...], Launch] = {}
+_MOST_PLANS = 4096
+_P, _Q = 32, 256
+_SCALES = {torch.float32: 1, torch.float8_e8m0fnu: 2, torch.float8_e4m3fn: 3}  # as the kernel names them
+
+
+def dequantize_cuda(
+    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype, whole: bool = True
+) -> Tensor:
+    """Implement ``dequantize``."""
+    fmt = get_format(format)
+    if qdata.numel() == 0 or not qdata.is_contiguous() or qdata.data_ptr() % 16:
+        return dequantize_reference(qdata, scale, tensor_scale, format, dtype, whole)
+    other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
+    out = torch.empty(other, along, dtype=dtype, device=qdata.device)
+    key = (format, dtype, whole, qdata.shape, scale.stride(), qdata.device)
+    launch = _PLANS.get(key)
+    if launch is None:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        launch = _PLANS[key] = _launch(fmt, other, along, dtype, whole)
+    codes = qdata if qdata.dtype == torch.uint8 else qdata.view(torch.uint8)
+    scales = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    levels = out if tensor_scale is None else tensor_scale
+    with on_device(qdata.device):
+        launch(codes, scales, scale.stride(0), scale.stride(1), levels, out, other, along)
+    return out
+
+
+def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool) -> Launch:
+    block = tuple(extent or 0 for extent in fmt.block)
+    return Launch(
+        "dequantize", "dequantize_kernel", -(-other // _P) * -(-along // _Q),
+        SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or scale_fits(fmt)) else 0,
+        SIDE=block[0], LENGTH=block[1], LEVEL=whole and fmt.tensor_block is not None,
+        LEVEL_PER_ROW=fmt.tensor_block is not None and fmt.tensor_block[0] == 1,
+        E5M2=fmt.element == torch.float8_e5m2, BITS=8 // fmt.elements_per_byte,
+        ROTATED=whole and fmt.hadamard, LARGEST=torch.finfo(dtype).max,
+        EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, num_warps=4,
+    )  # fmt: skip
+
+
+implement("dequantize", dequantize_cuda)
+
+
+def multipliable_values(qdata: Tensor, scale: Tensor, *, format: Format, dtype: torch.dtype) -> Tensor:
+    """Return the elements in ``dtype``, times those scales that vary along the contraction and leave them exact."""
+    run = dequantize_cuda if runs_directly(qdata) else _OP
+    result: Tensor = run(qdata, scale, None, format.name, dtype, False)
+    return result
 
 
 def dequantize(
@@ -75,5 +137,6 @@ def dequantize(
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dequantize: a floating-point dtype is required, got {dtype}")
-    result: Tensor = _OP(qdata, scale, tensor_scale, format.name, dtype)
+    run = dequantize_cuda if runs_directly(qdata) else _OP
+    result: Tensor = run(qdata, scale, tensor_scale, format.name, dtype, True)
     return result

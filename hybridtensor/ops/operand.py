@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
-from hybridtensor.ops.dequantize import dequantize, element_values
+from hybridtensor.ops.dequantize import dequantize, multipliable_values, scale_fits
 from hybridtensor.ops.references.blocks import spread
 
 
@@ -35,22 +35,18 @@ class Operand(NamedTuple):
     @property
     def scales_partial_sums(self) -> bool:
         """Whether the scales vary along the contraction axis and cannot go into the elements exactly."""
-        return self.scale is not None and self.format.block[1] is not None and not self._scale_fits
+        return self.scale is not None and self.format.block[1] is not None and not scale_fits(self.format)
 
     @property
-    def _scale_fits(self) -> bool:
-        """Whether element times block scale is exact in bfloat16: a power of two, or E4M3 times E2M1."""
-        return self.format.pow2_scale or self.format.scale_dtype == torch.float8_e4m3fn
+    def scales_sum(self) -> bool:
+        """Whether anything multiplies the sum of a product, or parts of it."""
+        return self.scales_partial_sums or self.factor() is not None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the elements in ``dtype``, times those scales that vary along the contraction and fit in."""
         if self.scale is None:
             return self.data.to(dtype)
-        elements = element_values(self.data, self.format)
-        if self.format.block[1] is not None and self._scale_fits:
-            elements = elements * spread(self.scale.float(), self.format.block, elements.shape)
-        largest = torch.finfo(dtype).max  # rounding up to a power-of-two scale's grid can step just beyond it
-        return elements.clamp(-largest, largest).to(dtype)
+        return multipliable_values(self.data, self.scale, format=self.format, dtype=dtype)
 
     def factor(self) -> Tensor | None:
         """Return what multiplies the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""

@@ -7,6 +7,7 @@ Both operands come as ``[other, K]`` matrices, so the product is ``left @ right.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ def check_multipliable(left: Format, right: Format) -> None:
         )
 
 
+@functools.lru_cache(maxsize=1024)
 def select_backend(left: Format, right: Format, out_dtype: torch.dtype, device: torch.device) -> Backend:
     """Decide how ``left @ right.T`` runs on ``device``. The one place where that is decided.
 
@@ -99,6 +101,8 @@ def _emulated(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
     if a.data.device.type != "cuda":
         dtype = torch.float32  # the only CPU product with an fp32 result
     left, right = a.values(dtype), b.values(dtype)
+    if out_dtype == dtype == torch.bfloat16 and bias is None and not (a.scales_sum or b.scales_sum):
+        return torch.mm(left, right.t())
     if a.scales_partial_sums or b.scales_partial_sums:
         out = _sum_of_blocks(a, b, left, right)
     else:

@@ -13,7 +13,7 @@ import torch
 
 from hybridtensor.formats import get_format
 from hybridtensor.ops.cast import Cast, parse
-from hybridtensor.ops.dequantize import dequantize_reference
+from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.quantize import quantize
 from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.references import float8, mx, nvfp4
@@ -214,3 +214,30 @@ def test_casts_are_text_and_back():
 def test_a_delayed_cast_needs_factors():
     with pytest.raises(ValueError, match="needs delayed scales, got none"):
         quantize(torch.ones(2, 2), row=Cast("fp8_e4m3_tensor", slot=0))
+
+
+def values_by_kernel(codes, scale, level, name, dtype, whole):
+    """Dequantize with the kernel: on a CPU in the interpreter."""
+    if codes.device.type == "cpu":
+        pytest.importorskip("triton", reason="Triton's interpreter is needed")
+        if torch.cuda.is_available():
+            pytest.skip("kernels are compiled in this process")
+    with np.errstate(all="ignore"):
+        return dequantize_cuda(codes, scale, level, name, dtype, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cast", [c for c in CASTS if c.slot < 0 and c.stream < 0], ids=str)
+def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
+    shapes = [(64, 256), (96, 320)] + ([(3, 5), (131, 1)] if get_format(cast.name).ragged else [])
+    given = [random_tensor(*shape, device=device) for shape in shapes]
+    for x in [*given, *edge_cases(torch.float32, device), *edge_cases(torch.float16, device)]:
+        made = face(x, cast, state(device))
+        for layout in (made[1], made[1].t().contiguous().t()):
+            for whole in (True, False):
+                operands = (made[0], layout, [*made, None][2], cast.name, dtype, whole)
+                expected = dequantize_reference(*operands)
+                got = values_by_kernel(*operands)
+                assert got.dtype == dtype
+                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+                assert torch.equal(got.signbit() | got.isnan(), expected.signbit() | expected.isnan())
