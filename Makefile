@@ -7,7 +7,8 @@ JOBS ?= 2
 
 .PHONY: demo test test-gpu lint format bench docs clean
 
-# torch comes first and alone: the pinned CPU build is then what every other package's requirement finds.
+# torch comes first and alone: the pinned CPU build is then what every other package's requirement finds. Triton, which
+# that build does not bring, is for the tests: its interpreter runs the kernels on a machine without a GPU.
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy
@@ -16,6 +17,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.core
 	$(PIP) --editable ".[test]"
+	$(PIP) --no-deps triton
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.core
@@ -43,6 +45,7 @@ format: $(VENV)/.test
 
 bench: $(VENV)/.core
 	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python benchmarks/cast.py $(ARGS)
 	$(BIN)/python benchmarks/linear.py $(ARGS)
 
 docs: $(VENV)/.docs

@@ -65,10 +65,22 @@ def test_memory_table():
 
 
 def test_linear_table():
-    rows = [r for r in results("linear_nvidia_h200")["rows"] if r["tokens x out x in"] == "16384x14336x4096"]
+    rows = results("linear_nvidia_h200")["rows"]
+    speeds = {}
+    for row in rows:
+        speeds.setdefault(row["recipe"], {})[row["tokens x out x in"]] = row["speed over BF16"]
     assert table("linear_nvidia_h200") == [
-        [r["recipe"], f"{r['ms']:.2f}", f"{r['speed over BF16']:.2f}x"] for r in rows
+        [name, *(f"{of[shape]:.2f}x" for shape in ("geometric mean", "16384x4096x4096", "16384x14336x4096"))]
+        for name, of in speeds.items()
     ]
+
+
+def test_cast_table():
+    rows = results("cast_nvidia_h200")["rows"]
+    speeds = {}
+    for row in rows:
+        speeds.setdefault(row["faces"], []).append(f"{row['of copy']:.2f}")
+    assert table("cast_nvidia_h200") == [[name, *of] for name, of in speeds.items() if name != "copy"]
 
 
 def test_convergence_table():

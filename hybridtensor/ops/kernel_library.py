@@ -30,9 +30,9 @@ def kernels(name: str) -> Any:
 class Launch:
     """A kernel, its grid and its compile-time constants.
 
-    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's analysis of every argument,
-    most of the host time of a small kernel: whoever keeps a ``Launch`` promises that the arguments stay of the same
-    kind, that is of the same dtype, and divisible by 16 or not, as before.
+    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's analysis of every
+    argument, most of the host time of a small kernel, and its hooks: whoever keeps a ``Launch`` promises that the
+    arguments stay of the same kind, that is of the same dtype, and divisible by 16 or not, as before.
 
     Args:
         module: Name in ``hybridtensor.kernels``.
@@ -49,12 +49,17 @@ class Launch:
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel on the current stream of the current device."""
-        if self._compiled is not None:
-            self._compiled(*arguments, *self._values)
+        compiled = self._compiled
+        if compiled is None:
+            self._compiled = self._kernel[(self._programs,)](
+                *arguments, **self._constants, num_warps=self._num_warps
+            )  # None in the interpreter, which compiles nothing
             return
-        compiled = self._kernel[(self._programs,)](*arguments, **self._constants, num_warps=self._num_warps)
-        if compiled is not None:  # the interpreter compiles nothing
-            self._compiled = compiled[(self._programs, 1, 1)]
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        compiled.run(
+            self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *arguments, *self._values,
+        )  # fmt: skip
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

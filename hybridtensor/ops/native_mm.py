@@ -81,7 +81,9 @@ def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: tor
     """Multiply operands with fp32 scales per 1x128 or 128x128, as Hopper does."""
     rows, columns = a.data.shape[0], b.data.shape[0]
     (left, scale_a, recipe_a), (right, scale_b, recipe_b) = _block128(a), _block128(b)
-    out = F.scaled_mm(left, right.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=torch.float32)
+    exact = out_dtype if bias is None else torch.float32  # what is added comes before the one rounding
+    exact = exact if exact == torch.bfloat16 else torch.float32
+    out = F.scaled_mm(left, right.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=exact)
     return _finish(out[:rows, :columns], None, bias, out_dtype)
 
 
@@ -152,6 +154,8 @@ def pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the leading dimension.
     """
     if not rows and not columns:
+        if codes.shape[0] > 1 and codes.is_contiguous():
+            return codes
         return codes.contiguous().as_strided(codes.shape, (codes.shape[1], 1))
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 

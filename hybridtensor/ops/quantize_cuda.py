@@ -183,12 +183,14 @@ class _Plan:
         wanted = [face.kind in _MEASURED for face in self.faces]
         plain = [face.kind not in _PER_ROW and not face.rotated for face in self.faces]
         shared = all(wanted) and all(plain)
+        alone = False
         flat = all(p for p, w in zip(plain, wanted, strict=True) if w) and _is_contiguous(key)
         if flat:
-            step = _FLAT_BLOCK * _FLAT_STEPS
+            programs = -(-m * k // (_FLAT_BLOCK * _FLAT_STEPS))
+            alone = programs == 1
             launch = Launch(
-                "quantize", "measure_flat_kernel", -(-m * k // step),
-                BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, num_warps=8,
+                "quantize", "measure_flat_kernel", programs,
+                BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, ALONE=alone, num_warps=8,
             )  # fmt: skip
         else:
             launch = Launch(
@@ -200,7 +202,8 @@ class _Plan:
         one = flat or shared
 
         def measure(x: Tensor) -> tuple[Tensor, Tensor]:
-            amaxes = torch.zeros(1 if one else sum(sizes), dtype=torch.float32, device=x.device)
+            new = torch.empty if alone else torch.zeros
+            amaxes = new(1 if one else sum(sizes), dtype=torch.float32, device=x.device)
             of_row, of_column = (amaxes, amaxes) if one else (amaxes[: sizes[0]], amaxes[sizes[0] :])
             if flat:
                 launch(x, amaxes, m * k)

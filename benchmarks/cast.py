@@ -1,0 +1,54 @@
+"""Casting a matrix into both faces: useful bytes per second (input once, every output once) over a device copy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import arguments, report, time_alternating
+from torch import Tensor
+
+from hybridtensor.ops import Cast, quantize
+
+SHAPES = {"cuda": [(16384, 8192), (16384, 4096), (8192, 28672)], "cpu": [(512, 1024)]}
+FACES = {
+    "per tensor, scale given": (Cast("fp8_e4m3_tensor", slot=0), Cast("fp8_e4m3_tensor", slot=0)),
+    "per tensor, current": (Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_tensor")),
+    "1x128": (Cast("fp8_e4m3_1x128"), Cast("fp8_e4m3_1x128")),
+    "128x128": (Cast("fp8_e4m3_128x128"), Cast("fp8_e4m3_128x128")),
+    "per row and per column": (Cast("fp8_e4m3_row"), Cast("fp8_e4m3_row")),
+    "MXFP8": (Cast("mxfp8_e4m3"), Cast("mxfp8_e4m3")),
+    "NVFP4 row, MXFP8 column": (Cast("nvfp4"), Cast("mxfp8_e4m3")),
+    "NVFP4, Hadamard on the column": (Cast("nvfp4"), Cast("nvfp4_hadamard")),
+    "1x128, row only": (Cast("fp8_e4m3_1x128"), None),
+    "1x128, column only": (None, Cast("fp8_e4m3_1x128")),
+}
+
+
+def cast(x: Tensor, row: Cast | None, column: Cast | None, factors: Tensor) -> Callable[[], list[Tensor]]:
+    """Return what casts ``x``."""
+    return lambda: quantize(x, row=row, column=column, factors=factors)
+
+
+def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str, Any]]:
+    """Return one row per pair of faces for one shape."""
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    factors, copied = torch.ones(1, device=device), torch.empty_like(x)
+    variants = {name: cast(x, *faces, factors) for name, faces in FACES.items()}
+    times = time_alternating({"copy": lambda: copied.copy_(x), **variants}, device, repeats)
+    copy_speed = 2 * x.nbytes / times["copy"]
+    rows = [{"shape": "x".join(map(str, shape)), "faces": "copy", "ms": times["copy"], "of copy": 1.0}]
+    for name, run in variants.items():
+        useful = x.nbytes + sum(t.nbytes for t in run())
+        rows.append({**rows[0], "faces": name, "ms": times[name], "of copy": useful / times[name] / copy_speed})
+    return rows
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0])
+    report(
+        "cast",
+        [r for s in SHAPES[torch.device(options.device).type] for r in measure(s, options.device, options.repeats)],
+        options,
+    )
