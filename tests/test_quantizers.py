@@ -252,12 +252,17 @@ def test_shards_with_the_same_amax_equal_the_whole(quantizer):
     assert torch.equal(torch.cat([p.qdata.view(torch.uint8) for p in parts]), whole.qdata.view(torch.uint8))
 
 
+def payload(tensor):
+    """Return bytes, or four of them as an integer."""
+    return tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
+
+
 def concatenated(parts, dim, whole):
     """Whether the payloads of ``parts`` along ``dim`` are those of ``whole``, bit for bit."""
     for attribute in ("qdata", "scale", "tensor_scale"):
         if getattr(whole, attribute) is not None:
-            pieces = [getattr(part, attribute).contiguous().view(torch.uint8) for part in parts]
-            if not torch.equal(torch.cat(pieces, dim), getattr(whole, attribute).contiguous().view(torch.uint8)):
+            pieces = [payload(getattr(part, attribute)) for part in parts]
+            if not torch.equal(torch.cat(pieces, dim), payload(getattr(whole, attribute))):
                 return False
     return True
 

@@ -80,12 +80,13 @@ def dequantize_cuda(
         return dequantize_reference(qdata, scale, tensor_scale, format, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
-    key = (format, dtype, whole, qdata.shape, scale.stride(), qdata.device)
+    level_rows = 0 if tensor_scale is None or not whole else tensor_scale.shape[0]
+    key = (format, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device)
     launch = _PLANS.get(key)
     if launch is None:
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
-        launch = _PLANS[key] = _launch(fmt, other, along, dtype, whole)
+        launch = _PLANS[key] = _launch(fmt, other, along, dtype, whole, level_rows)
     codes = qdata if qdata.dtype == torch.uint8 else qdata.view(torch.uint8)
     scales = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
     levels = out if tensor_scale is None else tensor_scale
@@ -94,13 +95,14 @@ def dequantize_cuda(
     return out
 
 
-def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool) -> Launch:
+def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool, level_rows: int) -> Launch:
     block = tuple(extent or 0 for extent in fmt.block)
     return Launch(
         "dequantize", "dequantize_kernel", -(-other // _P) * -(-along // _Q),
         SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or scale_fits(fmt)) else 0,
-        SIDE=block[0], LENGTH=block[1], LEVEL=whole and fmt.tensor_block is not None,
-        LEVEL_PER_ROW=fmt.tensor_block is not None and fmt.tensor_block[0] == 1,
+        SIDE=block[0], LENGTH=block[1], LEVEL=level_rows > 0,
+        LEVEL_PER_ROW=level_rows > 1,
+        UNIT=1.0 / fmt.tensor_scale_max,
         E5M2=fmt.element == torch.float8_e5m2, BITS=8 // fmt.elements_per_byte,
         ROTATED=whole and fmt.hadamard, LARGEST=torch.finfo(dtype).max,
         EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, num_warps=4,

@@ -97,7 +97,8 @@ def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
     if wide:  # [blocks of rows, blocks of K], K padded to a multiple of 4 and contiguous
         return data, F.pad(scale, (0, -scale.shape[1] % 4)).t(), ScalingType.BlockWise128x128
     scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
-    return data, scale.t().contiguous().t(), ScalingType.BlockWise1x128
+    outer = scale.t().contiguous()  # one block counts as contiguous whatever its strides: say them
+    return data, outer.as_strided(scale.shape, (1, scale.shape[0])), ScalingType.BlockWise1x128
 
 
 def _multiply_mx(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:

@@ -209,7 +209,10 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if (a.format, a.axis, a.shape) != (b.format, b.axis, b.shape):
         return False
     return all(
-        torch.equal(getattr(a, n).contiguous().view(torch.uint8), getattr(b, n).contiguous().view(torch.uint8))
-        for n in a.inner_names
-        if getattr(a, n) is not None
+        torch.equal(_bytes(getattr(a, n)), _bytes(getattr(b, n))) for n in a.inner_names if getattr(a, n) is not None
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes in logical order; one column counts as contiguous whatever its strides, and has no bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

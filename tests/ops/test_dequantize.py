@@ -6,7 +6,7 @@ import torch
 
 from hybridtensor import formats
 from hybridtensor.formats import Format
-from hybridtensor.ops.dequantize import dequantize
+from hybridtensor.ops.dequantize import dequantize, dequantize_cuda
 from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.testing import edge_tensor, random_tensor
 
@@ -36,6 +36,10 @@ def test_block_scales_and_a_tensor_scale_multiply(device):
         for j in range(6):
             expected[i, j] *= scale[i // 2, j // 4] * 0.5
     assert torch.equal(got, expected)
+    if device == "cpu" and not torch.cuda.is_available():
+        pytest.importorskip("triton", reason="Triton's interpreter is needed")
+        kernel = dequantize_cuda(codes, scale, tensor_scale, BLOCKED.name, torch.float32)
+        assert torch.equal(kernel, expected)
 
 
 def test_what_was_finite_stays_finite(device):

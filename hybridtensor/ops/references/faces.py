@@ -79,5 +79,5 @@ def _defined(matrix: Tensor, cast: Cast, state: _State, *, transposed: bool) -> 
 def _laid_out(tensors: list[Tensor], cast: Cast) -> list[Tensor]:
     """Return a face with its scales where ``empty_face`` puts them."""
     if cast.format.block[0] == 1 and cast.format.block[1] is not None:
-        tensors[1] = tensors[1].t().contiguous().t()
+        tensors[1] = tensors[1].t().clone(memory_format=torch.contiguous_format).t()
     return tensors
