@@ -158,8 +158,8 @@ def _output(
     if weight_row is None:
         raise ValueError(f"output: {weight!r} has no rowwise face")
     if row.scale is None and weight_row.scale is None:
-        values = input.dequantize() if isinstance(input, IdentityTensor) else input.detach()
-        values = values if values.dim() == input.dim() and not isinstance(values, _QUANTIZED) else row.data
+        face = take_face(input, "rowwise", name="input", gemm="output")
+        values = face.dequantize() if isinstance(face, _QUANTIZED) else face.detach()
         return _plain_linear(values.to(dtype), weight_row.data, bias, needs), weight_column
     out = ops.product(row, weight_row, bias=bias, out_dtype=dtype, fast_accum=True)
     return out.view(*input.shape[:-1], weight.shape[0]), weight_column

@@ -273,6 +273,15 @@ def test_a_face_as_input(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_a_quantized_batch_keeps_its_shape(spec):
+    converted, _ = layer(spec)
+    x = random_tensor(2, 3, 32, seed=1)
+    hybrid = converted.weight.config.input.quantize(x)
+    with torch.no_grad():
+        assert torch.equal(converted(hybrid), converted(x))
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_gradient_accumulation_quantizes_the_weight_once(spec, monkeypatch):
     converted, _ = layer(spec)
     made = []
