@@ -13,7 +13,8 @@ from hybridtensor.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from hybridtensor.state import Context, LayerState, set_data_parallel_group_, step_
+from hybridtensor.state import Context, LayerState
+from hybridtensor.step import set_data_parallel_group_, step_
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
 

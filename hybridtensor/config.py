@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -10,102 +9,16 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hybridtensor.formats import Format, nearest
 from hybridtensor.ops.scaled_mm import check_multipliable
-from hybridtensor.quantizers import (
-    DelayedFloat8Quantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
+from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.state import ROLES, DelayedRule
 from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
-
-
-class Gemm(NamedTuple):
-    """One matrix product of a linear layer: its name and, per operand, the role and the direction of the face."""
-
-    name: str
-    left: tuple[str, str]
-    right: tuple[str, str]
-
-
-GEMMS = (
-    Gemm("output", ("input", "rowwise"), ("weight", "rowwise")),
-    Gemm("grad_input", ("grad_output", "rowwise"), ("weight", "columnwise")),
-    Gemm("grad_weight", ("grad_output", "columnwise"), ("input", "columnwise")),
-)
-Word = Callable[[str, str], Quantizer]
-Change = Callable[[str, Quantizer], Quantizer]
-
-
-def _nvfp4(role: str, gemm: str) -> Quantizer:
-    """Apply NVIDIA's recipe: 2-D weights, rotated operands of grad_weight, gradients rounded at random."""
-    return NVFP4Quantizer(
-        two_d=role == "weight",
-        hadamard=gemm == "grad_weight",
-        rounding="stochastic" if role == "grad_output" else "nearest",
-    )
-
-
-_WORDS: dict[str, Word] = {
-    "bf16": lambda role, gemm: IdentityQuantizer(),
-    "fp8": lambda role, gemm: Float8Quantizer(dtype="e5m2" if role == "grad_output" else "e4m3"),
-    "fp8_rowwise": lambda role, gemm: Float8Quantizer(granularity="row"),
-    "fp8_block": lambda role, gemm: Float8Quantizer(
-        granularity="block", block="128x128" if role == "weight" else "1x128"
-    ),
-    "fp8_delayed": lambda role, gemm: DelayedFloat8Quantizer(dtype="e5m2" if role == "grad_output" else "e4m3"),
-    "mxfp8": lambda role, gemm: MXFP8Quantizer(),
-    "nvfp4": _nvfp4,
-}
-_POLICIES = {
-    "high_precision": ("backward_override", "high_precision"),
-    "dequantized": ("backward_override", "dequantized"),
-    "save_original_input": ("save_original_input", True),
-}
-
-
-def _change(kind: type[Quantizer], roles: tuple[str, ...] = ROLES, **options: Any) -> Change:
-    """Return what sets ``options`` of the quantizers of one ``kind`` in some roles."""
-
-    def apply(role: str, quantizer: Quantizer) -> Quantizer:
-        if isinstance(quantizer, HybridQuantizer):
-            faces = apply(role, quantizer.rowwise), apply(role, quantizer.columnwise)
-            return _merge(*faces, quantizer.columnwise_source)
-        return dataclasses.replace(quantizer, **options) if role in roles and type(quantizer) is kind else quantizer
-
-    return apply
-
-
-def _of_rowwise(role: str, quantizer: Quantizer) -> Quantizer:
-    """Make the columnwise faces of the forward's operands from what the forward saw."""
-    if role == "grad_output":
-        return quantizer
-    row, column = (_face_quantizer(quantizer, direction) for direction in ("rowwise", "columnwise"))
-    return quantizer if row is None or column is None else HybridQuantizer(row, column, "rowwise_dequantized")
-
-
-_CHANGES: dict[str, Change] = {
-    "pow2_scale": _change(Float8Quantizer, pow2_scale=True),
-    "fp32_scale": _change(Float8Quantizer, pow2_scale=False),
-    "most_recent": _change(DelayedFloat8Quantizer, algorithm="most_recent"),
-    "mx_two_d": _change(MXFP8Quantizer, ("weight",), two_d=True),
-    "mx_e5m2_grad": _change(MXFP8Quantizer, ("grad_output",), dtype="e5m2"),
-    "one_d": _change(NVFP4Quantizer, ("weight",), two_d=False),
-    "nearest": _change(NVFP4Quantizer, rounding="nearest"),
-    "no_hadamard": _change(NVFP4Quantizer, hadamard=False),
-    "row_scaled_input": lambda role, quantizer: _row_scaled(role, quantizer),
-    "rowwise_dequantized": _of_rowwise,
-    "rowwise_dequantized_weight": lambda role, q: _of_rowwise(role, q) if role == "weight" else q,
-}
+from hybridtensor.words import CHANGES, GEMMS, POLICIES, WORDS, Gemm, face_quantizer, roles_by_gemm, simplified
 
 
 @dataclass(frozen=True)
@@ -165,7 +78,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             raise TypeError(f"HybridConfig: save_original_input is True or False, got {self.save_original_input!r}")
         self._apply_override()
         for role in ROLES:
-            object.__setattr__(self, role, _simplified(getattr(self, role)))
+            object.__setattr__(self, role, simplified(getattr(self, role)))
         self._check_repeatable()
         for gemm in GEMMS:
             try:
@@ -236,7 +149,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         Raises:
             ValueError: If a word is unknown.
         """
-        roles = _roles_by_gemm(output=output, grad_input=grad_input, grad_weight=grad_weight)
+        roles = roles_by_gemm(output=output, grad_input=grad_input, grad_weight=grad_weight)
         return cls(**roles, backward_override=backward_override, save_original_input=save_original_input)
 
     @classmethod
@@ -275,17 +188,17 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             )
         config = cls._from_words(words, modifiers, policies)
         for i, modifier in enumerate(modifiers):
-            if modifier in _CHANGES and config == cls._without(i, words, modifiers, policies):
+            if modifier in CHANGES and config == cls._without(i, words, modifiers, policies):
                 raise ValueError(f"HybridConfig.parse: {modifier!r} changes nothing in {spec!r}; drop it")
         return config
 
     @classmethod
     def _from_words(cls, words: list[str], modifiers: list[str], policies: dict[str, Any]) -> HybridConfig:
         """Build what ``parse`` read."""
-        roles = _roles_by_gemm(**dict(zip((gemm.name for gemm in GEMMS), words * (3 // len(words)), strict=True)))
+        roles = roles_by_gemm(**dict(zip((gemm.name for gemm in GEMMS), words * (3 // len(words)), strict=True)))
         for modifier in modifiers:
-            if modifier in _CHANGES:
-                roles = {role: _CHANGES[modifier](role, quantizer) for role, quantizer in roles.items()}
+            if modifier in CHANGES:
+                roles = {role: CHANGES[modifier](role, quantizer) for role, quantizer in roles.items()}
         return cls(**roles, **policies)  # type: ignore[arg-type]
 
     @classmethod
@@ -318,55 +231,20 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         return self.fingerprint()
 
 
-def _from_word(word: str, role: str, gemm: str) -> Quantizer:
-    if word not in _WORDS:
-        raise ValueError(f"HybridConfig: unknown format {word!r}; {nearest(word, _WORDS)}")
-    return _WORDS[word](role, gemm)
-
-
-def _roles_by_gemm(**chosen: str | Quantizer) -> dict[str, Quantizer]:
-    """Return the quantizer of each role from what was chosen for each GEMM."""
-    faces: dict[tuple[str, str], Quantizer] = {}
-    for gemm in GEMMS:
-        for role, direction in gemm[1:]:
-            given = chosen[gemm.name]
-            faces[role, direction] = _from_word(given, role, gemm.name) if isinstance(given, str) else given
-    return {role: _merge(faces[role, "rowwise"], faces[role, "columnwise"]) for role in ROLES}
-
-
 def _policies(modifiers: list[str], spec: str) -> dict[str, Any]:
     """Return the fields that modifiers set, after checking that all are known."""
     policies: dict[str, Any] = {}
     for modifier in modifiers:
-        if modifier in _CHANGES:
+        if modifier in CHANGES:
             continue
-        if modifier not in _POLICIES:
-            known = [*_POLICIES, *_CHANGES]
+        if modifier not in POLICIES:
+            known = [*POLICIES, *CHANGES]
             raise ValueError(f"HybridConfig.parse: unknown modifier {modifier!r}; {nearest(modifier, known)}")
-        name, value = _POLICIES[modifier]
+        name, value = POLICIES[modifier]
         if name in policies:
             raise ValueError(f"HybridConfig.parse: one {name} is possible, got several in {spec!r}")
         policies[name] = value
     return policies
-
-
-def _row_scaled(role: str, quantizer: Quantizer) -> Quantizer:
-    """Scale the rowwise NVFP4 face of the input row by row."""
-    row = _face_quantizer(quantizer, "rowwise")
-    if role != "input" or not isinstance(row, NVFP4Quantizer):
-        return quantizer
-    row = dataclasses.replace(row, row_scaled=True)
-    if isinstance(quantizer, HybridQuantizer):
-        return dataclasses.replace(quantizer, rowwise=row)
-    return HybridQuantizer(row, quantizer)
-
-
-def _merge(rowwise: Quantizer, columnwise: Quantizer, source: str = "original") -> Quantizer:
-    return HybridQuantizer(rowwise, columnwise, source).simplified()
-
-
-def _simplified(quantizer: Quantizer) -> Quantizer:
-    return quantizer.simplified() if isinstance(quantizer, HybridQuantizer) else quantizer
 
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:
@@ -379,11 +257,11 @@ def _columnwise_repeatable(quantizer: Quantizer) -> bool:
 @functools.lru_cache(maxsize=256)
 def _spec_of(config: HybridConfig) -> str | None:
     """Return the shortest spec that ``parse`` turns into ``config``, or None."""
-    policies = [name for name, (field, value) in _POLICIES.items() if getattr(config, field) == value]
+    policies = [name for name, (field, value) in POLICIES.items() if getattr(config, field) == value]
     if config.backward_override is not None:
         policies.remove("save_original_input") if config.save_original_input else None
-    for count in range(len(_CHANGES) + 1):
-        for changes in itertools.combinations(_CHANGES, count):
+    for count in range(len(CHANGES) + 1):
+        for changes in itertools.combinations(CHANGES, count):
             for words in _matching_words(config, changes):
                 spec = "+".join([words, *changes, *policies])
                 try:
@@ -399,13 +277,13 @@ def _spec_of(config: HybridConfig) -> str | None:
 def _matching_words(config: HybridConfig, changes: tuple[str, ...]) -> Iterator[str]:
     """Yield the words, one or three, that could describe ``config`` under ``changes``."""
     if config.backward_override is not None:
-        yield from _WORDS
+        yield from WORDS
         return
     per_gemm: list[list[str]] = []
     for gemm in GEMMS:
-        made = [_face_quantizer(getattr(config, role), direction, any_source=True) for role, direction in gemm[1:]]
-        per_gemm.append([word for word in _WORDS if _changed_word(word, gemm, changes) == made])
-    yield from (word for word in _WORDS if all(word in words for words in per_gemm))
+        made = [face_quantizer(getattr(config, role), direction, any_source=True) for role, direction in gemm[1:]]
+        per_gemm.append([word for word in WORDS if _changed_word(word, gemm, changes) == made])
+    yield from (word for word in WORDS if all(word in words for words in per_gemm))
     if all(per_gemm):
         yield "/".join(words[0] for words in per_gemm)
 
@@ -414,21 +292,11 @@ def _changed_word(word: str, gemm: Gemm, changes: tuple[str, ...]) -> list[Quant
     """Return what ``word`` means for both operands of ``gemm`` under ``changes``."""
     operands: list[Quantizer | None] = []
     for role, direction in gemm[1:]:
-        quantizer = _WORDS[word](role, gemm.name)
+        quantizer = WORDS[word](role, gemm.name)
         for change in changes:
-            quantizer = _CHANGES[change](role, quantizer)
-        operands.append(_face_quantizer(quantizer, direction, any_source=True))
+            quantizer = CHANGES[change](role, quantizer)
+        operands.append(face_quantizer(quantizer, direction, any_source=True))
     return operands
-
-
-def _face_quantizer(quantizer: Quantizer, direction: str, *, any_source: bool = False) -> Quantizer | None:
-    """Return the plain quantizer behind one face, or None where the face is not made from the original."""
-    if not isinstance(quantizer, HybridQuantizer):
-        return quantizer
-    if direction == "columnwise" and quantizer.columnwise_source != "original" and not any_source:
-        return None
-    child: Quantizer = getattr(quantizer, direction)
-    return child
 
 
 def from_factory(factory: Callable[[QuantizerRole], Quantizer], name: str) -> HybridConfig:

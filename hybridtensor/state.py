@@ -2,7 +2,7 @@
 
 Quantizers are frozen values; whatever changes while training lives here, in the buffers of a small module that
 ``quantize_`` hangs into the layer (``layer.quantization_state``) when its recipe needs one. Buffers are saved, loaded
-and moved with the model. ``step_`` advances all of them once per optimizer step.
+and moved with the model. ``hybridtensor.step_`` advances all of them once per optimizer step.
 
 Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction); ``L`` history length.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_FP32_MAX = torch.finfo(torch.float32).max
 ROLES = ("input", "weight", "grad_output")
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
 _FORGIVEN_CHANGES = 2  # of a weight without step_: loading, initializing late, sharpness-aware steps
@@ -272,7 +270,7 @@ class LayerState(nn.Module):
         """Undo what a checkpoint in another dtype brought, and start the maximum of the step under way."""
         for name in ("scale", "amax_history"):
             if self._buffers[name] is not None:
-                self._buffers[name] = _of(self._buffers[name]).float()
+                self._buffers[name] = required(self._buffers[name]).float()
         self.amax = None if self.scale is None else torch.zeros_like(self.scale)
 
     def extra_repr(self) -> str:
@@ -331,126 +329,10 @@ class Context(NamedTuple):
         return self.state.rounding, self.state.rank * rows
 
 
-def step_(model: nn.Module) -> nn.Module:
-    """Advance what quantizers remember: call it once after every ``optimizer.step()``.
-
-    Delayed scales follow from the amaxes of the step, reduced over the data-parallel group in one collective for all
-    layers; stochastic rounding moves to its next step. Does nothing for recipes without state, but all ranks of a
-    data-parallel group call it.
-
-    The microbatches of one step share a step of the random rounding: call it after each of them if their errors should
-    be independent, except with delayed scaling, whose scales follow once per optimizer step. A closure that an
-    optimizer evaluates many times (LBFGS) calls it itself.
-
-    Args:
-        model: A model that went through ``quantize_``, or a ``LayerState``.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: If ``model`` is not a module.
-        RuntimeError: If ranks of the group have different numbers of scales, on all of them.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"step_: a module is required, got {type(model).__name__}")
-    states = layer_states(model)
-    with torch.no_grad():
-        counters = [state.rounding[1] for state in states if state.rounding is not None]
-        if counters:
-            torch._foreach_add_(counters, 1)
-        for group in dict.fromkeys(state.group for state in states) or [None]:
-            _update_scales(model, [state for state in states if state.group is group], group)
-    for state in states:
-        state.version += 1
-    return model
-
-
-def layer_states(model: nn.Module) -> list[LayerState]:
-    """Return the states of all layers of ``model`` that keep something."""
-    return [module for module in model.modules() if isinstance(module, LayerState)]
-
-
-def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Say which ranks train on parts of one batch: all by default.
-
-    Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run does not depend on
-    how many they are (given that a batch is split among them in order and evenly).
-    """
-    layers = (getattr(parameter, "layer", None) for parameter in model.parameters())  # also those that are empty now
-    for state in (*layer_states(model), *(layer for layer in layers if isinstance(layer, LayerState))):
-        state.group = group
-    return model
-
-
-def _update_scales(model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None) -> None:
-    """Update the delayed scales of one data-parallel group; one collective and some launches for all layers."""
-    states = [state for state in states if state.scale is not None]
-    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-    if distributed:
-        _check_same_number(model, sum(len(state.slots) for state in states), group)
-    for device in dict.fromkeys(_of(state.scale).device for state in states):
-        of_device = [state for state in states if _of(state.scale).device == device]
-        amaxes = torch.cat([_of(state.amax) for state in of_device])
-        if distributed:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        reduced = amaxes.split([len(state.slots) for state in of_device])
-        for length in dict.fromkeys(_of(state.amax_history).shape[1] for state in of_device):
-            chosen = [i for i, state in enumerate(of_device) if _of(state.amax_history).shape[1] == length]
-            _update_equally_long([of_device[i] for i in chosen], torch.cat([reduced[i] for i in chosen]))
-
-
-_checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
-
-
-def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if not all have the same number of scales: the reduction would hang or mix layers up.
-
-    Asked once per model, group and number, so ranks must change their recipes together.
-    """
-    checked = _checked.setdefault(model, {})
-    if checked.get(group) == number:
-        return
-    numbers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, number, group=group)
-    if len(set(numbers)) > 1:
-        raise RuntimeError(
-            f"step_: ranks with the same number of delayed scales are required, got {numbers}; "
-            "name the data-parallel ranks with set_data_parallel_group_"
-        )
-    checked[group] = number
-
-
-def _update_equally_long(states: list[LayerState], last: Tensor) -> None:
-    """Apply the update rule of delayed scaling; ``last`` holds the amaxes of the step, fp32 ``[S]``.
-
-    Source: TransformerEngine, common/recipe/delayed_scaling.cu.
-    """
-    device = last.device
-    rules = [rule for state in states for rule in state.rules]
-    target = torch.tensor([rule.largest * 2.0**-rule.margin for rule in rules], device=device)  # [S]
-    newest = torch.tensor([rule.algorithm == "most_recent" for rule in rules], device=device)
-    history = torch.cat([_of(state.amax_history) for state in states])  # [S, L]
-    rolled = torch.cat([history[:, 1:], last[:, None]], dim=1)
-    length = history.shape[1]
-    first = torch.tensor([length - rule.history_length for rule in rules], device=device)[:, None]
-    position = torch.arange(length, device=device)
-    seen = last != 0
-    amax = torch.where(newest, last, rolled.amax(dim=1))  # what is older than a history is zero
-    usable = seen & amax.isfinite() & (amax > 0)
-    current = torch.cat([_of(state.scale) for state in states])
-    factor = torch.where(usable, target / amax, current).clamp(max=_FP32_MAX)
-    kept = torch.where(position > first, rolled, 0.0)
-    sizes = [len(state.slots) for state in states]
-    updated = torch.where(seen[:, None], kept, history).split(sizes)
-    torch._foreach_copy_([_of(state.amax_history) for state in states], list(updated))
-    torch._foreach_copy_([_of(state.scale) for state in states], list(factor.split(sizes)))
-    torch._foreach_zero_([_of(state.amax) for state in states])
-
-
-def _of(tensor: Tensor | None) -> Tensor:
+def required(tensor: Tensor | None) -> Tensor:
+    """Return a tensor that has to be there."""
     if tensor is None:
-        raise ValueError("step_: a state with delayed scales is required, got none")
+        raise ValueError("LayerState: delayed scales are required, got none")
     return tensor
 
 

@@ -22,7 +22,8 @@ from hybridtensor import (
     formats,
     recipes,
 )
-from hybridtensor.config import GEMMS, from_factory
+from hybridtensor.config import from_factory
+from hybridtensor.words import GEMMS
 
 WORDS = ("bf16", "fp8", "fp8_rowwise")
 MODIFIERS = ("", "+high_precision", "+dequantized", "+save_original_input")

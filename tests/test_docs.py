@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybridtensor as ht
-from hybridtensor.config import _CHANGES, _POLICIES, _WORDS
+from hybridtensor.words import CHANGES, POLICIES, WORDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,7 +29,7 @@ def test_code_runs(capsys):
 
 def test_the_number_of_recipes_and_all_words_are_told():
     assert f"{['sixteen', 'seventeen', 'eighteen'][len(ht.recipes.RECIPES) - 16]} named recipes" in README
-    for word in [*_WORDS, *_CHANGES, *_POLICIES]:
+    for word in [*WORDS, *CHANGES, *POLICIES]:
         assert re.search(rf"`[^`]*\b{word}\b[^`]*`", README), word
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.config import GEMMS
 from hybridtensor.explain import saved_bytes_per_token
 from hybridtensor.ops import select_backend
+from hybridtensor.words import GEMMS
 
 
 def model(spec="fp8/fp8_rowwise/bf16"):

@@ -66,3 +66,19 @@ def empty_face(x: Tensor, cast: Cast | None, other: int, contraction: int) -> li
     ]
     tensor_scale = fmt.tensor_scale_shape(other, contraction)
     return made if tensor_scale is None else [*made, x.new_empty(tensor_scale, dtype=torch.float32)]
+
+
+class State(NamedTuple):
+    """What casts need besides the tensor; see ``ops.quantize``.
+
+    Attributes:
+        factors: Delayed factors, fp32 ``[S]``, or None.
+        amaxes: Their notes, fp32 ``[S]``, or None.
+        rounding: Key and step of random rounding, int64 ``[2]``, or None.
+        first_row: Index of the first row in the whole tensor.
+    """
+
+    factors: Tensor | None = None
+    amaxes: Tensor | None = None
+    rounding: Tensor | None = None
+    first_row: int = 0

@@ -5,42 +5,28 @@ Shape letters: ``M`` rows, ``K`` columns, ``S`` delayed scales of a layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.cast import Cast, empty_face, parse
+from hybridtensor.ops.cast import Cast, State, empty_face, parse
 from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.quantize_cuda import quantize_cuda
-from hybridtensor.ops.references.faces import quantize_reference
+from hybridtensor.ops.references.faces import define_faces
 
 
-def _fake(
-    x: Tensor,
-    row: str,
-    column: str,
-    source: str,
-    dtype: torch.dtype,
-    factors: Tensor | None,
-    amaxes: Tensor | None,
-    rounding: Tensor | None,
-    first_row: int,
-) -> list[Tensor]:
+def _reference(x: Tensor, row: str, column: str, source: str, dtype: torch.dtype, *state: Any) -> list[Tensor]:
+    return define_faces(x, parse(row), parse(column), parse(source), dtype, State(*state))
+
+
+def _on_a_gpu(x: Tensor, row: str, column: str, source: str, dtype: torch.dtype, *state: Any) -> list[Tensor]:
+    return quantize_cuda(x, parse(row), parse(column), parse(source), dtype, State(*state))
+
+
+def _fake(x: Tensor, row: str, column: str, *_: Any) -> list[Tensor]:
     rows, columns = x.shape
     return [*empty_face(x, parse(row), rows, columns), *empty_face(x, parse(column), columns, rows)]
-
-
-def _on_a_gpu(
-    x: Tensor,
-    row: str,
-    column: str,
-    source: str,
-    dtype: torch.dtype,
-    factors: Tensor | None,
-    amaxes: Tensor | None,
-    rounding: Tensor | None,
-    first_row: int,
-) -> list[Tensor]:
-    return quantize_cuda(x, parse(row), parse(column), parse(source), dtype, factors, amaxes, rounding, first_row)
 
 
 # The schema is silent about the write to ``amaxes``: a maximum that is noted twice, or in any order, is the same, and
@@ -48,7 +34,7 @@ def _on_a_gpu(
 _OP = define(
     "quantize(Tensor x, str row, str column, str source, ScalarType dtype, Tensor? factors, Tensor? amaxes, "
     "Tensor? rounding, SymInt first_row) -> Tensor[]",
-    reference=quantize_reference,
+    reference=_reference,
     fake=_fake,
 )
 
@@ -89,7 +75,7 @@ def quantize(
         The tensors of the rowwise face, then those of the columnwise one.
     """
     if runs_directly(x):
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, factors, amaxes, rounding, first_row)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, State(factors, amaxes, rounding, first_row))
     casts = (str(cast or "") for cast in (row, column, source))
     made: list[Tensor] = _OP(x, *casts, dtype or x.dtype, factors, amaxes, rounding, first_row)
     return made

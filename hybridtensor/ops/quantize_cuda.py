@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.cast import Cast, empty_face
+from hybridtensor.ops.cast import Cast, State, empty_face
 from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.references.faces import quantize_reference
+from hybridtensor.ops.references.faces import define_faces
 
 _NONE, _GIVEN, _TENSOR, _ROW, _BLOCK, _MX, _NVFP4, _NVFP4_ROW = range(8)  # as the kernels name them
 _MEASURED = (_TENSOR, _ROW, _NVFP4, _NVFP4_ROW)
@@ -73,21 +73,11 @@ class _Key(NamedTuple):
 
 
 def quantize_cuda(
-    x: Tensor,
-    row: Cast | None,
-    column: Cast | None,
-    source: Cast | None,
-    dtype: torch.dtype,
-    factors: Tensor | None,
-    amaxes: Tensor | None,
-    rounding: Tensor | None,
-    first_row: int,
+    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State
 ) -> list[Tensor]:
     """Do what ``quantize`` says, with kernels."""
     if x.numel() == 0:
-        texts = str(row or ""), str(column or ""), str(source or "")
-        return quantize_reference(x, *texts, dtype, factors, amaxes, rounding, first_row)
-    state = factors, amaxes, rounding, first_row
+        return define_faces(x, row, column, source, dtype, state)
     if source is None or column is None:
         return _run(_readable(x), row, column, state)
     held = _run(_readable(x), source, None, state)
@@ -108,14 +98,13 @@ def _readable(x: Tensor) -> Tensor:
     return x.new_empty(rows, -(-columns // 16) * 16)[:, :columns].copy_(x)
 
 
-State = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 _PLANS: dict[_Key, _Plan] = {}
 _MOST_PLANS = 4096
 
 
 def _run(x: Tensor, row: Cast | None, column: Cast | None, state: State) -> list[Tensor]:
     """Cast by the plan for this kind of matrix; make it if there is none."""
-    key = _Key(row, column, x.shape, x.stride(), x.dtype, x.device, state[1] is not None)
+    key = _Key(row, column, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:
@@ -156,7 +145,7 @@ class _Plan:
             x, *key.strides, m, k,
             row_tensors[0], row_tensors[1], *row_strides, row_tensors[2], row_amax, row.slot, row.stream,
             column_tensors[0], column_tensors[1], *column_strides, column_tensors[2], column_amax, column.slot,
-            column.stream, factors, amaxes, rounding, state[3],
+            column.stream, factors, amaxes, rounding, state.first_row,
         )  # fmt: skip
         return row_out + column_out
 

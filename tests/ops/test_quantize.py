@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridtensor.formats import get_format
-from hybridtensor.ops.cast import Cast, parse
+from hybridtensor.ops.cast import Cast, State, parse
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.quantize import quantize
 from hybridtensor.ops.quantize_cuda import quantize_cuda
@@ -62,7 +62,7 @@ def interpreted(x, *, row=None, column=None, source=None, dtype=None, factors, a
         pytest.skip("kernels are compiled in this process")
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, factors, amaxes, rounding, first_row)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, State(factors, amaxes, rounding, first_row))
 
 
 def state(device):
