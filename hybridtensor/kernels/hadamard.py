@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hybridtensor.kernels.numbers import BF16_MAX, max_of_groups
+from hybridtensor.kernels.numbers import BF16_MAX, max_of_groups, round_to_bf16
 
 _NEGATIVE = tl.constexpr(0xD7E8)  # bit i is set where sign i is negative
 
@@ -18,22 +18,32 @@ def _butterfly(groups, P: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def rotate(values, P: tl.constexpr, Q: tl.constexpr):
-    """Rotate every 16 values of the last axis of ``[P, Q]``; round to bfloat16, saturating."""
+def rotate(values, P: tl.constexpr, Q: tl.constexpr, TAME: tl.constexpr, HW: tl.constexpr):
+    """Rotate every 16 values of the last axis of ``[P, Q]``; round to bfloat16, saturating.
+
+    ``TAME`` leaves out what only matters for values that are, or round to, Inf or NaN: the result then has such, too.
+    """
     N: tl.constexpr = Q // 16
     negative = (_NEGATIVE >> tl.arange(0, 16)) & 1
     signs = tl.where(negative == 1, -0.0625, 0.0625)
     groups = tl.reshape(values, [P, N, 16]) * signs[None, None, :]
-    nan = max_of_groups((values != values).to(tl.int32), P, Q, 16) > 0
-    infinite = (max_of_groups(tl.abs(values), P, Q, 16) == float("inf")) & ~nan
     rotated = _butterfly(groups, P, N, 1)
     rotated = _butterfly(rotated, P, N, 2)
     rotated = _butterfly(rotated, P, N, 4)
     rotated = _butterfly(rotated, P, N, 8) * 4.0
+    if not TAME:
+        nan = max_of_groups((values != values).to(tl.int32), P, Q, 16) > 0
+        infinite = (max_of_groups(tl.abs(values), P, Q, 16) == float("inf")) & ~nan
+        rotated = _bounded(rotated, infinite)
+    return round_to_bf16(tl.reshape(rotated, [P, Q]), P, Q, HW)
+
+
+@triton.jit
+def _bounded(rotated, infinite):
+    """Saturate ``[P, N, 16]``, but for groups ``[P, N]`` with an Inf."""
     clamped = tl.where(tl.abs(rotated) > BF16_MAX, tl.where(rotated > 0, BF16_MAX, -BF16_MAX), rotated)
     unbounded = tl.where(rotated != rotated, float("inf"), rotated)
-    rotated = tl.where(infinite[:, :, None], unbounded, clamped)
-    return tl.reshape(rotated, [P, Q]).to(tl.bfloat16).to(tl.float32)
+    return tl.where(infinite[:, :, None], unbounded, clamped)
 
 
 @triton.jit

@@ -7,11 +7,40 @@ Equal, bit for bit, to ``ops.references``. ``HW`` says whether the device conver
 import triton
 import triton.language as tl
 
-_INF_BITS = tl.constexpr(0x7F800000)
 _HALF_SUBNORMAL = tl.constexpr(0x00400000)  # 2^-127
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even
+INF_BITS = tl.constexpr(0x7F800000)
+_UNITS = tl.constexpr(255 << 23)  # less the bits of 2^binade: those of 2^(1 - binade)
+_STEP = tl.constexpr((22 << 23) + (1 << 22) - 254)  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
+
+
+def _e2m1_words() -> str:
+    """Return PTX for ``e2m1_words``: element ``i`` and ``i + 4`` in the halves of a register."""
+    keep_tail = "".join(
+        f"mov.b32 bits, ${1 + i}; and.b32 tail, bits, 0x1FFF; add.u32 tail, tail, 0x1FFF; "
+        f"and.b32 tail, tail, 0x2000; or.b32 y{i}, bits, tail; "
+        for i in range(8)
+    )
+    halves = "".join(
+        f"mov.b32 low, y{i}; mov.b32 high, y{i + 4}; cvt.rz.f16x2.f32 pair, high, low; "
+        "and.b32 magnitude, pair, 0x7FFF7FFF; min.f16x2 magnitude, magnitude, six; "
+        "max.f16x2 exponent, magnitude, one; and.b32 exponent, exponent, 0x7C007C00; "
+        "shr.u32 twice, exponent, 9; add.u32 magic, exponent, twice; add.u32 magic, magic, 0x25E225E2; "
+        "add.rn.f16x2 sum, magnitude, magic; and.b32 sum, sum, 0x00070007; "
+        f"shr.u32 sign, pair, 12; and.b32 sign, sign, 0x00080008; or.b32 code{i}, sum, sign; "
+        for i in range(4)
+    )
+    return (
+        "{ .reg .b32 bits, tail, y<8>, pair, magnitude, exponent, twice, magic, sum, sign, code<4>, six, one; "
+        ".reg .f32 low, high; mov.b32 six, 0x46004600; mov.b32 one, 0x3C003C00; " + keep_tail + halves
+        + "mad.lo.u32 code0, code1, 16, code0; mad.lo.u32 code2, code3, 16, code2; "
+        "mad.lo.u32 $0, code2, 256, code0; }"
+    )  # fmt: skip
+
+
+_E2M1_WORDS = tl.constexpr(_e2m1_words())
 
 
 @triton.jit
@@ -26,7 +55,7 @@ def pow2_exponent(amax, BIAS: tl.constexpr):
     bits = amax.to(tl.int32, bitcast=True)
     exponent = BIAS - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.minimum(exponent, 254)
-    return tl.where((bits == 0) | (bits >= _INF_BITS), 127, exponent)
+    return tl.where((bits == 0) | (bits >= INF_BITS), 127, exponent)
 
 
 @triton.jit
@@ -40,7 +69,7 @@ def encode_scale(amax, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.cons
         factor = tl.div_rn(57344.0 if E5M2 else 448.0, amax)
         factor = tl.where(factor == float("inf"), OVERFLOW, factor)
         bits = amax.to(tl.int32, bitcast=True)
-        factor = tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, factor)
+        factor = tl.where((bits == 0) | (bits >= INF_BITS), 1.0, factor)
         return factor, tl.div_rn(1.0, factor)
 
 
@@ -70,12 +99,12 @@ def e8m0_value(exponent):
 
 @triton.jit
 def fp8_codes(y, E5M2: tl.constexpr, HW: tl.constexpr):
-    """Return the codes of ``y`` as uint8: to nearest even, saturating, NaN is 0x7F."""
+    """Return the codes of ``y`` as int32: to nearest even, saturating, NaN is 0x7F."""
     if HW:
         if E5M2:
-            return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+            return y.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
         else:
-            return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         MANTISSA: tl.constexpr = 2 if E5M2 else 3
         BIAS: tl.constexpr = 15 if E5M2 else 7
@@ -89,7 +118,48 @@ def fp8_codes(y, E5M2: tl.constexpr, HW: tl.constexpr):
         subnormal = steps.to(tl.int32, bitcast=True) & 0xFF
         code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
         code |= (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(y != y, 0x7F, code).to(tl.uint8)
+        return tl.where(y != y, 0x7F, code)
+
+
+@triton.jit
+def pack(codes, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr):
+    """Put neighbours of the last axis, of ``BITS`` each, into numbers of ``WORD`` bits, the first one lowest."""
+    if BITS == WORD:
+        return codes
+    else:
+        low, high = tl.split(tl.reshape(codes, [P, Q // 2, 2]))
+        return pack(low | (high << BITS), P, Q // 2, 2 * BITS, WORD)
+
+
+@triton.jit
+def round_to_bf16(x, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return ``x``, ``[P, Q]``, rounded to bfloat16, as fp32."""
+    if HW:  # two at once, which Triton's own conversion does not do
+        even, odd = tl.split(tl.reshape(x, [P, Q // 2, 2]))
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1
+        )
+        even, odd = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(even, odd), [P, Q])
+    else:
+        return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def fp8_words(y, P: tl.constexpr, Q: tl.constexpr, E5M2: tl.constexpr, HW: tl.constexpr):
+    """Return the codes of ``y``, ``[P, Q]``, four in an int32."""
+    if HW:
+        even, odd = tl.split(tl.reshape(y, [P, Q // 4, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        TYPE: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite." + TYPE + ".f32 low, $2, $1; "
+            "cvt.rn.satfinite." + TYPE + ".f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f", [first, second, third, fourth], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return pack(fp8_codes(y, E5M2, HW), P, Q, 8, 32)
 
 
 @triton.jit
@@ -124,18 +194,52 @@ def fp8_values(codes, E5M2: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
-    """Return the codes of ``y``, which is no NaN, as uint8: to nearest even, or up with the chance that keeps the mean.
+    """Return the codes of ``y``, which is no NaN, as int32: to nearest even, or up with the chance that keeps the mean.
 
-    ``uniform`` has one number from (0, 1) per element.
+    ``uniform`` has one number from (0, 1) per element. With ``binade`` the exponent of ``y``, or 0 where that is less,
+    neighbouring values are ``2^(binade - 1)`` apart, and the code is ``2 * binade`` and the number of such steps.
     """
     magnitude = tl.minimum(tl.abs(y), 6.0)
-    units = tl.where(magnitude < 2.0, magnitude * 2.0, tl.where(magnitude < 4.0, magnitude, magnitude * 0.5))
+    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & INF_BITS, 127 << 23)
     if STOCHASTIC:
-        steps = tl.floor(units + uniform).to(tl.int32)
+        units = magnitude * (255 * (1 << 23) - exponent).to(tl.float32, bitcast=True)
+        code = tl.floor(units + uniform).to(tl.int32) + ((exponent >> 22) - 254)
     else:
-        steps = (units + _MAGIC).to(tl.int32, bitcast=True) & 0xF
-    code = steps + tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
-    return (code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)).to(tl.uint8)
+        # A number whose last bit is worth a step, and whose low bits already hold 2 * binade
+        magic = (exponent + (exponent >> 22) + _STEP).to(tl.float32, bitcast=True)
+        code = (magnitude + magic).to(tl.int32, bitcast=True) & 7
+    return code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def e2m1_words(y, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return the codes of ``y``, ``[P, Q]``, which is no NaN, eight in an int32: to nearest even.
+
+    In hardware as ``e2m1_codes`` does it, but on pairs of fp16. They are cut off, not rounded: what is cut off only
+    matters in whether it is zero, which the last bit that stays then says.
+    """
+    if HW:
+        even, odd = tl.split(tl.reshape(y, [P, Q // 8, 2, 2, 2]))
+        y0y4, y2y6 = tl.split(even)
+        y1y5, y3y7 = tl.split(odd)
+        y0, y4 = tl.split(y0y4)
+        y1, y5 = tl.split(y1y5)
+        y2, y6 = tl.split(y2y6)
+        y3, y7 = tl.split(y3y7)
+        return tl.inline_asm_elementwise(
+            _E2M1_WORDS, "=r,f,f,f,f,f,f,f,f", [y0, y1, y2, y3, y4, y5, y6, y7], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return pack(e2m1_codes(y, y, False), P, Q, 4, 32)
+
+
+@triton.jit
+def reciprocal(x, HW: tl.constexpr):
+    """Return ``1 / x``, rounded to nearest."""
+    if HW:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.div_rn(1.0, x)
 
 
 @triton.jit

@@ -1,7 +1,9 @@
 """The kernels of ``ops.quantize``: measure a matrix, and cast it into one or both faces in one read.
 
-Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``. The rowwise face is cast from the tile as it is, the columnwise
-one from its transpose, by one function: there a tile is ``[P, Q]`` of a face ``[OTHER, ALONG]``.
+Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``:
+that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
+face is cast from the tile as it is, the columnwise one from its transpose, by one function: there a tile is ``[P, Q]``
+of a face ``[OTHER, ALONG]``.
 """
 
 import triton
@@ -10,13 +12,18 @@ import triton.language as tl
 from hybridtensor.kernels.hadamard import rotate
 from hybridtensor.kernels.numbers import (
     FP32_MAX,
+    INF_BITS,
     e2m1_codes,
+    e2m1_words,
     e8m0_reciprocal,
     e8m0_round_up,
     encode_scale,
     fp8_codes,
     fp8_values,
+    fp8_words,
     max_of_groups,
+    pack,
+    reciprocal,
 )
 from hybridtensor.kernels.random import uniform16
 
@@ -32,22 +39,42 @@ NVFP4_ROW = tl.constexpr(7)  # the same under an fp32 scale per row of the face
 
 
 @triton.jit
+def _rows_of_tile(BM: tl.constexpr, R: tl.constexpr):
+    return tl.arange(0, R)[:, None] + R * tl.arange(0, BM // R)[None, :]
+
+
+@triton.jit
+def _as_rows(tile, BM: tl.constexpr, BK: tl.constexpr):
+    """Return a tile as ``[BM, BK]``."""
+    return tl.reshape(tl.permute(tile, [1, 0, 2]), [BM, BK])
+
+
+@triton.jit
+def _as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
+    """Return a tile as ``[BK, BM]``."""
+    return tl.reshape(tl.permute(tile, [2, 1, 0]), [BK, BM])
+
+
+@triton.jit
 def _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-               EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Load a tile as fp32; each thread gets R neighbouring rows, which its columnwise bytes are packed from."""
-    rows = R * tl.arange(0, BM // R)[:, None, None] + tl.arange(0, R)[None, :, None]
+               V: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Load a tile ``[R, BM / R, BK]`` as fp32."""
+    rows = _rows_of_tile(BM, R)[:, :, None]
     columns = tl.arange(0, BK)[None, None, :]
     start = pm.to(tl.int64) * BM * stride_m + pk.to(tl.int64) * BK * stride_k
     if WIDE:
         offsets = rows.to(tl.int64) * stride_m + columns.to(tl.int64) * stride_k
     else:
         offsets = rows * stride_m + columns * stride_k
+    # The 2 is not true. It makes Triton hand out threads along columns, then groups of rows, so that the first axis,
+    # neighbouring rows, is left to each thread.
+    offsets = tl.max_contiguous(offsets, [1, 2, V])
     if EVEN:
         tile = tl.load(x + start + offsets)
     else:
         mask = (rows < M - pm * BM) & (columns < K - pk * BK)
         tile = tl.load(x + start + offsets, mask=mask, other=0.0)
-    return tl.reshape(tile.to(tl.float32), [BM, BK])
+    return tile.to(tl.float32)
 
 
 @triton.jit
@@ -90,38 +117,45 @@ def _store_scales(scales, values, other, along, OTHER, ALONG, stride_other, stri
 
 
 @triton.jit
-def _quarters(codes, P: tl.constexpr, Q: tl.constexpr):
-    """Return every first, second, third and fourth of the last axis."""
-    even, odd = tl.split(tl.reshape(codes, [P, Q // 4, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _store_codes(target, codes, other, along, OTHER, ALONG, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr,
-                 PACK: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Store codes, one per byte here, as elements of 8 or 4 bits; four bytes at once with ``PACK``."""
-    if BITS == 4:
-        low, high = tl.split(tl.reshape(codes, [P, Q // 2, 2]))
-        codes = low | (high << 4)
-    BYTES: tl.constexpr = Q * BITS // 8
-    if PACK:
-        first, second, third, fourth = _quarters(codes, P, BYTES)
-        codes = (first.to(tl.uint32) | (second.to(tl.uint32) << 8)) | (
-            (third.to(tl.uint32) << 16) | (fourth.to(tl.uint32) << 24)
-        )
-        target = target.to(tl.pointer_type(tl.uint32))
-    PER: tl.constexpr = (4 if PACK else 1) * 8 // BITS  # elements per store
+def _store(target, codes, other, along, OTHER, ALONG, PER: tl.constexpr,
+           P: tl.constexpr, Q: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Store numbers with ``PER`` elements each, of a tile that starts at ``(other, along)``."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, Q // PER)[None, :]
     width = ALONG // PER
     start = other.to(tl.int64) * width + along // PER
     offsets = (i.to(tl.int64) * width if WIDE else i * width) + j
     if EVEN:
-        tl.store(target + start + offsets, codes)
+        tl.store(target + start + offsets, codes.to(target.dtype.element_ty))
     else:
-        tl.store(target + start + offsets, codes, mask=(i < OTHER - other) & (j < width - along // PER))
+        mask = (i < OTHER - other) & (j < width - along // PER)
+        tl.store(target + start + offsets, codes.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_fp8(target, y, other, along, OTHER, ALONG, E5M2: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr,
+               P: tl.constexpr, Q: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Round a tile to FP8 and store it, four elements at once with ``PACK``."""
+    if PACK:
+        words = target.to(tl.pointer_type(tl.int32))
+        _store(words, fp8_words(y, P, Q, E5M2, HW), other, along, OTHER, ALONG, 4, P, Q, EVEN, WIDE)
+    else:
+        _store(target, fp8_codes(y, E5M2, HW), other, along, OTHER, ALONG, 1, P, Q, EVEN, WIDE)
+
+
+@triton.jit
+def _store_fp4(target, y, uniform, other, along, OTHER, ALONG, STOCHASTIC: tl.constexpr, PACK: tl.constexpr,
+               HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Round a tile to E2M1 and store it, eight elements at once with ``PACK``."""
+    words = target.to(tl.pointer_type(tl.int32))
+    if PACK and not STOCHASTIC:
+        _store(words, e2m1_words(y, P, Q, HW), other, along, OTHER, ALONG, 8, P, Q, EVEN, WIDE)
+    elif PACK:
+        codes = e2m1_codes(y, uniform, True)
+        _store(words, pack(codes, P, Q, 4, 32), other, along, OTHER, ALONG, 8, P, Q, EVEN, WIDE)
+    else:
+        codes = e2m1_codes(y, uniform, STOCHASTIC)
+        _store(target, pack(codes, P, Q, 4, 8), other, along, OTHER, ALONG, 2, P, Q, EVEN, WIDE)
 
 
 @triton.jit
@@ -133,75 +167,128 @@ def _note(v, amaxes, slot):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(v, AXIS: tl.constexpr, HW: tl.constexpr):
+    """Return the largest magnitude along an axis as bits, which are ordered as magnitudes are, with NaN above Inf."""
+    if HW:
+        return tl.reduce(tl.abs(v), AXIS, _larger).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+
+
+@triton.jit
+def _cast_fp8(
+    v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
+    KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
+    NOTE: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile ``[P, Q]`` of a face to FP8 and store it."""
+    i = other + tl.arange(0, P)
+    if KIND == GIVEN:
+        factor = tl.load(factors + slot)
+        scale = tl.div_rn(1.0, factor)
+        if NOTE:
+            _note(v, amaxes, slot)
+        y = v * factor
+    elif KIND == TENSOR:
+        factor, scale = encode_scale(tl.load(measured), E5M2, POW2, OVERFLOW)
+        y = v * factor
+    elif KIND == ROW:
+        factor, scale = encode_scale(tl.load(measured + i, mask=i < OTHER, other=0.0), E5M2, POW2, OVERFLOW)
+        y = v * factor[:, None]
+    elif KIND == BLOCK:
+        factor, scale = encode_scale(_blocks(v, P, Q, SIDE, 128), E5M2, POW2, OVERFLOW)
+        y = v * _spread(factor, P, Q, SIDE, 128)
+        _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
+    else:
+        INVERSE: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
+        exponent = e8m0_round_up(_blocks(v, P, Q, SIDE, 32) * INVERSE)
+        y = v * _spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
+        _store_scales(
+            scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
+        )
+    if KIND == ROW and along == 0:
+        tl.store(scales + i, scale, mask=i < OTHER)
+    if (KIND == GIVEN or KIND == TENSOR) and (along == 0) & (other == 0):
+        tl.store(scales, scale)
+    _store_fp8(codes, y, other, along, OTHER, ALONG, E5M2, PACK, HW, P, Q, EVEN, WIDE)
+
+
+@triton.jit
+def _encode_level(measured, levels, other, along, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
+    """Store the fp32 scales of a two-level format; return what block amaxes are multiplied with, one or ``[P, 1]``."""
+    if PER_ROW:
+        i = other + tl.arange(0, P)
+        level = tl.load(measured + i, mask=i < OTHER, other=0.0)
+        level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
+        if along == 0:
+            tl.store(levels + i, level, mask=i < OTHER)
+        level = level[:, None]
+    else:
+        level = tl.load(measured)
+        level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
+        if (along == 0) & (other == 0):
+            tl.store(levels, level)
+    return tl.minimum(tl.div_rn(2688.0, level), FP32_MAX)
+
+
+@triton.jit
+def _cast_nvfp4(v, amax, encode, codes, scales, stride_other, stride_along, uniform, other, along, OTHER, ALONG,
+                SIDE: tl.constexpr, STOCHASTIC: tl.constexpr, TAME: tl.constexpr, PACK: tl.constexpr,
+                HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+                P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+    """Cast a tile to NVFP4 and store it, without a thought of NaN if it is ``TAME``."""
+    scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
+    scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
+    factor = tl.minimum(reciprocal(scale * tl.div_rn(1.0, encode), HW), FP32_MAX)
+    if not TAME:
+        nan = _block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
+        scale_codes = tl.where(nan > 0, 0x7F, scale_codes)
+        v = tl.where(v != v, 0.0, v)
+    y = v * _spread(factor, P, Q, SIDE, 16)
+    _store_scales(
+        scales, scale_codes.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16
+    )
+    _store_fp4(codes, y, uniform, other, along, OTHER, ALONG, STOCHASTIC, PACK, HW, P, Q, EVEN, WIDE)
+
+
+@triton.jit
 def _cast_face(
     v, codes, scales, stride_other, stride_along, levels, measured, factors, amaxes, slot, uniform,
     other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
-    ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, PACK: tl.constexpr,
+    ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, TAME: tl.constexpr, PACK: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face and store it."""
-    if ROTATED:
-        v = rotate(v, P, Q)
-    i = other + tl.arange(0, P)
-    if KIND == GIVEN or KIND == TENSOR or KIND == ROW:
-        if KIND == GIVEN:
-            factor = tl.load(factors + slot)
-            scale = tl.div_rn(1.0, factor)
-            if NOTE:
-                _note(v, amaxes, slot)
-            y = v * factor
-        elif KIND == TENSOR:
-            factor, scale = encode_scale(tl.load(measured), E5M2, POW2, OVERFLOW)
-            y = v * factor
-        else:
-            factor, scale = encode_scale(tl.load(measured + i, mask=i < OTHER, other=0.0), E5M2, POW2, OVERFLOW)
-            y = v * factor[:, None]
-        if KIND == ROW:
-            if along == 0:
-                tl.store(scales + i, scale, mask=i < OTHER)
-        elif (along == 0) & (other == 0):
-            tl.store(scales, scale)
-        bytes_ = fp8_codes(y, E5M2, HW)
-    elif KIND == BLOCK:
-        factor, scale = encode_scale(_blocks(v, P, Q, SIDE, 128), E5M2, POW2, OVERFLOW)
-        _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
-        bytes_ = fp8_codes(v * _spread(factor, P, Q, SIDE, 128), E5M2, HW)
-    elif KIND == MX:
-        INVERSE: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-        exponent = e8m0_round_up(_blocks(v, P, Q, SIDE, 32) * INVERSE)
-        _store_scales(
-            scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
-        )
-        bytes_ = fp8_codes(v * _spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32), E5M2, HW)
+    """Cast a tile ``[P, Q]`` of a face and store it; return whether ``TAME`` was wrong: do it again."""
+    wild = other < 0
+    if KIND < NVFP4:
+        _cast_fp8(
+            v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
+            KIND, SIDE, E5M2, POW2, OVERFLOW, NOTE, PACK, HW, EVEN, WIDE, P, Q,
+        )  # fmt: skip
     else:
-        if KIND == NVFP4_ROW:
-            level = tl.load(measured + i, mask=i < OTHER, other=0.0)
+        if ROTATED:
+            v = rotate(v, P, Q, TAME, HW)
+        if TAME:
+            bits = _largest(tl.reshape(v, [P, Q // 16, 16]), 2, HW)
+            if SIDE > 1:
+                bits = tl.trans(max_of_groups(tl.trans(bits), Q // 16, P, SIDE))
+            wild = tl.max(tl.max(bits, 1), 0) >= INF_BITS
+            amax = bits.to(tl.float32, bitcast=True)
         else:
-            level = tl.load(measured + tl.zeros([P], tl.int32))
-        level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
-        if KIND == NVFP4_ROW:
-            if along == 0:
-                tl.store(levels + i, level, mask=i < OTHER)
-        elif (along == 0) & (other == 0):
-            tl.store(levels + tl.arange(0, P), level, mask=tl.arange(0, P) == 0)
-        if SIDE > 1:  # every row of a block has the tensor's level
-            level_of_block = tl.max(tl.reshape(level, [P // SIDE, SIDE]), 1)
-        else:
-            level_of_block = level
-        encode = tl.minimum(tl.div_rn(tl.zeros_like(level_of_block) + 2688.0, level_of_block), FP32_MAX)
-        amax = _blocks(v, P, Q, SIDE, 16)
-        scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0))[:, None], 448.0), False, HW)
-        scale = fp8_values(scale_codes, False, HW)
-        factor = tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)[:, None])
-        factor = tl.minimum(factor, FP32_MAX)
-        nan = _block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
-        scale_codes = tl.where(nan > 0, 0x7F, scale_codes).to(tl.uint8)
-        _store_scales(scales, scale_codes, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16)
-        y = tl.where(v != v, 0.0, v) * _spread(factor, P, Q, SIDE, 16)
-        bytes_ = e2m1_codes(y, uniform, STOCHASTIC)
-    BITS: tl.constexpr = 4 if KIND == NVFP4 or KIND == NVFP4_ROW else 8
-    _store_codes(codes, bytes_, other, along, OTHER, ALONG, P, Q, BITS, PACK, EVEN, WIDE)
+            amax = _blocks(v, P, Q, SIDE, 16)
+        _cast_nvfp4(
+            v, amax, _encode_level(measured, levels, other, along, OTHER, KIND == NVFP4_ROW, P), codes, scales,
+            stride_other, stride_along, uniform, other, along, OTHER, ALONG,
+            SIDE, STOCHASTIC, TAME, PACK, HW, EVEN, WIDE, P, Q,
+        )  # fmt: skip
+    return wild
 
 
 @triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])
@@ -212,12 +299,13 @@ def cast_kernel(
     column_stream,
     factors, amaxes, rounding, first_row,
     ROW_KIND: tl.constexpr, ROW_SIDE: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
-    ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
+    ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_PACK: tl.constexpr,
     COLUMN_KIND: tl.constexpr, COLUMN_SIDE: tl.constexpr, COLUMN_E5M2: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_ROTATED: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PACK: tl.constexpr,
     ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, NOTE: tl.constexpr,
     REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile into the faces that are asked for.
 
@@ -236,28 +324,35 @@ def cast_kernel(
     tiles = tl.cdiv(K, BK)
     pm = pid // tiles
     pk = pid % tiles
-    v = _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, EVEN, WIDE)
-    rows = first_row + (pm * BM).to(tl.int64) + tl.arange(0, BM)
-    if ROW_KIND != NONE:
-        uniform = v
-        if ROW_STOCHASTIC:
-            uniform = uniform16(rows, pk * BK, K, rounding, row_stream, BM, BK, ALIGNED)
-        _cast_face(
-            v, row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, factors, amaxes, row_slot,
-            uniform, pm * BM, pk * BK, M, K,
-            ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, NOTE,
-            False, HW, EVEN, WIDE, BM, BK,
-        )  # fmt: skip
-    if COLUMN_KIND != NONE:
-        uniform = tl.trans(v)
-        if COLUMN_STOCHASTIC:
-            uniform = tl.trans(uniform16(rows, pk * BK, K, rounding, column_stream, BM, BK, ALIGNED))
-        _cast_face(
-            tl.trans(v), column_codes, column_scales, column_stride_k, column_stride_m, column_levels, column_measured,
-            factors, amaxes, column_slot, uniform, pk * BK, pm * BM, K, M,
-            COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED, COLUMN_STOCHASTIC,
-            NOTE, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
-        )  # fmt: skip
+    rows = first_row + (pm * BM).to(tl.int64) + _rows_of_tile(BM, R)
+    wild = pid >= 0
+    # First without a thought of NaN and Inf, where that saves something, then with care if there were any
+    for attempt in tl.static_range(2 if ROW_KIND >= NVFP4 or COLUMN_KIND >= NVFP4 else 1):
+        if wild:
+            tl.debug_barrier()
+            tile = _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
+            wild = pid < 0
+            if ROW_KIND != NONE:
+                uniform = tile
+                if ROW_STOCHASTIC:
+                    uniform = uniform16(rows, pk * BK, K, rounding, row_stream, BM, BK, R, ALIGNED)
+                wild |= _cast_face(
+                    _as_rows(tile, BM, BK), row_codes, row_scales, row_stride_m, row_stride_k, row_levels,
+                    row_measured, factors, amaxes, row_slot, _as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
+                    ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, NOTE,
+                    attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
+                )  # fmt: skip
+            if COLUMN_KIND != NONE:
+                uniform = tile
+                if COLUMN_STOCHASTIC:
+                    uniform = uniform16(rows, pk * BK, K, rounding, column_stream, BM, BK, R, ALIGNED)
+                wild |= _cast_face(
+                    _as_columns(tile, BM, BK), column_codes, column_scales, column_stride_k, column_stride_m,
+                    column_levels, column_measured, factors, amaxes, column_slot, _as_columns(uniform, BM, BK),
+                    pk * BK, pm * BM, K, M,
+                    COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED,
+                    COLUMN_STOCHASTIC, NOTE, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -268,15 +363,27 @@ def _raise_to(target, amax, mask):
 
 
 @triton.jit
-def _measure_face(v, of_tensor, of_rows, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
-    """Raise the amax of the tensor, or of every row of the face, to that of a tile."""
-    amax = tl.max(tl.abs(v), 1)
+def _amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """Return the amax of every row of a tile of a face, ``[P]``, without NaN."""
+    if ROTATED:
+        bits = _largest(rotate(v, P, Q, True, HW), 1, HW)
+        if tl.max(bits, 0) < INF_BITS:
+            amax = bits.to(tl.float32, bitcast=True)
+        else:
+            amax = tl.max(tl.abs(rotate(v, P, Q, False, HW)), 1)
+    else:
+        amax = tl.max(tl.abs(v), 1)
+    return tl.where(amax != amax, 0.0, amax)
+
+
+@triton.jit
+def _raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
+    """Raise the amax of the tensor, or those of rows of the face, ``[P]``."""
     if PER_ROW:
         i = other + tl.arange(0, P)
-        _raise_to(of_rows + i, amax, i < OTHER)
+        _raise_to(target + i, amax, i < OTHER)
     else:
-        amax = tl.max(tl.where(amax != amax, 0.0, amax), 0)
-        _raise_to(of_tensor, amax, None)
+        _raise_to(target, tl.max(amax, 0), None)
 
 
 @triton.jit
@@ -284,24 +391,21 @@ def measure_kernel(
     x, stride_m, stride_k, M, K, row_target, column_target,
     ROW: tl.constexpr, ROW_PER_ROW: tl.constexpr, ROW_ROTATED: tl.constexpr,
     COLUMN: tl.constexpr, COLUMN_PER_ROW: tl.constexpr, COLUMN_ROTATED: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
     """Raise the amaxes that the casts of either face need, which begin at zero."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(K, BK)
     pm = pid // tiles
     pk = pid % tiles
-    v = _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, EVEN, WIDE)
+    tile = _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
     if ROW:
-        rotated = v
-        if ROW_ROTATED:
-            rotated = rotate(v, BM, BK)
-        _measure_face(rotated, row_target, row_target, pm * BM, M, ROW_PER_ROW, BM)
+        amax = _amax_of_rows(_as_rows(tile, BM, BK), ROW_ROTATED, HW, BM, BK)
+        _raise_face(row_target, amax, pm * BM, M, ROW_PER_ROW, BM)
     if COLUMN:
-        rotated = tl.trans(v)
-        if COLUMN_ROTATED:
-            rotated = rotate(tl.trans(v), BK, BM)
-        _measure_face(rotated, column_target, column_target, pk * BK, K, COLUMN_PER_ROW, BK)
+        amax = _amax_of_rows(_as_columns(tile, BM, BK), COLUMN_ROTATED, HW, BK, BM)
+        _raise_face(column_target, amax, pk * BK, K, COLUMN_PER_ROW, BK)
 
 
 @triton.jit

@@ -19,11 +19,12 @@ def _halves(word):
 
 
 @triton.jit
-def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a number from (0, 1) for every element of a tile, fp32 ``[BM, BK]``.
+def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+              ALIGNED: tl.constexpr):  # fmt: skip
+    """Return a number from (0, 1) for every element of a tile, fp32 ``[R, BM / R, BK]``.
 
     Args:
-        rows: Indices of the tile's rows in the whole tensor, int64 ``[BM]``.
+        rows: Indices of the tile's rows in the whole tensor, int64 ``[R, BM / R]``.
         column: First column of the tile.
         columns: Columns of the tensor.
         rounding: Pointer to key and step, int64.
@@ -34,7 +35,7 @@ def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.
     step = tl.load(rounding + 1)
     if ALIGNED:
         eighths = column // 8 + tl.arange(0, BK // 8)
-        call = rows[:, None] * (columns // 8) + eighths[None, :]
+        call = rows[:, :, None] * (columns // 8) + eighths[None, None, :]
         w0, w1, w2, w3 = _words(call, key, step, stream)
         h0, h1 = _halves(w0)
         h2, h3 = _halves(w1)
@@ -42,9 +43,9 @@ def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.
         h6, h7 = _halves(w3)
         even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
         odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
-        bits = tl.reshape(tl.join(even, odd), [BM, BK])
+        bits = tl.reshape(tl.join(even, odd), [R, BM // R, BK])
     else:
-        index = rows[:, None] * columns + (column + tl.arange(0, BK))[None, :]
+        index = rows[:, :, None] * columns + (column + tl.arange(0, BK))[None, None, :]
         w0, w1, w2, w3 = _words(index // 8, key, step, stream)
         which = (index % 8).to(tl.int32)
         pair = which // 2

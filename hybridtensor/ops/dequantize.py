@@ -105,7 +105,7 @@ def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool
         UNIT=1.0 / fmt.tensor_scale_max,
         E5M2=fmt.element == torch.float8_e5m2, BITS=8 // fmt.elements_per_byte,
         ROTATED=whole and fmt.hadamard, LARGEST=torch.finfo(dtype).max,
-        EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, num_warps=4,
+        EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, options={"num_warps": 4},
     )  # fmt: skip
 
 

@@ -38,12 +38,16 @@ class Launch:
         module: Name in ``hybridtensor.kernels``.
         kernel: Name in the module.
         programs: How many programs run.
-        constants: Values of the kernel's compile-time parameters, in order, and Triton's options after them.
+        options: Triton's, such as ``num_warps``.
+        constants: Values of the kernel's compile-time parameters, in order.
     """
 
-    def __init__(self, module: str, kernel: str, programs: int, *, num_warps: int, **constants: Any) -> None:
+    def __init__(
+        self, module: str, kernel: str, programs: int, *, options: dict[str, int | None], **constants: Any
+    ) -> None:
         self._kernel = getattr(kernels(module), kernel)
-        self._programs, self._num_warps, self._constants = programs, num_warps, constants
+        self._programs, self._constants = programs, constants
+        self._options = {name: value for name, value in options.items() if value is not None}
         self._values = tuple(constants.values())
         self._compiled: Any = None
 
@@ -52,7 +56,7 @@ class Launch:
         compiled = self._compiled
         if compiled is None:
             self._compiled = self._kernel[(self._programs,)](
-                *arguments, **self._constants, num_warps=self._num_warps
+                *arguments, **self._constants, **self._options
             )  # None in the interpreter, which compiles nothing
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
