@@ -1,7 +1,7 @@
 """The kernels of ``ops.quantize``: measure a matrix, and cast it into one or both faces in one read.
 
-Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``:
-that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
+Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``,
+so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
 face is cast from the tile as it is, the columnwise one from its transpose, by one function: there a tile is ``[P, Q]``
 of a face ``[OTHER, ALONG]``.
 """
