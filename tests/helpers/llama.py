@@ -1,4 +1,4 @@
-"""A Llama-style block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; q, k, v and gate, up are siblings."""
+"""A Llama-style block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; q, k and v read the same input."""
 
 from __future__ import annotations
 
