@@ -91,6 +91,7 @@ class LayerState(nn.Module):
         rules: How each follows.
         group: The data-parallel group, whose ranks train on parts of one batch; None is all ranks.
         version: Counts changes, for caches of what was quantized with this state.
+        replayed: Whether a step went into a CUDA graph: its replays change the state without being counted.
     """
 
     rounding: Tensor | None
@@ -107,6 +108,7 @@ class LayerState(nn.Module):
         self.amax: Tensor | None = None
         self.group: dist.ProcessGroup | None = None
         self.version = 0
+        self.replayed = False
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
         self._seen: tuple[Any, Any, int] | None = None
         self._unstepped = 0
@@ -271,7 +273,10 @@ class LayerState(nn.Module):
         for name in ("scale", "amax_history"):
             if self._buffers[name] is not None:
                 self._buffers[name] = required(self._buffers[name]).float()
-        self.amax = None if self.scale is None else torch.zeros_like(self.scale)
+        if self.scale is None or self.amax is None or self.amax.device != self.scale.device:
+            self.amax = None if self.scale is None else torch.zeros_like(self.scale)
+        else:
+            self.amax.zero_()  # in place: CUDA graphs hold its address
 
     def extra_repr(self) -> str:
         """Show what is kept."""

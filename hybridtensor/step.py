@@ -1,6 +1,6 @@
 """Advance what quantizers remember: the update rule of delayed scaling, once per step for all layers and ranks.
 
-Shape letters: ``S`` scales; ``L`` history length.
+Shape letters: ``N`` layers; ``S`` scales of a layer; ``L`` history length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridtensor.state import LayerState, required
+from hybridtensor.ops.library import is_captured
+from hybridtensor.state import DelayedRule, LayerState, required
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -49,6 +50,7 @@ def step_(model: nn.Module) -> nn.Module:
             _update_scales(model, [state for state in states if state.group is group], group)
     for state in states:
         state.version += 1
+        state.replayed = state.replayed or is_captured()
     return model
 
 
@@ -81,9 +83,9 @@ def _update_scales(model: nn.Module, states: list[LayerState], group: dist.Proce
         if distributed:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
         reduced = amaxes.split([len(state.slots) for state in of_device])
-        for length in dict.fromkeys(required(state.amax_history).shape[1] for state in of_device):
-            chosen = [i for i, state in enumerate(of_device) if required(state.amax_history).shape[1] == length]
-            _update_equally_long([of_device[i] for i in chosen], torch.cat([reduced[i] for i in chosen]))
+        for rules in dict.fromkeys(state.rules for state in of_device):
+            chosen = [i for i, state in enumerate(of_device) if state.rules == rules]
+            _update_alike([of_device[i] for i in chosen], torch.stack([reduced[i] for i in chosen]), rules)
 
 
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
@@ -107,28 +109,36 @@ def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup |
     checked[group] = number
 
 
-def _update_equally_long(states: list[LayerState], last: Tensor) -> None:
-    """Apply the update rule of delayed scaling; ``last`` holds the amaxes of the step, fp32 ``[S]``.
+def _update_alike(states: list[LayerState], last: Tensor, rules: tuple[DelayedRule, ...]) -> None:
+    """Apply the update rule of delayed scaling to layers of the same rules.
+
+    Nothing is copied from or to the host, so that a CUDA graph can hold it.
+
+    Args:
+        states: ``N`` layers.
+        last: The amaxes of the step, fp32 ``[N, S]``.
+        rules: Of the scales.
 
     Source: TransformerEngine, common/recipe/delayed_scaling.cu.
     """
-    device = last.device
-    rules = [rule for state in states for rule in state.rules]
-    target = torch.tensor([rule.largest * 2.0**-rule.margin for rule in rules], device=device)  # [S]
-    newest = torch.tensor([rule.algorithm == "most_recent" for rule in rules], device=device)
-    history = torch.cat([required(state.amax_history) for state in states])  # [S, L]
-    rolled = torch.cat([history[:, 1:], last[:, None]], dim=1)
-    length = history.shape[1]
-    first = torch.tensor([length - rule.history_length for rule in rules], device=device)[:, None]
-    position = torch.arange(length, device=device)
+    history = torch.stack([required(state.amax_history) for state in states])  # [N, S, L]
+    length = history.shape[2]
+    target = _constants([rule.largest * 2.0**-rule.margin for rule in rules], last)
+    newest = _constants([float(rule.algorithm == "most_recent") for rule in rules], last) > 0
+    first = _constants([float(length - rule.history_length) for rule in rules], last)
+    rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
     seen = last != 0
-    amax = torch.where(newest, last, rolled.amax(dim=1))  # what is older than a history is zero
+    amax = torch.where(newest, last, rolled.amax(dim=2))  # what is older than a history is zero
     usable = seen & amax.isfinite() & (amax > 0)
-    current = torch.cat([required(state.scale) for state in states])
+    current = torch.stack([required(state.scale) for state in states])
     factor = torch.where(usable, target / amax, current).clamp(max=_FP32_MAX)
-    kept = torch.where(position > first, rolled, 0.0)
-    sizes = [len(state.slots) for state in states]
-    updated = torch.where(seen[:, None], kept, history).split(sizes)
-    torch._foreach_copy_([required(state.amax_history) for state in states], list(updated))
-    torch._foreach_copy_([required(state.scale) for state in states], list(factor.split(sizes)))
+    kept = torch.where(torch.arange(length, device=last.device) > first[:, None], rolled, 0.0)
+    updated = torch.where(seen[:, :, None], kept, history)
+    torch._foreach_copy_([required(state.amax_history) for state in states], list(updated.unbind()))
+    torch._foreach_copy_([required(state.scale) for state in states], list(factor.unbind()))
     torch._foreach_zero_([required(state.amax) for state in states])
+
+
+def _constants(values: list[float], like: Tensor) -> Tensor:
+    """Return one number per scale, fp32 ``[S]``, made on the device of ``like``."""
+    return torch.stack([like.new_full((), value) for value in values])

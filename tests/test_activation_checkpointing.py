@@ -1,9 +1,11 @@
 """Recomputation and offload of what a linear saves: gradients are bitwise those without."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from graphs import Graphs
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -14,6 +16,8 @@ from torch.utils.checkpoint import (
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor
 
+QUANTIZE, SCALED_MM = torch.ops.hybridtensor.quantize.default, torch.ops.hybridtensor.scaled_mm.default
+NAMED = {"quantize": [QUANTIZE], "scaled_mm": [SCALED_MM], "both": [QUANTIZE, SCALED_MM]}
 SPECS = ["bf16", "fp8", "fp8_rowwise", "fp8+high_precision", "fp8+dequantized", "fp8+save_original_input"]
 
 
@@ -25,18 +29,18 @@ def make(spec, persistent=False, device="cpu"):
 
 def gradients(model, run, device):
     model = copy.deepcopy(model)
-    x = random_tensor(2, 6, 32, device=device).requires_grad_()
+    x = random_tensor(2, 16, 32, device=device).requires_grad_()
     y = run(model, x)
-    y.backward(random_tensor(2, 6, 32, device=device, seed=1))
+    y.backward(random_tensor(2, 16, 32, device=device, seed=1))
     return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
 
 
-def selective(model, x):
-    def policy(context, op, *args, **kwargs):
-        save = op is torch.ops.hybridtensor.scaled_mm.default
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(named, then, context, op, *args, **kwargs):
+    return then if op in named else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+
+def selective(model, x, named=(SCALED_MM,), then=CheckpointPolicy.MUST_SAVE):
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, named, then))
     return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -64,23 +68,55 @@ def test_gradients_are_bitwise_those_without(spec, way, persistent, device):
         assert torch.equal(got, value)
 
 
-def test_selective_checkpointing_does_not_repeat_what_the_policy_saves():
-    calls = []
+class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes which operators run."""
 
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(func)
-            return func(*args, **(kwargs or {}))
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
-    def count(run):
-        calls.clear()
-        with Spy():
-            gradients(make("fp8"), run, "cpu")
-        return calls.count(torch.ops.hybridtensor.scaled_mm.default)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
 
-    assert count(lambda model, x: model(x)) == 6
-    assert count(WAYS["non_reentrant"]) == 8
-    assert count(selective) == 6
+
+@pytest.mark.parametrize("then", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE], ids=lambda p: p.name)
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4", "fp8+dequantized"])
+class TestPoliciesThatNameOurOperators:
+    """In two layers, forward quantizes two inputs and two weights; ``saved`` says which of it is not done again."""
+
+    def test_gradients_are_bitwise_those_without(self, spec, named, then, device):
+        model = make(spec, device=device)
+        run = functools.partial(selective, named=NAMED[named], then=then)
+        expected = gradients(model, lambda model, x: model(x), device)
+        for way in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+            for got, value in zip(gradients(model, way, device), expected, strict=True):
+                assert torch.equal(got, value)
+        torch._dynamo.reset()
+
+    def test_what_is_saved_is_not_done_again(self, spec, named, then):
+        counts = []
+        for run in (lambda model, x: model(x), functools.partial(selective, named=NAMED[named], then=then)):
+            with Spy() as spy:
+                gradients(make(spec), run, "cpu")
+            counts.append([spy.calls.count(op) for op in (QUANTIZE, SCALED_MM)])
+        saved = NAMED[named] if then is CheckpointPolicy.MUST_SAVE else []
+        again = [0 if QUANTIZE in saved else 4, 0 if SCALED_MM in saved else 2]
+        assert counts[1] == [plain + more for plain, more in zip(counts[0], again, strict=True)]
+
+    def test_what_is_saved_is_not_in_the_compiled_backward(self, spec, named, then):
+        graphs = Graphs()
+        run = torch.compile(
+            functools.partial(selective, named=NAMED[named], then=then), fullgraph=True, backend=graphs.backend()
+        )
+        gradients(make(spec), run, "cpu")
+        torch._dynamo.reset()
+        saved = NAMED[named] if then is CheckpointPolicy.MUST_SAVE else []
+        of_backward = [0, 0] if spec == "fp8+dequantized" else [2, 4]  # its products are in high precision
+        again = [0 if QUANTIZE in saved else 4, 0 if SCALED_MM in saved else 1]  # nothing needs the last output
+        for op, own, more in zip((QUANTIZE, SCALED_MM), of_backward, again, strict=True):
+            assert graphs.count("backward", op) == own + more
 
 
 def test_offload_moves_fp8_bytes():

@@ -430,6 +430,29 @@ class TestStochasticRounding:
         assert [again[i].quantization_state.rounding[0].item() for i in (0, 1)] == keys
 
 
+def test_a_weight_whose_step_is_in_a_cuda_graph_keeps_no_face(monkeypatch):
+    """Replays advance the scale that it is cast with, and count nothing."""
+    net = model(DELAYED)
+    weight, layer = net[0].weight, net[0].quantization_state
+    monkeypatch.setattr("hybridtensor.step.is_captured", lambda: True)
+    ht.step_(net)
+    monkeypatch.undo()
+    for factor in (1.0, 2.0):
+        layer.scale.numpy()[:] = factor
+        row, _ = weight.operands(rowwise=True, columnwise=False, dtype=weight.dtype)
+        assert row.scale.item() == 1 / factor
+
+
+def test_loading_keeps_the_notes_where_they_are():
+    """CUDA graphs hold their address."""
+    net = model(DELAYED)
+    amax = net[0].quantization_state.amax
+    amax.fill_(3.0)
+    net.load_state_dict(net.state_dict())
+    assert net[0].quantization_state.amax is amax
+    assert not amax.any()
+
+
 @pytest.mark.parametrize("backend", ["aot_eager"])
 @pytest.mark.parametrize("recipe", [DELAYED, "nvfp4", "fp8_delayed/mxfp8/nvfp4"], ids=str)
 def test_compiled_training_equals_eager(recipe, backend, device):

@@ -43,6 +43,16 @@ def runs_directly(x: torch.Tensor) -> bool:
     )
 
 
+def is_captured() -> bool:
+    """Whether what runs now goes into a CUDA graph, whose replays Python does not see."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_recorded() -> bool:
+    """Whether what runs now may run again without Python: in a CUDA graph, or by a mode that watches operators."""
+    return bool(torch._C._len_torch_dispatch_stack()) or is_captured()
+
+
 def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None:
     """Raise unless ``x`` is a bf16, fp16 or fp32 tensor (of ``rank`` dimensions)."""
     if not isinstance(x, torch.Tensor):

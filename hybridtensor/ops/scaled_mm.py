@@ -86,7 +86,7 @@ def scaled_mm_reference(
             return zeros if bias is None else zeros + bias.to(out_dtype)
         kind = native_kind(a.format, b.format)
         if kind is not None and select_backend(a.format, b.format, out_dtype, left.device).name == "native":
-            return kind.multiply(a, b, bias, out_dtype, fast_accum)
+            return kind.multiply(a, b, bias, out_dtype, fast_accum).contiguous()  # where it was padded
         return _emulated(a, b, bias, out_dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -167,7 +168,7 @@ def _owned(face: Face | None) -> Face | None:
 
 def tokens(x: Tensor) -> Tensor:
     """Return ``x`` as a matrix ``[tokens, features]``; ``reshape`` could not infer -1 for an empty tensor."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class OneFormatQuantizer(Quantizer):

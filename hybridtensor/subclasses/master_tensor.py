@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Held, Operand
+from hybridtensor.ops.library import is_captured, is_recorded
 from hybridtensor.state import Context
 from hybridtensor.subclasses.hybrid_tensor import Face, as_face
 from hybridtensor.subclasses.op_table import OpTable
@@ -15,12 +16,17 @@ from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 
 class WriteCounter:
-    """Counts writes to one memory; shared by every alias and view of it, even across ``.data``."""
+    """Counts writes to one memory; shared by every alias and view of it, even across ``.data``.
 
-    __slots__ = ("count",)
+    Attributes:
+        count: The writes.
+        replayed: Whether one went into a CUDA graph: its replays write without being counted.
+    """
+
+    __slots__ = ("count", "replayed")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.replayed = 0, False
 
 
 class MasterWeight(InterceptingTensor):
@@ -79,6 +85,7 @@ class MasterWeight(InterceptingTensor):
     def note_write(self) -> None:
         """Record that ``master`` was written to, so that no cached face and no saved tensor outlives it."""
         self.writes.count += 1
+        self.writes.replayed = self.writes.replayed or is_captured()
         if not self.master.is_inference():
             torch.autograd.graph.increment_version(self.master)
 
@@ -88,26 +95,32 @@ class MasterWeight(InterceptingTensor):
         """Return the operands asked for, quantized from ``master``, with nominal dtype ``dtype``.
 
         A face is made once per write, recipe and dtype, and a face that was made for evaluation does not stand in the
-        way of training: what is missing is added. While compiling, faces are made in the graph instead.
+        way of training: what is missing is added. While compiling, faces are made in the graph instead; while
+        something records what runs, or replays what writes the weight, they are made anew and not kept.
         """
-        context = Context("weight", self.state)
         if torch.compiler.is_compiling():
-            made: tuple[Operand | None, Operand | Held | None] = self.config.weight.operands(
-                self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
-            )
-            return made
+            return self._quantized(rowwise, columnwise, dtype)
+        if self.writes.replayed or getattr(self.layer, "replayed", False) or is_recorded():
+            with torch.no_grad():
+                return self._quantized(rowwise, columnwise, dtype)
         key = (*self.version, getattr(self.layer, "version", None), self.config, dtype)
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, None, None)
         _, row, column = self._cached
         if (rowwise and row is None) or (columnwise and column is None):
             with torch.no_grad():
-                row, column = self.config.weight.operands(
-                    self.master, rowwise=True, columnwise=columnwise or column is not None, dtype=dtype,
-                    context=context,
-                )  # fmt: skip
+                row, column = self._quantized(True, columnwise or column is not None, dtype)
             self._cached = (key, row, column)
         return (row if rowwise else None), (column if columnwise else None)
+
+    def _quantized(
+        self, rowwise: bool, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[Operand | None, Operand | Held | None]:
+        """Return operands, made now."""
+        made: tuple[Operand | None, Operand | Held | None] = self.config.weight.operands(
+            self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=Context("weight", self.state)
+        )
+        return made
 
     def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
         """Return what ``operands`` returns as faces."""

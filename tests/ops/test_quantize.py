@@ -191,21 +191,6 @@ def test_layouts(cast, run, device):
         check(run, view, row=cast, column=cast.for_columnwise())
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_operator_is_well_registered(cast, device):
-    x = random_tensor(32, 64, device=device)
-    given = state(device)
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    checks = checks if cast.slot >= 0 else ("test_schema", *checks)  # see the operator
-    for matrix in (x, x.t()):
-        arguments = (matrix, str(cast), str(cast.for_columnwise()), "", torch.bfloat16)
-        torch.library.opcheck(
-            torch.ops.hybridtensor.quantize.default,
-            (*arguments, given["factors"], given["amaxes"], given["rounding"], 0),
-            test_utils=checks,
-        )
-
-
 def test_casts_are_text_and_back():
     assert all(parse(str(cast)) == cast for cast in CASTS)
     assert parse("") is None

@@ -285,16 +285,6 @@ def unswizzle(scale, rows, columns):
     return scale.view(torch.uint8)[address].view(scale.dtype).float()
 
 
-@pytest.mark.parametrize("fmt", [TENSOR, ROW, BLOCKS, MX, NV], ids=str)
-def test_operator_is_well_registered(fmt, device):
-    a, _ = face(random_tensor(16, 32, device=device), fmt)
-    b, _ = face(random_tensor(16, 32, device=device), fmt)
-    arguments = (*a[:3], fmt.name, *b[:3], fmt.name, None, torch.bfloat16, False)
-    # torch's schema check multiplies the inputs, which FP8 tensors cannot do on the CPU
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.hybridtensor.scaled_mm.default, arguments, test_utils=checks)
-
-
 def test_autocast_does_not_reach_the_accumulator():
     a, _ = face(random_tensor(16, 64), TENSOR)
     b, _ = face(random_tensor(16, 64), TENSOR)

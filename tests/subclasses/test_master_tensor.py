@@ -1,5 +1,6 @@
 """MasterWeight is its high-precision tensor to everything but the linear, and never lends out a stale face."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,7 +11,8 @@ from torch import nn
 
 import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
-from hybridtensor.subclasses import master_ops
+from hybridtensor.ops import library
+from hybridtensor.subclasses import master_ops, master_tensor
 from hybridtensor.testing import random_tensor
 
 aten = torch.ops.aten
@@ -102,6 +104,42 @@ def test_a_face_made_for_evaluation_does_not_stand_in_the_way_of_training():
     assert none is None
     assert_fresh(w)
     assert torch.equal(w.faces(rowwise=True, columnwise=False, dtype=w.dtype)[0], row)
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("what", ["a dispatch mode", "a CUDA graph"])
+def test_what_is_recorded_uses_no_kept_face_and_keeps_none(what, monkeypatch):
+    """It runs again without Python, which alone knows what was kept."""
+    w = weight()
+    before = faces(w)[0].qdata
+    if what == "a CUDA graph":
+        monkeypatch.setattr(library, "is_captured", lambda: True)
+    with Watch() if what == "a dispatch mode" else contextlib.nullcontext():
+        recorded = [faces(w)[0].qdata for _ in range(2)]
+    monkeypatch.undo()
+    assert len({t.data_ptr() for t in (before, *recorded)}) == 3
+    assert all(torch.equal(t.view(torch.uint8), before.view(torch.uint8)) for t in recorded)
+    assert faces(w)[0].qdata is before
+
+
+def test_after_a_write_in_a_cuda_graph_no_face_is_kept(monkeypatch):
+    """Replays write the memory without telling anybody, as numpy does."""
+    w = weight()
+    alias = w.detach()
+    monkeypatch.setattr(master_tensor, "is_captured", lambda: True)
+    w.add_(1.0)
+    monkeypatch.undo()
+    for tensor in (w, alias, w.view(-1).view(6, 8)):
+        faces(tensor)
+        memory = w.master.numpy()
+        memory *= 3.0
+        assert_fresh(tensor)
 
 
 def test_another_recipe_or_dtype_makes_other_faces():

@@ -23,7 +23,7 @@ def rotate(x: Tensor) -> Tensor:
 
     Source: TransformerEngine, custom_recipes/reference_nvfp4.py and its Hadamard kernels.
     """
-    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    signs = _signs(x.device)
     groups = x.float().unflatten(1, (-1, SIZE)) * (signs * 2.0**-4)  # times 1/16 first: no sum overflows
     rotated = _transform(groups) * 4.0
     infinite = groups.isinf().any(-1, keepdim=True) & ~groups.isnan().any(-1, keepdim=True)
@@ -34,9 +34,15 @@ def rotate(x: Tensor) -> Tensor:
 
 def rotate_back(x: Tensor) -> Tensor:
     """Undo ``rotate`` in fp32: ``H16 / 4 @ diag(signs)``."""
-    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    signs = _signs(x.device)
     groups = _transform(x.float().unflatten(1, (-1, SIZE)) * 2.0**-4)
     return (groups * (signs * 4.0)).flatten(1)
+
+
+def _signs(device: torch.device) -> Tensor:
+    """Return the signs in fp32, made where they are: a copy from the host could not go into a CUDA graph."""
+    minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
+    return (1 - 2 * ((minus >> torch.arange(SIZE, device=device)) & 1)).float()
 
 
 def _transform(groups: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from hybridtensor.ops.references.float8 import FP32_MAX
 from hybridtensor.ops.references.hadamard import rotate
 from hybridtensor.ops.references.philox import uniform16
 
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_SIGN = 8
 
 
@@ -35,8 +34,9 @@ def e2m1_encode(x: Tensor, uniform: Tensor | None = None) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Return the fp32 values of E2M1 codes, one per byte."""
-    table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], dtype=torch.float32, device=codes.device)
-    return table[codes.int()]
+    magnitude = (codes & (_E2M1_SIGN - 1)).float()
+    values = torch.where(magnitude < 4, magnitude * 0.5, torch.where(magnitude < 6, magnitude - 2, magnitude * 2 - 8))
+    return torch.where(codes < _E2M1_SIGN, values, -values)
 
 
 def pack(codes: Tensor) -> Tensor:

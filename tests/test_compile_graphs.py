@@ -1,0 +1,75 @@
+"""What is in compiled graphs: one cast for layers that read one input, its faces saved once, and nothing to copy."""
+
+import pytest
+import torch
+from graphs import Graphs
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor.ops import Held
+from hybridtensor.ops.operand import take_apart
+from hybridtensor.testing import random_tensor, saved_for_backward
+
+QUANTIZE = torch.ops.hybridtensor.quantize.default
+
+
+class Siblings(nn.Module):
+    """Three layers that read the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, width, bias=False, dtype=torch.bfloat16) for width in (64, 32, 96))
+
+    def forward(self, x):
+        return self.q(x), self.k(x), self.v(x)
+
+
+def compiled(recipe):
+    """Return siblings with a recipe, an input, and the graphs of a compiled step."""
+    torch._dynamo.reset()
+    graphs, net, x = Graphs(), ht.quantize_(Siblings(), recipe), random_tensor(128, 64).requires_grad_()
+    torch.cat(torch.compile(net, fullgraph=True, backend=graphs.backend())(x), dim=1).sum().backward()
+    torch._dynamo.reset()
+    return net, x, graphs
+
+
+def nbytes(tensors):
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+def test_siblings_quantize_their_input_once(recipe):
+    """Each weight too; only delayed scales belong to a layer, so that three of them make three faces."""
+    _, _, graphs = compiled(recipe)
+    of_input, of_weights = {
+        "bf16": (0, 0),
+        "fp8_delayed": (3, 3),
+        "high_precision_fwd_mxfp8_bwd": (1, 0),  # the weights' columnwise faces are made in backward
+    }.get(recipe, (1, 3))
+    assert graphs.count("forward", QUANTIZE) == of_input + of_weights
+
+
+@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+def test_compiled_siblings_save_the_faces_of_one_eager_layer(recipe):
+    """And the columnwise faces of the weights, which in eager training belong to the weights."""
+    net, x, graphs = compiled(recipe)
+    with saved_for_backward() as eager:
+        net.q(x)
+    of_input = eager.nbytes(without=[net.q.weight]) * (3 if recipe == "fp8_delayed" else 1)
+    of_weights = 0
+    for layer in (net.q, net.k, net.v):
+        row, column = layer.weight.operands(rowwise=True, columnwise=True, dtype=torch.bfloat16)
+        made_in_forward = isinstance(column, Held) or None not in (row.scale, column.scale)
+        of_weights += nbytes(take_apart(column)[0]) if made_in_forward else 0
+    assert nbytes(graphs.saved(outputs=3)) == of_input + of_weights
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "mxfp8"])
+def test_weights_and_states_stay_where_they_are(recipe):
+    """CUDA graphs copy every input but those: a copied state would not be the one that ``step_`` advances."""
+    net, _, graphs = compiled(recipe)
+    inputs = graphs.graphs["forward"].graph.find_nodes(op="placeholder")
+    state = net.q.weight.state
+    tensors = 1 + (0 if state is None else sum(t is not None for t in state[:3]))
+    assert len(graphs.static) == 3 * tensors
+    assert len(inputs) == 1 + 3 * tensors

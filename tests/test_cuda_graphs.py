@@ -1,0 +1,138 @@
+"""CUDA graphs, made by torch.compile or by hand: replays train as eager steps do, with other data and moving weights.
+
+The models hold nothing that inductor could round differently, so that equality is of bits.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
+
+import hybridtensor as ht
+from hybridtensor.optim import MasterWeights
+from hybridtensor.testing import random_tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # compiling for a GPU, torch warns of its own settings
+]
+DEVICE, TOKENS, FEATURES = "cuda", 64, 128
+
+
+class Training:
+    """A model with its optimizer, and input, output and gradient at fixed addresses."""
+
+    def __init__(self, recipe, persistent=False, **compile_options):
+        torch.manual_seed(0)
+        layers = nn.Linear(FEATURES, 256, bias=False), nn.ReLU(), nn.Linear(256, FEATURES, bias=False)
+        self.net = ht.quantize_(nn.Sequential(*layers).to(DEVICE, torch.bfloat16), recipe, persistent=persistent)
+        self.forward = torch.compile(self.net, fullgraph=True, **compile_options) if compile_options else self.net
+        options = {"lr": 1e-3, "capturable": DEVICE == "cuda"}
+        parameters = list(self.net.parameters())
+        self.optimizer = (
+            MasterWeights(torch.optim.AdamW, parameters, **options)
+            if persistent
+            else torch.optim.AdamW(parameters, **options)
+        )
+        self.x, self.g, self.y = (torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+        self.x.requires_grad_()
+
+    def fill(self, seed):
+        """Put other data where the step reads it."""
+        with torch.no_grad():
+            for i, tensor in enumerate((self.x, self.g)):
+                tensor.copy_(random_tensor(TOKENS, FEATURES, seed=seed + 100 * i))
+
+    def step(self):
+        """Train one step."""
+        self.optimizer.zero_grad()
+        self.x.grad = None
+        y = self.forward(self.x)
+        y.backward(self.g)
+        with torch.no_grad():
+            self.y.copy_(y)
+        self.optimizer.step()
+        ht.step_(self.net)
+
+    def results(self):
+        """Return copies of what a step computed, weights and states among it."""
+        states = [b for b in self.net.buffers()]
+        weights = [p.detach().dequantize() for p in self.net.parameters()]
+        return [t.clone() for t in (self.y, self.x.grad, *weights, *states)]
+
+
+def capture(training):
+    """Return a graph of a step; three steps on the side warm up what is made once, as torch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            training.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    return graph
+
+
+def assert_equal(one, other):
+    for a, b in zip(one.results(), other.results(), strict=True):
+        assert torch.equal(a, b)
+        assert a.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "persistent"), [*((name, False) for name in ht.recipes.RECIPES), ("fp8", True), ("fp8_delayed", True)]
+)
+def test_replays_of_a_captured_step_equal_eager_steps(recipe, persistent):
+    """Forward, backward, optimizer and ``step_`` are all in the graph."""
+    eager, captured = Training(recipe, persistent), Training(recipe, persistent)
+    for training in (eager, captured):
+        training.fill(0)
+    for _ in range(3):
+        eager.step()
+    graph = capture(captured)
+    for seed in range(1, 5):
+        eager.fill(seed)
+        eager.step()
+        captured.fill(seed)
+        graph.replay()
+        assert_equal(eager, captured)
+        with torch.no_grad():  # no face that this keeps may be used after the next replay
+            assert torch.equal(eager.net(eager.x), captured.net(captured.x))
+
+
+def test_a_captured_forward_uses_no_face_from_outside_and_leaves_none():
+    training = Training("fp8")
+    training.fill(0)
+    with torch.no_grad():
+        training.net(training.x)  # compiles the kernels, and leaves faces
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = training.net(training.x)
+        for seed in range(3):
+            for parameter in training.net.parameters():
+                parameter.copy_(random_tensor(*parameter.shape, seed=seed))
+            graph.replay()
+            assert torch.equal(y, training.net(training.x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_block", "fp8_dequantized_backward", "mxfp8", "nvfp4"])
+def test_reduce_overhead_equals_eager(recipe):
+    """``step_`` and the optimizer run outside of the graphs, which see what they write."""
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = Training(recipe), Training(recipe, mode="reduce-overhead")
+    for seed in range(5):  # warms up, records, replays
+        for training in (eager, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            training.fill(seed)
+            training.step()
+        assert_equal(eager, compiled)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    assert manager is not None
+    assert manager.new_graph_id().id >= 2, "forward and backward were not recorded"
+    torch._dynamo.reset()
