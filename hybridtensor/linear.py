@@ -25,6 +25,7 @@ from hybridtensor.config import HybridConfig
 from hybridtensor.ops import Held, Operand
 from hybridtensor.ops.operand import put_together, take_apart
 from hybridtensor.quantizers import tokens
+from hybridtensor.siblings import Operands, quantize_once
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.matmul import operand_of, take_face
@@ -62,6 +63,7 @@ def linear(input: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     dtype = _compute_dtype(input, weight)
     _check(input, weight, bias, dtype)
     config: HybridConfig = weight.config
+    source = (input,)  # not an argument of the autograd function, but what siblings of this layer read, too
     if not isinstance(input, _QUANTIZED):
         input = input.to(dtype)
     bias = None if bias is None else bias.to(dtype)
@@ -72,18 +74,19 @@ def linear(input: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         bias=grad and bias is not None and bias.requires_grad,
     )
     if not any(needs):
-        return _output(_input_operands(input, weight, needs, dtype)[0], weight, bias, dtype, input, needs)[0]
+        row, _ = _input_operands(input, source, weight, needs, dtype)
+        return _output(row, weight, bias, dtype, input, needs)[0]
     _note_training_use(weight)
-    return _Linear.apply(input, weight, bias, config, needs, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(input, weight, bias, config, needs, dtype, source)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, config: HybridConfig, needs: _Needs,
-        dtype: torch.dtype,
+        dtype: torch.dtype, source: tuple[Tensor],
     ) -> Tensor:  # fmt: skip
-        row, column = _input_operands(input, weight, needs, dtype)
+        row, column = _input_operands(input, source, weight, needs, dtype)
         out, weight_column = _output(row, weight, bias, dtype, input, needs)
         keep_input = needs.weight and config.save_original_input and not isinstance(input, _QUANTIZED)
         x_saved, ctx.x_kept = ([input], None) if keep_input else take_apart(column)
@@ -112,7 +115,7 @@ class _Linear(torch.autograd.Function):
         if needs.bias:
             flat = ctx.input_contiguous or grad_output.dim() == 1
             grad_bias = grad.sum(dim=0) if flat else grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _kept_input(saved: list[Tensor], ctx: Any) -> Operand | Held:
@@ -127,18 +130,27 @@ def _kept_input(saved: list[Tensor], ctx: Any) -> Operand | Held:
 
 
 def _input_operands(
-    input: Tensor, weight: Weight, needs: _Needs, dtype: torch.dtype
+    input: Tensor, source: tuple[Tensor], weight: Weight, needs: _Needs, dtype: torch.dtype
 ) -> tuple[Operand, Operand | Held | None]:
-    """Return the rowwise operand, and the columnwise one if backward will use it and does not make it itself."""
+    """Return the rowwise operand, and the columnwise one if backward will use it and does not make it itself.
+
+    Args:
+        source: What ``input`` is, or was cast from.
+    """
     if isinstance(input, _QUANTIZED):
         row = _brought_along(input, "rowwise", "output")
         return row, _brought_along(input, "columnwise", "grad_weight") if needs.weight else None
     config: HybridConfig = weight.config
     columnwise = needs.weight and not config.save_original_input
     context = Context("input", weight.state, record=any(needs))
-    rowwise, column = config.input.operands(
-        input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
-    )
+
+    def make() -> Operands:
+        return config.input.operands(
+            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
+        )
+
+    how = (config.input, columnwise, dtype)
+    rowwise, column = quantize_once(source[0], weight, how, make) if config.input.repeatable else make()
     if rowwise is None:
         raise ValueError(f"output: {config.input} made no rowwise face of the input")
     return rowwise, column
@@ -222,9 +234,9 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
                     f"linear: one dtype is required, got {name} in {tensor.dtype} for a weight in {dtype}; "
                     "cast one, or use torch.autocast"
                 )
-    devices = {str(t.device) for t in (input, weight, bias) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"linear: operands on one device are required, got {', '.join(sorted(devices))}; move them")
+    if input.device != weight.device or (bias is not None and bias.device != weight.device):
+        devices = sorted({str(t.device) for t in (input, weight, bias) if t is not None})
+        raise ValueError(f"linear: operands on one device are required, got {', '.join(devices)}; move them")
 
 
 # -- the ways in ----------------------------------------------------------------------------------------------------

@@ -48,8 +48,26 @@ def parse(text: str) -> Cast | None:
     return Cast(name, pow2_scale == "1", int(slot), int(stream))
 
 
-def empty_face(x: Tensor, cast: Cast | None, other: int, contraction: int) -> list[Tensor]:
-    """Return the tensors of an ``[other, contraction]`` face on the device of ``x``, not filled.
+class Layout(NamedTuple):
+    """How a tensor lies in memory.
+
+    Attributes:
+        shape: Its shape.
+        strides: Its strides.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return such a tensor, not filled."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def face_layouts(cast: Cast | None, other: int, contraction: int) -> list[Layout]:
+    """Return how the tensors of an ``[other, contraction]`` face lie: elements, scales, in some formats tensor scales.
 
     Scales of blocks along the contraction lie block by block, not row by row: so hardware reads them, and so one block
     of neighbouring rows is written at once.
@@ -57,15 +75,30 @@ def empty_face(x: Tensor, cast: Cast | None, other: int, contraction: int) -> li
     if cast is None:
         return []
     fmt = cast.format
-    rows, blocks = fmt.scale_shape(other, contraction)
+    width, (rows, blocks) = contraction // fmt.elements_per_byte, fmt.scale_shape(other, contraction)
+    outer_major = fmt.block[0] == 1 and fmt.block[1] is not None
     made = [
-        x.new_empty((other, contraction // fmt.elements_per_byte), dtype=fmt.storage),
-        x.new_empty((blocks, rows), dtype=fmt.scale_dtype).t()
-        if fmt.block[0] == 1 and fmt.block[1] is not None
-        else x.new_empty((rows, blocks), dtype=fmt.scale_dtype),
+        Layout((other, width), (max(width, 1), 1), required(fmt.storage)),
+        Layout((rows, blocks), (1, max(rows, 1)) if outer_major else (max(blocks, 1), 1), required(fmt.scale_dtype)),
     ]
-    tensor_scale = fmt.tensor_scale_shape(other, contraction)
-    return made if tensor_scale is None else [*made, x.new_empty(tensor_scale, dtype=torch.float32)]
+    level = fmt.tensor_scale_shape(other, contraction)
+    return made if level is None else [*made, Layout(level, (max(level[1], 1), 1), torch.float32)]
+
+
+def empty_face(x: Tensor, cast: Cast | None, other: int, contraction: int) -> list[Tensor]:
+    """Return the tensors of an ``[other, contraction]`` face on the device of ``x``, not filled."""
+    return [layout.empty(x.device) for layout in face_layouts(cast, other, contraction)]
+
+
+def required(dtype: torch.dtype | None) -> torch.dtype:
+    """Return a dtype that quantized formats have.
+
+    Raises:
+        TypeError: If there is none, in the identity format.
+    """
+    if dtype is None:
+        raise TypeError("face_layouts: a quantized format is required, got the identity")
+    return dtype
 
 
 class State(NamedTuple):

@@ -51,6 +51,11 @@ class Launch:
         self._values = tuple(constants.values())
         self._compiled: Any = None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether only addresses and numbers are taken from now on, whatever the dtypes of tensors."""
+        return self._compiled is not None
+
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel on the current stream of the current device."""
         compiled = self._compiled

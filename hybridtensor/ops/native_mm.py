@@ -5,6 +5,7 @@ Shape letters: ``M`` rows of the left operand, ``N`` columns of the right one, `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ _PER_ROW = (1, None)
 _NEVER = (99, 0)
 
 
+@functools.lru_cache(maxsize=1024)
 def native_kind(left: Format, right: Format) -> NativeKind | None:
     """Return the family that multiplies these formats, or None where no hardware does."""
     if left.element is None or right.element is None or left.element == right.element == torch.float8_e5m2:
@@ -95,8 +97,11 @@ def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
     pad_rows = -operand.data.shape[0] % (128 if wide else 16)
     data = pad(operand.data, pad_rows, pad_k)
     if wide:  # [blocks of rows, blocks of K], K padded to a multiple of 4 and contiguous
-        return data, F.pad(scale, (0, -scale.shape[1] % 4)).t(), ScalingType.BlockWise128x128
-    scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
+        missing = -scale.shape[1] % 4
+        scale = F.pad(scale, (0, missing)) if missing else scale.contiguous()
+        return data, scale.t(), ScalingType.BlockWise128x128
+    if pad_rows:
+        scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
     outer = scale.t().contiguous()  # one block counts as contiguous whatever its strides: say them
     return data, outer.as_strided(scale.shape, (1, scale.shape[0])), ScalingType.BlockWise1x128
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.cast import Cast, State, empty_face
+from hybridtensor.ops.cast import Cast, State, face_layouts
 from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.references.faces import define_faces
@@ -128,6 +128,8 @@ class _Plan:
             "EVEN": m % tile.rows == 0 and k % tile.columns == 0, "WIDE": wide, "BM": tile.rows, "BK": tile.columns,
             "R": tile.neighbours, "V": tile.vector // key.dtype.itemsize,
         }  # fmt: skip
+        self.layouts = face_layouts(key.row, m, k), face_layouts(key.column, k, m)
+        self.row_strides, self.column_strides = (made[1].strides if made else (0, 0) for made in self.layouts)
         self.measured = any(face.kind in _MEASURED for face in self.faces)
         self.cast = self._cast()
         self.measure = self._measurement() if self.measured else None
@@ -136,20 +138,29 @@ class _Plan:
         """Allocate, measure and cast."""
         key, (row, column) = self.key, self.faces
         m, k = key.shape
-        row_out, column_out = empty_face(x, key.row, m, k), empty_face(x, key.column, k, m)
+        device = x.device
+        row_out, column_out = ([layout.empty(device) for layout in layouts] for layouts in self.layouts)
         row_amax = column_amax = x
         if self.measure is not None:
             row_amax, column_amax = self.measure(x)
-        row_tensors, row_strides = _arguments(row_out, x)
-        column_tensors, column_strides = _arguments(column_out, x)
+        row_codes, row_scales, row_levels = self._arguments(row_out, x)
+        column_codes, column_scales, column_levels = self._arguments(column_out, x)
         factors, amaxes, rounding = (x if tensor is None else tensor for tensor in state[:3])
         self.cast(
             x, *key.strides, m, k,
-            row_tensors[0], row_tensors[1], *row_strides, row_tensors[2], row_amax, row.slot, row.stream,
-            column_tensors[0], column_tensors[1], *column_strides, column_tensors[2], column_amax, column.slot,
-            column.stream, factors, amaxes, rounding, state.first_row,
+            row_codes, row_scales, *self.row_strides, row_levels, row_amax, row.slot, row.stream,
+            column_codes, column_scales, *self.column_strides, column_levels, column_amax, column.slot, column.stream,
+            factors, amaxes, rounding, state.first_row,
         )  # fmt: skip
         return row_out + column_out
+
+    def _arguments(self, out: list[Tensor], x: Tensor) -> list[Tensor]:
+        """Return codes, scales and levels as the kernel takes them; ``x`` stands for nothing."""
+        if not out:
+            return [x, x, x]
+        if not self.cast.is_compiled:  # Triton does not know every dtype; later only addresses count
+            out = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in out]
+        return out if len(out) == 3 else [*out, x]
 
     def _cast(self) -> Launch:
         key, (row, column) = self.key, self.faces
@@ -257,14 +268,6 @@ def _is_contiguous(key: _Key) -> bool:
 def _overflow(face: _Face, dtype: torch.dtype) -> float:
     """Return what a factor is where it is beyond fp32."""
     return torch.finfo(dtype).max if face.kind == _BLOCK else _FP32_MAX
-
-
-def _arguments(out: list[Tensor], x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
-    """Return codes, scales and levels as the kernel takes them, with the scales' strides; ``x`` stands for nothing."""
-    if not out:
-        return [x, x, x], (0, 0)
-    codes, scales = (t if t.dtype == torch.float32 else t.view(torch.uint8) for t in out[:2])
-    return [codes, scales, out[2] if len(out) == 3 else x], (scales.stride(0), scales.stride(1))
 
 
 def converts_to_fp8(device: torch.device) -> bool:

@@ -1,0 +1,70 @@
+"""A training step of six Llama-3-8B blocks with embedding and head, against BF16 in the same mode, and torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import arguments, report, time_alternating
+from llama import Llama, Size
+
+import hybridtensor as ht
+
+BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
+SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
+RECIPES = {
+    "eager": ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise"],
+    "compiled": ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise", "torchao rowwise"],
+}
+
+
+def convert(model: Llama, recipe: str) -> bool:
+    """Convert the blocks; return whether the recipe keeps state."""
+    if recipe.startswith("torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model.blocks, config=Float8LinearConfig.from_recipe_name(recipe.split()[1]))
+    elif recipe != "bf16":
+        ht.quantize_(model.blocks, recipe)
+    return recipe == "fp8_delayed"
+
+
+def training(recipe: str, mode: str, device: str) -> Callable[[], None]:
+    """Return one training step."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Llama(SIZES[torch.device(device).type]).bfloat16()
+    stateful = convert(model, recipe)
+    if mode == "compiled":
+        for block in model.blocks:
+            block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(model.size.vocab, BATCH[torch.device(device).type], device=device)
+
+    def step() -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stateful:
+            ht.step_(model)
+
+    return step
+
+
+def measure(mode: str, device: str, repeats: int) -> list[dict[str, Any]]:
+    """Return one row per recipe; BF16 takes turns with each, as not all fit into memory together."""
+    baseline, rows = training("bf16", mode, device), []
+    for recipe in RECIPES[mode]:
+        times = time_alternating({"bf16": baseline, recipe: training(recipe, mode, device)}, device, repeats)
+        speedup = times["bf16"] / times[recipe]
+        rows.append({"mode": mode, "recipe": recipe, "bf16 ms": times["bf16"], "ms": times[recipe], "speedup": speedup})
+        print(rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0])
+    options.repeats = min(options.repeats, 10)
+    torch._dynamo.config.recompile_limit = 64  # every recipe is a graph of its own
+    report("end_to_end", [r for mode in RECIPES for r in measure(mode, options.device, options.repeats)], options)

@@ -1,0 +1,93 @@
+"""A Llama-3 model of any size, as training benchmarks use it. Shape letters: B batch, T tokens, D dim, H heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Size:
+    """Extents of a model; by default those of Llama-3 8B, but for the number of layers."""
+
+    layers: int = 6
+    dim: int = 4096
+    hidden: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    vocab: int = 128256
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head = size.dim // size.heads
+        self.q = nn.Linear(size.dim, size.heads * self.head, bias=False)
+        self.k = nn.Linear(size.dim, size.kv_heads * self.head, bias=False)
+        self.v = nn.Linear(size.dim, size.kv_heads * self.head, bias=False)
+        self.out = nn.Linear(size.dim, size.dim, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Attend causally; ``x`` is ``[B, T, D]``, ``turn`` the positions' angles as cos and sin."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(
+            rotated(q, turn), rotated(k, turn), v, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        return self.out(mixed.flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(size.dim, eps=1e-5), nn.RMSNorm(size.dim, eps=1e-5)
+        self.attention = Attention(size)
+        self.gate, self.up = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.hidden, size.dim, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Return ``[B, T, D]``."""
+        x = x + self.attention(self.norm1(x), turn)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = nn.Embedding(size.vocab, size.dim)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.dim, eps=1e-5)
+        self.head = nn.Linear(size.dim, size.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the mean cross-entropy of predicting each next token of ``[B, T]``."""
+        turn = angles(tokens.shape[1], self.size.dim // self.size.heads, tokens.device)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, turn)
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def angles(tokens: int, head: int, device: torch.device) -> Tensor:
+    """Return cos and sin of the rotary angles, ``[2, T, head / 2]``."""
+    frequency = 500000.0 ** -(torch.arange(0, head, 2, device=device) / head)
+    turn = torch.arange(tokens, device=device)[:, None] * frequency
+    return torch.stack([turn.cos(), turn.sin()])
+
+
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn pairs of ``[B, H, T, head]`` by their angles."""
+    cos, sin = turn.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
