@@ -145,9 +145,7 @@ def _input_operands(
     context = Context("input", weight.state, record=any(needs))
 
     def make() -> Operands:
-        return config.input.operands(
-            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
-        )
+        return config.input.operands(input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context)
 
     how = (config.input, columnwise, dtype)
     rowwise, column = quantize_once(source[0], weight, how, make) if config.input.repeatable else make()
