@@ -96,3 +96,14 @@ def test_operator_is_well_registered(name, sample, device):
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     checks += [] if skip else ["test_schema"]
     torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_the_default_device_does_not_matter(fmt):
+    """A constant that it put on a GPU would be read back, which waits for the device and breaks a CUDA graph."""
+    x, made = matrix("cpu"), face(fmt, "cpu")
+    expected = OPS.dequantize(*made, torch.float32, True)
+    with torch.device("meta"):
+        again = OPS.quantize(x, str(Cast(fmt.name)), "", "", torch.bfloat16, None, None, None, 0)
+        assert all(torch.equal(got.float(), t.float()) for got, t in zip(again, made, strict=False))
+        assert torch.equal(OPS.dequantize(*made, torch.float32, True), expected)
