@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hybridtensor as ht
+from hybridtensor.subclasses import wrapper
 from hybridtensor.testing import random_tensor
 
 SPECS = [
@@ -123,3 +124,17 @@ def test_caches_of_compiled_graphs_key_on_what_a_weight_is(persistent):
     assert key("fp8") == key("fp8")
     assert len({key("fp8"), key("fp8_rowwise"), key("fp8", features=16)}) == 3
     assert "0x" not in key("fp8"), "an address differs from process to process"
+
+
+def test_caches_of_compiled_graphs_key_on_the_code(tmp_path, monkeypatch):
+    """Graphs hold traces of it, and lie on disk: an upgrade must not run those of before."""
+    weight = make("fp8")[0].weight
+    before = weight._stable_hash_for_caching()
+    digests = []
+    for value in (1, 2):
+        (tmp_path / f"{value}").mkdir()
+        (tmp_path / f"{value}" / "new.py").write_text(f"x = {value}")
+        digests.append(wrapper._code(tmp_path / f"{value}"))
+    assert len({*digests, wrapper._code()}) == 3
+    monkeypatch.setattr(wrapper, "_code", lambda: digests[0])
+    assert weight._stable_hash_for_caching() != before

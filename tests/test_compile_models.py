@@ -79,7 +79,7 @@ def assert_equal_steps(eager, compiled, length, seed):
 
 
 def lengths(recipe):
-    """Return lengths of at least two blocks of tokens, two times the length: for one, torch makes a graph of its own."""
+    """Return lengths, half as many as tokens, of at least two blocks: torch makes a graph of its own for one."""
     return (80, 96, 144) if recipe == "fp8_block" else (32, 48, 80)
 
 

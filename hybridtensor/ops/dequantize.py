@@ -48,7 +48,7 @@ def scale_fits(fmt: Format) -> bool:
 def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format) -> Tensor:
     """Multiply in the order of the kernels: ``element * ((scale * amax) * (1 / 2688))``."""
     shift = torch.where(tensor_scale > _LARGE, _SMALLER, 1.0)  # powers of two, which change no rounding
-    unit = (1.0 / torch.tensor(fmt.tensor_scale_max)).item()
+    unit = (1.0 / torch.tensor(fmt.tensor_scale_max, device="cpu")).item()
     combined = (scale.float() * (tensor_scale * shift)) * unit
     return values * spread(combined, fmt.block, values.shape) / shift
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -98,11 +101,16 @@ class WrapperTensor(Tensor):
         return cls.from_parts(inner, metadata, outer_size, outer_stride)
 
     def _stable_hash_for_caching(self) -> str:
-        """Let torch.compile's caches key on what this tensor is, in every process; its values do not matter."""
+        """Let torch.compile's caches key on what this tensor is, in every process; its values do not matter.
+
+        And on the code of this package, which compiled graphs hold traces of: they lie on disk across upgrades.
+        """
         names, metadata = self.__tensor_flatten__()
         inner = [_stable_hash(getattr(self, name)) for name in names]
         values = [_stable_hash(value) for value in metadata]
-        return f"{type(self).__name__}{tuple(self.shape)}{tuple(self.stride())}{self.dtype}{names}{inner}{values}"
+        return (
+            f"{_code()}{type(self).__name__}{tuple(self.shape)}{tuple(self.stride())}{self.dtype}{names}{inner}{values}"
+        )
 
     def map_inner(
         self,
@@ -288,6 +296,15 @@ class InterceptingTensor(WrapperTensor):
             return handler(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _code(folder: Path = Path(__file__).parent.parent) -> str:
+    """Return a digest of all Python files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _stable_hash(value: Any) -> str:

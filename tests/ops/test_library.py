@@ -17,6 +17,9 @@ from hybridtensor.formats import (
     NVFP4_ROW_SCALED,
 )
 from hybridtensor.ops import Cast
+from hybridtensor.ops.cast import State
+from hybridtensor.ops.dequantize import dequantize_reference
+from hybridtensor.ops.references.faces import define_faces
 from hybridtensor.testing import random_tensor
 
 OPS = torch.ops.hybridtensor
@@ -96,3 +99,16 @@ def test_operator_is_well_registered(name, sample, device):
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     checks += [] if skip else ["test_schema"]
     torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_the_default_device_does_not_matter(fmt):
+    """A constant that it put on a GPU would be read back, which waits for the device and breaks a CUDA graph."""
+    x, cast = matrix("cpu"), Cast(fmt.name)
+    made = define_faces(x, cast, None, None, torch.bfloat16, State())
+    arguments = (*made, *[None] * (3 - len(made)), fmt.name, torch.float32)
+    expected = dequantize_reference(*arguments)
+    with torch.device("meta"):  # as the definitions are called on a GPU, not through the dispatcher
+        again = define_faces(x, cast, None, None, torch.bfloat16, State())
+        assert all(torch.equal(got.float(), t.float()) for got, t in zip(again, made, strict=True))
+        assert torch.equal(dequantize_reference(*arguments), expected)
