@@ -86,7 +86,7 @@ def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: tor
     exact = out_dtype if bias is None else torch.float32  # what is added comes before the one rounding
     exact = exact if exact == torch.bfloat16 else torch.float32
     out = F.scaled_mm(left, right.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=exact)
-    return _finish(out[:rows, :columns], None, bias, out_dtype)
+    return finish(out[:rows, :columns], None, bias, out_dtype)
 
 
 def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
@@ -113,7 +113,7 @@ def _multiply_mx(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.d
         left, right.t(), scale_a, ScalingType.BlockWise1x32, scale_b, ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4, swizzle_b=SwizzleType.SWIZZLE_32_4_4, output_dtype=torch.float32,
     )  # fmt: skip
-    return _finish(out[: a.data.shape[0], : b.data.shape[0]], None, bias, out_dtype)
+    return finish(out[: a.data.shape[0], : b.data.shape[0]], None, bias, out_dtype)
 
 
 def _multiply_nvfp4(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -130,7 +130,7 @@ def _multiply_nvfp4(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torc
     left_factor, right_factor = a.factor(), b.factor()
     if left_factor is None or right_factor is None:
         raise ValueError(f"scaled_mm: tensor scales are required, got {a.format} and {b.format}")
-    return _finish(out[: a.data.shape[0], : b.data.shape[0]], left_factor * right_factor.t(), bias, out_dtype)
+    return finish(out[: a.data.shape[0], : b.data.shape[0]], left_factor * right_factor.t(), bias, out_dtype)
 
 
 def _swizzled(operand: Operand, block: int) -> tuple[Tensor, Tensor]:
@@ -139,13 +139,19 @@ def _swizzled(operand: Operand, block: int) -> tuple[Tensor, Tensor]:
     return pad(operand.data, -operand.data.shape[0] % 32, -operand.data.shape[1] % 32), swizzle_32_4_4(scale)
 
 
-def _finish(out: Tensor, factor: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Scale the fp32 sum, add the bias, and round once."""
+def finish(out: Tensor, factor: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Scale the fp32 sum, add the bias, and round once, in the pass that comes last; may use ``out`` for it."""
+    changes: list[tuple[Callable[..., Tensor], Tensor]] = []
     if factor is not None:
-        out = out * factor
+        changes.append((torch.mul, factor))
     if bias is not None:
-        out = out + bias
-    return out.to(out_dtype).contiguous()
+        changes.append((torch.add, bias))
+    for change, operand in changes[:-1]:
+        change(out, operand, out=out)
+    if not changes:
+        return out.to(out_dtype).contiguous()
+    change, operand = changes[-1]
+    return change(out, operand, out=torch.empty(out.shape, dtype=out_dtype, device=out.device))
 
 
 def _scales(operand: Operand) -> Tensor:

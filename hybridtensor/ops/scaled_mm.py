@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.library import define, runs_directly
-from hybridtensor.ops.native_mm import native_kind
+from hybridtensor.ops.native_mm import finish, native_kind
 from hybridtensor.ops.operand import Held, Operand
 
 _PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
@@ -107,12 +107,7 @@ def _emulated(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
         out = _sum_of_blocks(a, b, left, right)
     else:
         out = _mm_float32(left, right.t())
-    factor = _outer(a.factor(), b.factor())
-    if factor is not None:
-        out *= factor
-    if bias is not None:
-        out += bias
-    return out.to(out_dtype)
+    return finish(out, _outer(a.factor(), b.factor()), bias, out_dtype)
 
 
 def _sum_of_blocks(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:
