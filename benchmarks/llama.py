@@ -48,14 +48,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(size.dim, eps=1e-5), nn.RMSNorm(size.dim, eps=1e-5)
         self.attention = Attention(size)
-        self.gate, self.up = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(size.hidden, size.dim, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(size.hidden, size.dim, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
         x = x + self.attention(self.norm1(x), turn)
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
 
 class Llama(nn.Module):

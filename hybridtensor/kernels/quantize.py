@@ -159,11 +159,15 @@ def _store_fp4(target, y, uniform, other, along, OTHER, ALONG, STOCHASTIC: tl.co
 
 
 @triton.jit
-def _note(v, amaxes, slot):
-    """Raise the amax of a delayed scale to that of a tile; bits of non-negative numbers are ordered as they are."""
-    amax = tl.max(tl.max(tl.abs(v), 1), 0)
+def _raise_to(target, amax, mask):
+    """Raise fp32 maxima, which are not negative, in place; bits of such numbers are ordered as they are.
+
+    Most do not raise anything, which a look tells: writing takes turns.
+    """
     amax = tl.where(amax != amax, 0.0, amax)
-    tl.atomic_max((amaxes + slot).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True), sem="relaxed")
+    before = tl.load(target, mask=mask, other=0.0, cache_modifier=".cg")
+    raised = mask & (amax > before)
+    tl.atomic_max(target.to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True), mask=raised, sem="relaxed")
 
 
 @triton.jit
@@ -193,7 +197,7 @@ def _cast_fp8(
         factor = tl.load(factors + slot)
         scale = tl.div_rn(1.0, factor)
         if NOTE:
-            _note(v, amaxes, slot)
+            _raise_to(amaxes + slot, tl.max(tl.max(tl.abs(v), 1), 0), slot >= 0)
         y = v * factor
     elif KIND == TENSOR:
         factor, scale = encode_scale(tl.load(measured), E5M2, POW2, OVERFLOW)
@@ -356,13 +360,6 @@ def cast_kernel(
 
 
 @triton.jit
-def _raise_to(target, amax, mask):
-    """Raise fp32 maxima, which are not negative, in place."""
-    amax = tl.where(amax != amax, 0.0, amax)
-    tl.atomic_max(target.to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
-
-
-@triton.jit
 def _amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
     """Return the amax of every row of a tile of a face, ``[P]``, without NaN."""
     if ROTATED:
@@ -383,7 +380,7 @@ def _raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constex
         i = other + tl.arange(0, P)
         _raise_to(target + i, amax, i < OTHER)
     else:
-        _raise_to(target, tl.max(amax, 0), None)
+        _raise_to(target, tl.max(amax, 0), P > 0)
 
 
 @triton.jit
@@ -420,4 +417,4 @@ def measure_flat_kernel(x, target, size, BLOCK: tl.constexpr, STEPS: tl.constexp
     if ALONE:
         tl.store(target, tl.where(largest != largest, 0.0, largest))
     else:
-        _raise_to(target, largest, None)
+        _raise_to(target, largest, largest >= 0)
