@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 import hybridtensor as ht
 
 RECIPES = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
-SIZES = {"cuda": (16384, 14336, 4096), "cpu": (512, 256, 256)}  # tokens, out, in
-TOKENS = {"cuda": [64, 512, 2048, 4096, 8192, 16384], "cpu": [64]}
+SIZES = {"cuda": (16384, 14336, 4096), "cpu": (128, 128, 128)}  # tokens, out, in
+TOKENS = {"cuda": [64, 512, 2048, 4096, 8192, 16384], "cpu": [32]}
 TINY = (64, 256, 256)
 MICROBATCHES = 4
 

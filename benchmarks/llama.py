@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Size:
-    """Extents of a model; by default those of Llama-3 8B, but for the number of layers."""
+    """Extents of a model: by default the blocks of Llama-3 8B, with fewer of them and a smaller vocabulary.
+
+    With all 128,256 tokens the head, which stays in BF16, would be a quarter of the time of six blocks.
+    """
 
     layers: int = 6
     dim: int = 4096
     hidden: int = 14336
     heads: int = 32
     kv_heads: int = 8
-    vocab: int = 128256
+    vocab: int = 32768
 
 
 class Attention(nn.Module):
