@@ -47,6 +47,8 @@ bench: $(VENV)/.core
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/cast.py $(ARGS)
 	$(BIN)/python benchmarks/linear.py $(ARGS)
+	$(BIN)/python benchmarks/linear_details.py $(ARGS)
+	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/pdoc --output-directory build/docs hybridtensor

@@ -83,6 +83,13 @@ def test_cast_table():
     assert table("cast_nvidia_h200") == [[name, *of] for name, of in speeds.items() if name != "copy"]
 
 
+def test_end_to_end_table():
+    rows = results("end_to_end_nvidia_h200")["rows"]
+    assert table("end_to_end_nvidia_h200") == [
+        [r["mode"], r["recipe"], f"{r['ms']:.1f}", f"{r['speedup']:.2f}x"] for r in rows
+    ]
+
+
 def test_convergence_table():
     record = results("convergence_nvidia_h200")
     assert table("convergence_nvidia_h200") == [

@@ -306,7 +306,7 @@ def cast_kernel(
     ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_PACK: tl.constexpr,
     COLUMN_KIND: tl.constexpr, COLUMN_SIDE: tl.constexpr, COLUMN_E5M2: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_ROTATED: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PACK: tl.constexpr,
-    ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, NOTE: tl.constexpr,
+    ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, ROW_NOTE: tl.constexpr, COLUMN_NOTE: tl.constexpr,
     REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
     V: tl.constexpr,
@@ -343,7 +343,7 @@ def cast_kernel(
                 wild |= _cast_face(
                     _as_rows(tile, BM, BK), row_codes, row_scales, row_stride_m, row_stride_k, row_levels,
                     row_measured, factors, amaxes, row_slot, _as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
-                    ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, NOTE,
+                    ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, ROW_NOTE,
                     attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
                 )  # fmt: skip
             if COLUMN_KIND != NONE:
@@ -355,7 +355,7 @@ def cast_kernel(
                     column_levels, column_measured, factors, amaxes, column_slot, _as_columns(uniform, BM, BK),
                     pk * BK, pm * BM, K, M,
                     COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED,
-                    COLUMN_STOCHASTIC, NOTE, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
+                    COLUMN_STOCHASTIC, COLUMN_NOTE, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
                 )  # fmt: skip
 
 

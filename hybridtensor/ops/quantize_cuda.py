@@ -171,7 +171,8 @@ class _Plan:
             COLUMN_KIND=column.kind, COLUMN_SIDE=column.side, COLUMN_E5M2=column.e5m2, COLUMN_POW2=column.pow2,
             COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0,
             COLUMN_PACK=_packs(column, key.shape[0]),
-            ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.dtype), NOTE=key.notes,
+            ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.dtype), ROW_NOTE=key.notes,
+            COLUMN_NOTE=key.notes and column.slot != row.slot,
             REVERSED=self.measured, ALIGNED=key.shape[1] % 8 == 0, HW=converts_to_fp8(key.device),
             options=self.options, **self.shape,
         )  # fmt: skip

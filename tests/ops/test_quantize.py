@@ -226,3 +226,22 @@ def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
                 assert got.dtype == dtype
                 torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
                 assert torch.equal(got.signbit() | got.isnan(), expected.signbit() | expected.isnan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cast", [Cast("fp8_e4m3_tensor", slot=0), Cast("mxfp8_e4m3"), Cast("fp8_e4m3_1x128")], ids=str)
+def test_more_elements_than_32_bits_count(cast, device):
+    """Oracle: the cast of what is repeated."""
+    if device == "cpu":
+        pytest.skip("takes minutes on a CPU")
+    part, copies = random_tensor(128, 2**14, dtype=torch.bfloat16, seed=3).to(device), 2**10 + 1
+    x = part.repeat(copies, 1)
+    given = {"factors": torch.ones(1, device=device)}
+    made, expected = (quantize(t, row=cast, column=cast, **given) for t in (x, part))
+    rows, columns = (t.view(torch.uint8) for t in (made[0], made[2]))
+    assert x.numel() > 2**31
+    assert rows.view(copies, *part.shape).eq(expected[0].view(torch.uint8)).all()
+    assert columns.view(columns.shape[0], copies, 128).eq(expected[2].view(torch.uint8)[:, None]).all()
+    if cast.name != "fp8_e4m3_tensor":
+        assert made[1][-128:].eq(expected[1]).all()
+        assert made[3][:, -expected[3].shape[1] :].eq(expected[3]).all()
