@@ -91,6 +91,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*x_saved, *w_saved)
         ctx.num_input_tensors = len(x_saved)
         ctx.config, ctx.needs, ctx.state, ctx.dtype = config, needs, weight.state, dtype
+        ctx.gathered = weight if _is_gathered(weight) else None
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
@@ -105,7 +106,8 @@ class _Linear(torch.autograd.Function):
         )
         grad_input = grad_weight = grad_bias = None
         if needs.input:
-            grad_input = ops.product(row, put_together(w_saved, ctx.w_kept), out_dtype=dtype).view(ctx.input_shape)
+            w = put_together(w_saved, ctx.w_kept) if ctx.gathered is None else _gathered_now(ctx)
+            grad_input = ops.product(row, w, out_dtype=dtype).view(ctx.input_shape)
         if needs.weight:
             x = _kept_input(x_saved, ctx)
             grad_weight = ops.product(column, x, out_dtype=dtype)
@@ -122,6 +124,18 @@ def _kept_input(saved: list[Tensor], ctx: Any) -> Operand | Held:
     made = ctx.config.input.operands(
         saved[0], rowwise=False, columnwise=True, dtype=ctx.dtype, context=Context("input", ctx.state)
     )
+    column: Operand | Held = made[1]
+    return column
+
+
+def _is_gathered(weight: Weight) -> bool:
+    """Whether the weight's columnwise face comes with the gather for backward; compiled graphs hold its tensors."""
+    return not torch.compiler.is_compiling() and weight.gathered is not None
+
+
+def _gathered_now(ctx: Any) -> Operand | Held:
+    """Return the columnwise operand of a weight that FSDP2 gathered again for backward."""
+    made = ctx.gathered.operands(rowwise=False, columnwise=True, dtype=ctx.dtype)
     column: Operand | Held = made[1]
     return column
 
@@ -154,7 +168,8 @@ def _output(
     row: Operand, weight: Weight, bias: Tensor | None, dtype: torch.dtype, input: Tensor, needs: _Needs
 ) -> tuple[Tensor, Operand | Held | None]:
     """Return the first product, and the weight's columnwise operand if backward will use it."""
-    weight_row, weight_column = weight.operands(rowwise=True, columnwise=needs.input, dtype=dtype)
+    columnwise = needs.input and not _is_gathered(weight)
+    weight_row, weight_column = weight.operands(rowwise=True, columnwise=columnwise, dtype=dtype)
     if weight_row is None:
         raise ValueError(f"output: {weight!r} has no rowwise face")
     if row.scale is None and weight_row.scale is None:

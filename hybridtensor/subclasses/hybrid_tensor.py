@@ -36,6 +36,7 @@ class HybridTensor(InterceptingTensor):
     functions = OpTable("HybridTensor", "")
     inner_names = ("rowwise", "columnwise")
     metadata_names = ("config",)
+    transient_names = ("gathered",)
 
     rowwise: Face | None
     columnwise: Face | None
@@ -102,8 +103,15 @@ class HybridTensor(InterceptingTensor):
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
     ) -> tuple[Operand | None, Operand | Held | None]:
         """Return the operands asked for: what ``MasterWeight.operands`` does, without work."""
+        if not torch.compiler.is_compiling() and self.gathered is not None:
+            self.gathered.require(rowwise, columnwise)
         row, column = self.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         return row_operand(row), column_operand(column)
+
+    def like(self, other: Self) -> Self:
+        """See ``InterceptingTensor.like``."""
+        self.gathered = other.gathered
+        return super().like(other)
 
     def refresh_(self, values: Tensor) -> None:
         """Quantize new values into every face, by the recipe of the layer whose weight this is."""
