@@ -177,7 +177,7 @@ def _output(
         values = face.dequantize() if isinstance(face, _QUANTIZED) else face.detach()
         return _plain_linear(values.to(dtype), weight_row.data, bias, needs), weight_column
     out = ops.product(row, weight_row, bias=bias, out_dtype=dtype, fast_accum=True)
-    return out.view(*input.shape[:-1], weight.shape[0]), weight_column
+    return _with_shape(out, (*input.shape[:-1], weight.shape[0])), weight_column
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs) -> Tensor:
@@ -188,8 +188,13 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs)
     """
     if x.is_contiguous() or x.dim() == 2 or not needs.weight:
         return F.linear(x, weight, bias)
-    out = torch.mm(tokens(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    out = _with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
     return out if bias is None else out + bias
+
+
+def _with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``out`` in another shape and, as from ``F.linear``, no view: FSDP2 hangs hooks on what layers return."""
+    return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)  # type: ignore[no-any-return]
 
 
 def _as_matrix(face: Face | Tensor) -> Face | Tensor:

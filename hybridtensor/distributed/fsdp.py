@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
-from hybridtensor.distributed.torch_compat import Sharded, alloc_storage, free_storage, local, locate
+from hybridtensor.distributed.torch_compat import Sharded, alloc_storage, free_storage, local, locate, with_local
 from hybridtensor.ops import Cast, Held, Operand
 from hybridtensor.ops.cast import empty_face
 from hybridtensor.state import Context
@@ -338,6 +338,20 @@ def shard_of(sharded: Sharded) -> Shard:
     if shard is None:
         shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
     return shard  # type: ignore[no-any-return]
+
+
+def part_of(weight: Any) -> Any:
+    """Return this rank's part of a weight that FSDP2 shards, gathered or not; any other weight as it is."""
+    weight = local(weight)
+    if isinstance(weight, HybridTensor) and weight.gathered is not None:
+        return weight.gathered.sharded.tensor
+    return weight
+
+
+def let_go(weight: Any) -> None:
+    """Have a gathered weight gathered anew before its next use."""
+    if isinstance(weight, HybridTensor) and weight.gathered is not None:
+        weight.gathered.sharded.let_go()
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()

@@ -53,6 +53,22 @@ def wire(plan: Plan, sent: tuple[str, ...], dtype: torch.dtype) -> Wire:
     return Wire(tuple(parts), begin)
 
 
+def bytes_per_rank(plan: Plan, rowwise: bool, columnwise: bool, dtype: torch.dtype, master: torch.dtype) -> int:
+    """Return the bytes that a rank sends for the faces wanted.
+
+    Args:
+        plan: How the weight is gathered.
+        rowwise: Whether the rowwise face is wanted.
+        columnwise: Whether the columnwise face is wanted.
+        dtype: Of the computation.
+        master: Of the weight.
+    """
+    sent = plan.sends(rowwise, columnwise)
+    if sent == ("whole",):
+        return plan.rows * plan.columns * plan.whole_dtype(dtype, master).itemsize
+    return wire(plan, sent, dtype).nbytes
+
+
 def pack(layout: Wire, tensors: dict[str, list[Tensor]], device: torch.device) -> Tensor:
     """Return the bytes of a shard, uint8 ``[layout.nbytes]``."""
     sent = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)

@@ -97,26 +97,6 @@ class Plan:
             sent.append("values" if self.column.kind == "values" else COLUMN)
         return tuple(dict.fromkeys(sent))
 
-    def bytes_per_rank(self, rowwise: bool, columnwise: bool, *, dtype: torch.dtype, master: torch.dtype) -> int:
-        """Return the bytes that a rank sends for the faces wanted.
-
-        Args:
-            rowwise: Whether the rowwise face is wanted.
-            columnwise: Whether the columnwise face is wanted.
-            dtype: Of the computation.
-            master: Of the weight.
-        """
-        elements = self.rows * self.columns
-        total = 0
-        for part in self.sends(rowwise, columnwise):
-            if part == "values":
-                total += elements * dtype.itemsize
-            elif part == "whole":
-                total += elements * self.whole_dtype(dtype, master).itemsize
-            else:
-                total += sum(piece.nbytes for piece in pieces(self.face(part).format, part, self.rows, self.columns))
-        return total
-
     def whole_dtype(self, dtype: torch.dtype, master: torch.dtype) -> torch.dtype:
         """Return the dtype of values that travel ``"whole"``: no rounding before they are quantized."""
         return dtype if self.row.format.is_identity and self.column.format.is_identity else master

@@ -18,12 +18,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Sharded", "alloc_storage", "free_storage", "local", "locate"]
+__all__ = ["Sharded", "alloc_storage", "free_storage", "local", "locate", "with_local"]
 
 
 def local(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(like: Tensor, part: Tensor) -> Tensor:
+    """Return ``part``, as this rank's part of a DTensor if ``like`` is one."""
+    return DTensor(part, like._spec, requires_grad=part.requires_grad) if isinstance(like, DTensor) else part
 
 
 class Sharded(NamedTuple):
@@ -148,6 +153,11 @@ class Sharded(NamedTuple):
     def free_on_reshard(self, tensors: list[Tensor]) -> None:
         """Say what takes memory while the parameter is gathered: FSDP2 frees it, and allocates it before a gather."""
         self.param._unsharded_inner_tensors = tensors
+
+    def let_go(self) -> None:
+        """Undo the gather if nothing is under way: the next use gathers anew."""
+        if self.group.is_unsharded and self.group._training_state == TrainingState.IDLE:
+            self.group._to_sharded()
 
     def gather_again(self) -> None:
         """Gather the group now, in the middle of a backward, for whatever is needed."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hybridtensor as ht
 from hybridtensor.distributed.torch_compat import local
@@ -39,9 +40,8 @@ def shard(model, mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def batch(step, part=0, parts=1, *, tokens=64, width=64, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(tokens, width, generator=generator).to(dtype).chunk(parts)[part]
+def batch(step, *, tokens=64, width=64):
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(step))
 
 
 def mesh_of(rank, size):
@@ -64,9 +64,9 @@ def whole(parameter):
         return None
     values = local(parameter)
     values = values.master if isinstance(values, ht.MasterWeight) else values
-    if not isinstance(parameter, torch.distributed.tensor.DTensor):
+    if not isinstance(parameter, DTensor):
         return values.detach()
-    return torch.distributed.tensor.DTensor.from_local(
+    return DTensor.from_local(
         values.detach(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     ).full_tensor()
 
@@ -81,7 +81,7 @@ def assert_faces_equal(mine, expected):
         assert same_bits(one, other)
 
 
-def train(rank, model, twin, *, steps=3, dtype=torch.float32, lr=0.05):
+def train(rank, model, twin, *, steps=3, lr=0.05, grad_input=False):
     """Train both on the same batch, sharded over ranks or whole, and compare after every step.
 
     Every rank sees the whole batch, so that the mean of the gradients is that of the twin.
@@ -95,14 +95,17 @@ def train(rank, model, twin, *, steps=3, dtype=torch.float32, lr=0.05):
         losses = []
         for m, o in ((model, optimizer), (twin, reference)):
             o.zero_grad()
-            loss = m(batch(step, dtype=dtype)).square().mean()
+            loss = m(batch(step).requires_grad_(grad_input)).square().mean()
             loss.backward()
             losses.append(loss.detach())
         assert same_bits(*losses), (step, losses)
         for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-            if whole(p.grad) is not None:
-                local(p.grad).copy_(split_like(q.grad, p.grad))  # AVG over ranks rounds; the rest is then exact
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    whole(p.grad), q.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                )
+                local(p.grad).copy_(split_like(q.grad, p.grad))  # the mean over ranks rounds; the rest is exact
         for m, o in ((model, optimizer), (twin, reference)):
             o.step()
             ht.step_(m)
@@ -111,7 +114,9 @@ def train(rank, model, twin, *, steps=3, dtype=torch.float32, lr=0.05):
 
 
 def split_like(values, sharded):
-    return local(torch.distributed.tensor.distribute_tensor(values, sharded.device_mesh, sharded.placements))
+    if not isinstance(sharded, DTensor):
+        return values
+    return local(distribute_tensor(values, sharded.device_mesh, sharded.placements))
 
 
 # -- every recipe --------------------------------------------------------------------------------------------------
