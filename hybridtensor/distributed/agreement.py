@@ -26,11 +26,7 @@ class Shard(Protocol):
     plan: Plan
     config: Any
     agreed: Any
-    reduced: Any
     amaxes: Tensor | None
-
-    def version(self) -> Any:
-        """Return what changes with every write to the shard."""
 
 
 def check_recipes(shards: Sequence[Shard]) -> None:
@@ -60,23 +56,22 @@ def check_recipes(shards: Sequence[Shard]) -> None:
         shard.agreed = shard.config
 
 
-def reduce_amaxes(shards: Sequence[Shard]) -> None:
+def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
     """Reduce the largest magnitudes of all shards of one process group, in one collective.
 
     Args:
-        shards: Weights under one root that need it, on every rank in the same order.
+        pairs: Shards that need it, on every rank in the same order, and the values of this rank's parts.
     """
-    found = torch.cat([_amaxes(shard).to(shard.sharded.device) for shard in shards])
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=shards[0].sharded.process_group)
-    for shard, amaxes in zip(shards, found.split([shard.plan.num_amaxes for shard in shards]), strict=True):
+    first = pairs[0][0].sharded
+    found = torch.cat([_amaxes(shard.plan, values).to(first.device) for shard, values in pairs])
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=first.process_group)
+    split = found.split([shard.plan.num_amaxes for shard, _ in pairs])
+    for (shard, _), amaxes in zip(pairs, split, strict=True):
         if shard.amaxes is None or shard.amaxes.shape != amaxes.shape:
             shard.amaxes = torch.empty_like(amaxes)
         shard.amaxes.copy_(amaxes)  # memory of its own that stays: streams may use it later
-        shard.reduced = shard.version()
 
 
-def _amaxes(shard: Shard) -> Tensor:
-    """Return the largest magnitudes of this rank's part, fp32 ``[plan.num_amaxes]``."""
-    values: Any = shard.sharded.tensor
-    block = (None, None) if shard.plan.reduce == "tensor" else (None, 1)
-    return block_amax(values.master, block).flatten()
+def _amaxes(plan: Plan, values: Tensor) -> Tensor:
+    """Return the largest magnitudes of values, fp32 ``[plan.num_amaxes]``."""
+    return block_amax(values, (None, None) if plan.reduce == "tensor" else (None, 1)).flatten()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
-from hybridtensor.distributed.torch_compat import Sharded, alloc_storage, free_storage, local, locate, with_local
+from hybridtensor.distributed.torch_compat import Sharded, alloc_storage, everything, free_storage, local, locate
 from hybridtensor.ops import Cast, Held, Operand
 from hybridtensor.ops.cast import empty_face
 from hybridtensor.state import Context
@@ -141,7 +141,15 @@ class Shard:
         if self.config is not config:
             self.config = config
             sharded = self.sharded
-            self.plan = make_plan(config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
+            size = (sharded.size[0], sharded.size[1])
+            self.plan = make_plan(config, size, sharded.num_ranks, sharded.dim)
+            if isinstance(sharded.tensor, HybridTensor):
+                check_persistent(self.plan, size)
+
+    @property
+    def needs_amaxes(self) -> bool:
+        """Whether a gather quantizes, and needs the largest magnitudes of other ranks for it."""
+        return self.plan.reduce is not None and isinstance(self.sharded.tensor, MasterWeight)
 
     def version(self) -> Any:
         """Return what changes with every write to this rank's part."""
@@ -164,7 +172,7 @@ class Shard:
         sent = self.plan.sends(*wanted)
         if sent == ("whole",):
             return self._whole(tensor), Sent(wanted, None, {})
-        tensors, common = self._quantize(tensor, sent)
+        tensors, common = self._parts(tensor, sent)
         layout = wire(self.plan, sent, self.dtype)
         return pack(layout, tensors, sharded.device), Sent(wanted, layout, common)
 
@@ -178,10 +186,12 @@ class Shard:
         if self.agreed is not self.config:
             shards = self._with_all()
             check_recipes(shards)
-        if self.plan.reduce is not None and self.reduced != self.version():
+        if self.needs_amaxes and self.reduced != self.version():
             group = self.sharded.process_group
-            shards = [s for s in self._with_all() if s.sharded.process_group is group and s.plan.reduce is not None]
-            reduce_amaxes(shards)
+            shards = [s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes]
+            reduce_amaxes([(shard, shard.sharded.tensor.master) for shard in shards])
+            for shard in shards:
+                shard.reduced = shard.version()
 
     def _with_all(self) -> list[Shard]:
         """Return all converted weights under the same root, with their present recipes."""
@@ -204,25 +214,39 @@ class Shard:
             return padded
         return values.contiguous()  # type: ignore[no-any-return]
 
-    def _quantize(self, tensor: Any, sent: tuple[str, ...]) -> tuple[dict[str, list[Tensor]], dict[Any, Tensor]]:
+    def _parts(self, tensor: Any, sent: tuple[str, ...]) -> tuple[dict[str, list[Tensor]], dict[Any, Tensor]]:
         """Return the tensors of this rank's part of what travels, and those that all ranks have alike."""
         tensors: dict[str, list[Tensor]] = {}
         common: dict[tuple[str, int], Tensor] = {}
         if "values" in sent:
-            tensors["values"] = [tensor.dequantize(self.dtype)]
+            tensors["values"] = [_values(tensor, self.plan, self.dtype)]
         rowwise, columnwise = ROW in sent, COLUMN in sent
         if rowwise or columnwise:
-            rows, first_row = tensor.shape[0], self.sharded.rank * tensor.shape[0]
-            made = self.config.weight.operands(
-                self._with_amaxes(tensor.master), rowwise=rowwise, columnwise=columnwise, dtype=self.dtype,
-                context=Context("weight", tensor.state, first_row=first_row),
-            )  # fmt: skip
+            made = self.operands(tensor, rowwise=rowwise, columnwise=columnwise)
             for direction, operand in zip(_DIRECTIONS, made, strict=True):
-                if operand is not None:
-                    tensors[direction] = cut_out(operand, direction, 0, rows)
+                if isinstance(operand, Operand):
+                    tensors[direction] = cut_out(operand, direction, 0, tensor.shape[0])
                     for index, alike in shared(operand.format, direction, operand):
                         common[direction, index] = alike
         return tensors, common
+
+    def operands(self, tensor: Any, *, rowwise: bool, columnwise: bool) -> tuple[Operand | None, Operand | Held | None]:
+        """Return the faces of this rank's part, with the scales of the whole; quantized, or as they are kept."""
+        if isinstance(tensor, HybridTensor):
+            made: tuple[Any, Any] = tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
+            return made
+        return self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise)
+
+    def quantize(
+        self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool
+    ) -> tuple[Operand | None, Operand | Held | None]:
+        """Quantize this rank's part, with the scales of the whole; there may be rows below that do not belong to it."""
+        first_row = self.sharded.rank * values.shape[0]
+        made: tuple[Any, Any] = self.config.weight.operands(
+            self._with_amaxes(values), rowwise=rowwise, columnwise=columnwise, dtype=self.dtype,
+            context=Context("weight", state, first_row=first_row),
+        )  # fmt: skip
+        return made
 
     def _with_amaxes(self, values: Tensor) -> Tensor:
         """Return the rows of this rank and, in rows of their own below, the largest magnitudes of all ranks.
@@ -332,6 +356,29 @@ class Shard:
         self.sharded.gather_again()
 
 
+def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Return the values of a face in high precision."""
+    if isinstance(tensor, HybridTensor):
+        face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
+        return face.dequantize(dtype)  # type: ignore[union-attr]
+    return tensor.dequantize(dtype)  # type: ignore[no-any-return]
+
+
+def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
+    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to fall back on.
+
+    Raises:
+        ValueError: If not.
+    """
+    reasons = [plan.whole, plan.row.reason, plan.column.reason if plan.column.kind == "whole" else ""]
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None:
+        raise ValueError(
+            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
+            "use another number of ranks or recipe, or quantize_ without persistent=True"
+        )
+
+
 def shard_of(sharded: Sharded) -> Shard:
     """Return what is kept of a sharded parameter."""
     shard = getattr(sharded.param, "_hybridtensor_shard", None)
@@ -405,8 +452,47 @@ class _Gathering:
         weight = shard.receive(tensor, outputs[0], sent, dtype, None if out is None else local(out))
         return weight, shard.faces.needed(*sent.wanted)
 
+    @staticmethod
+    def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
+        """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
+        rows, columns = weight.shape
+        num_ranks = -(-weight.shape[dim] // size)
+        if num_ranks > 1:
+            check_persistent(make_plan(weight.config, (rows, columns), num_ranks, dim), (rows, columns))
+
+    @staticmethod
+    def refresh(pairs: list[tuple[HybridTensor, Tensor]]) -> bool:
+        """Quantize new values into parts of persistent weights, with one reduction for all; False if they are none."""
+        of_part = {id(sharded.tensor): sharded for sharded in everything()}
+        if not all(id(part) in of_part for part, _ in pairs):
+            return False
+        shards = [shard_of(of_part[id(part)]) for part, _ in pairs]
+        for shard, (part, _) in zip(shards, pairs, strict=True):
+            shard.adopt(part.config)
+        with torch.no_grad():
+            refresh_parts([(shard, values) for shard, (_, values) in zip(shards, pairs, strict=True)])
+        return True
+
 
 InterceptingTensor.gathering = _Gathering
+
+
+def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
+    """Quantize values into this rank's parts of persistent weights; on every rank the same weights."""
+    waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
+    for group in {id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting}.values():
+        reduce_amaxes([(shard, values) for shard, values in waiting if shard.sharded.process_group is group])
+    for shard, values in pairs:
+        part: Any = shard.sharded.tensor
+        made = shard.quantize(values, part.state, rowwise=True, columnwise=part.columnwise is not None)
+        for direction, face, operand in zip(_DIRECTIONS, (part.rowwise, part.columnwise), made, strict=True):
+            if isinstance(operand, Operand) and isinstance(face, QuantizedTensor):
+                fresh = cut_out(operand, direction, 0, values.shape[0])
+                for target, source in zip((face.qdata, face.scale, face.tensor_scale), fresh, strict=False):
+                    target.copy_(source)  # type: ignore[union-attr]
+            elif isinstance(operand, Operand) and isinstance(face, IdentityTensor):
+                plain = operand.data if direction == ROW else operand.data.t()
+                face.source.copy_(plain[: values.shape[0]])
 
 
 def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:

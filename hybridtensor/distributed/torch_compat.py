@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Sharded", "alloc_storage", "free_storage", "local", "locate", "with_local"]
+__all__ = ["Sharded", "alloc_storage", "everything", "free_storage", "local", "locate", "with_local"]
 
 
 def local(tensor: Any) -> Any:
@@ -180,12 +180,17 @@ def _parameters(state: FSDPState) -> Iterator[Sharded]:
 
 def locate(module: nn.Module) -> list[Sharded]:
     """Return what FSDP2 holds of the parameters of ``module`` itself."""
+    found = []
+    for sharded in everything():
+        info = sharded.param._module_info
+        if info.module is module or any(shared is module for shared in info.shared_modules):
+            found.append(sharded)
+    return found
+
+
+def everything() -> Iterator[Sharded]:
+    """Yield what FSDP2 holds of all modules of this process."""
     references = list(_module_state_mapping.values())
     states = [ref if isinstance(ref, FSDPState) else ref() for ref in references]
-    found = []
     for state in dict.fromkeys(state for state in states if isinstance(state, FSDPState)):
-        for sharded in _parameters(state):
-            info = sharded.param._module_info
-            if info.module is module or any(shared is module for shared in info.shared_modules):
-                found.append(sharded)
-    return found
+        yield from _parameters(state)

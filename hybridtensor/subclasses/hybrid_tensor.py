@@ -108,13 +108,37 @@ class HybridTensor(InterceptingTensor):
         row, column = self.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         return row_operand(row), column_operand(column)
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """See ``InterceptingTensor``; that a graph holds the faces is noted for a weight that is gathered."""
+        if self.gathered is not None:
+            self.gathered.traced = True
+        return super().__tensor_flatten__()
+
     def like(self, other: Self) -> Self:
         """See ``InterceptingTensor.like``."""
         self.gathered = other.gathered
         return super().like(other)
 
+    def check_shards(self, size: int, dim: int) -> None:
+        """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be gathered.
+
+        Args:
+            size: Extent of a part.
+            dim: Which dimension is cut.
+
+        Raises:
+            ValueError: If so; on every rank, because every rank cuts the whole.
+        """
+        if self.config is not None and self.gathering is not None:
+            self.gathering.check_shards(self, size, dim)
+
     def refresh_(self, values: Tensor) -> None:
-        """Quantize new values into every face, by the recipe of the layer whose weight this is."""
+        """Quantize new values into every face, by the recipe of the layer whose weight this is.
+
+        All ranks do it together where this is a part of a sharded weight: its scales are those of the whole.
+        """
+        if self.gathering is not None and self.gathering.refresh([(self, values)]):
+            return
         self.config.weight.update_(self, values, context=Context("weight", self.state))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

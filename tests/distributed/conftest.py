@@ -46,6 +46,7 @@ def serve(rank, size, path, pipe):
     """Run what comes through ``pipe`` until None comes."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
     dist.init_process_group(
         "gloo", store=dist.FileStore(path, size), rank=rank, world_size=size, timeout=TIMEOUT
     )

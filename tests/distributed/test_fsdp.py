@@ -86,9 +86,7 @@ def train(rank, model, twin, *, steps=3, lr=0.05, grad_input=False):
 
     Every rank sees the whole batch, so that the mean of the gradients is that of the twin.
     """
-    if any(p.config.stochastic for p in twin.parameters() if isinstance(p, ht.MasterWeight)):
-        for m in (model, twin):
-            ht.set_data_parallel_group_(m, own_group(rank))  # the same gradients are rounded with the same draws
+    same_draws(rank, model, twin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     reference = torch.optim.AdamW(twin.parameters(), lr=lr)
     for step in range(steps):
@@ -111,6 +109,13 @@ def train(rank, model, twin, *, steps=3, lr=0.05, grad_input=False):
             ht.step_(m)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert same_bits(whole(p), whole(q))
+
+
+def same_draws(rank, model, twin):
+    """Have every rank round the same gradients with the same random numbers, as if it were the only one."""
+    if any(p.config.stochastic for p in twin.parameters() if isinstance(p, (ht.MasterWeight, ht.HybridTensor))):
+        for m in (model, twin):
+            ht.set_data_parallel_group_(m, own_group(rank))
 
 
 def split_like(values, sharded):
