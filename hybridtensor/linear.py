@@ -194,7 +194,7 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs)
 
 def _with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return ``out`` in another shape and, as from ``F.linear``, no view: FSDP2 hangs hooks on what layers return."""
-    return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)  # type: ignore[no-any-return]
+    return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)
 
 
 def _as_matrix(face: Face | Tensor) -> Face | Tensor:

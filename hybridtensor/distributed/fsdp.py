@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
@@ -91,7 +92,9 @@ class Faces:
 
     def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
         """Return the tensors of the faces asked for."""
-        names = dict.fromkeys(self._names[d] for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if asked)
+        names = dict.fromkeys(
+            self._names[d] for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if asked
+        )
         return [tensor for name in names for tensor in self.tensors[name]]
 
     def is_there(self, direction: str) -> bool:
@@ -115,6 +118,7 @@ class Shard:
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
         recompute: Whether a backward may run the forward again, which needs the rowwise face: None is to find out.
+        recomputed: Whether one did.
         traced: Whether ``torch.compile`` has seen the gathered weight.
     """
 
@@ -189,7 +193,7 @@ class Shard:
         if self.needs_amaxes and self.reduced != self.version():
             group = self.sharded.process_group
             shards = [s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes]
-            reduce_amaxes([(shard, shard.sharded.tensor.master) for shard in shards])
+            reduce_amaxes([(shard, shard.sharded.tensor.dequantize()) for shard in shards])
             for shard in shards:
                 shard.reduced = shard.version()
 
@@ -290,7 +294,7 @@ class Shard:
                 free_storage(other)
         for one in needed:
             alloc_storage(one)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(needed)):
+        with torch.no_grad(), preserve_versions(tuple(needed)):
             self._fill(tensor, received, sent)
         self.sharded.free_on_reshard(needed)
         self.sharded.drop_outputs()
@@ -324,8 +328,8 @@ class Shard:
         for direction, operand in zip(_DIRECTIONS, made, strict=True):
             if isinstance(operand, Operand) and faces is not None:
                 plain = operand.data if direction == ROW or operand.scale is not None else operand.data.t()
-                source = (plain, operand.scale, operand.tensor_scale)
-                for target, new in zip(faces.of(direction), source, strict=False):
+                source = [t for t in (plain, operand.scale, operand.tensor_scale) if t is not None]
+                for target, new in zip(faces.of(direction), source, strict=True):
                     target.copy_(new)
             elif isinstance(operand, Held):
                 raise ValueError(f"fully_shard: {self.config.weight} holds a face that its plan does not know of")
@@ -384,7 +388,7 @@ def shard_of(sharded: Sharded) -> Shard:
     shard = getattr(sharded.param, "_hybridtensor_shard", None)
     if shard is None:
         shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
-    return shard  # type: ignore[no-any-return]
+    return shard
 
 
 def part_of(weight: Any) -> Any:
@@ -493,6 +497,52 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             elif isinstance(operand, Operand) and isinstance(face, IdentityTensor):
                 plain = operand.data if direction == ROW else operand.data.t()
                 face.source.copy_(plain[: values.shape[0]])
+
+
+class Gathers(NamedTuple):
+    """What FSDP2 sends of a weight.
+
+    Attributes:
+        forward: What travels before forward.
+        backward: What travels before backward, where the weight is not kept until then.
+        reason: Why values travel that could have been quantized before, or what is done otherwise than asked; or "".
+    """
+
+    forward: str
+    backward: str
+    reason: str
+
+
+def gathers(module: nn.Module) -> Gathers | None:
+    """Return what FSDP2 sends of the converted weight of ``module``, or None if it shards none."""
+    for sharded in locate(module):
+        tensor: Any = sharded.tensor
+        if not isinstance(tensor, (MasterWeight, HybridTensor)):
+            continue
+        plan = make_plan(tensor.config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
+        reasons = [plan.whole, plan.row.reason, plan.column.reason]
+        if sharded.reshards_to_fewer_ranks:
+            reasons.append("reshard_after_forward is taken as True: from fewer ranks FSDP2 gathers no extensions")
+        forward, backward = (
+            _sent(plan, wanted, sharded.dtype, tensor.dtype) for wanted in ((True, False), (False, True))
+        )
+        return Gathers(forward, backward, "; ".join(dict.fromkeys(reason for reason in reasons if reason)))
+    return None
+
+
+def _sent(plan: Plan, wanted: tuple[bool, bool], dtype: torch.dtype, master: torch.dtype) -> str:
+    """Return in words what travels."""
+    words = {
+        "whole": f"values, {_name(plan.whole_dtype(dtype, master))}",
+        "values": f"values, {_name(dtype)}",
+        ROW: f"rowwise, {plan.row.format}",
+        COLUMN: f"columnwise, {plan.column.format}",
+    }
+    return " + ".join(words[part] for part in plan.sends(*wanted))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:

@@ -81,7 +81,7 @@ class Plan:
         return {None: 0, "tensor": 1, "column": self.columns}[self.reduce]
 
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        """Return what travels for the faces wanted: ``"whole"``, or any of ``"rowwise"``, ``"columnwise"``, ``"values"``.
+        """Return what travels for the faces wanted: ``"whole"``, or of ``"rowwise"``, ``"columnwise"``, ``"values"``.
 
         A face in high precision is ``"values"``, whichever it is.
         """

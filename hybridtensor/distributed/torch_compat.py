@@ -99,7 +99,7 @@ class Sharded(NamedTuple):
         info = self.param.mesh_info
         groups = [] if self.process_group is None else [self.process_group]
         if not isinstance(info, FSDPMeshInfo) or isinstance(info, HSDPMeshInfo):
-            groups.append(info.replicate_process_group)  # type: ignore[attr-defined]
+            groups.append(info.replicate_process_group)
         return groups
 
     @property
@@ -133,15 +133,16 @@ class Sharded(NamedTuple):
         in_backward = torch._C._current_graph_task_id() != -1
         return in_backward or self.group._training_state == TrainingState.PRE_BACKWARD
 
+    @property
+    def reshards_to_fewer_ranks(self) -> bool:
+        """Whether ``reshard_after_forward`` is, or was, a number of ranks."""
+        return self.group._use_post_forward_mesh or getattr(self.group, "_hybridtensor_widened", False)
+
     def reshard_to_all_ranks(self) -> None:
         """Give up resharding to fewer ranks after forward: gathering from them is not defined for extensions."""
         if self.group._use_post_forward_mesh:
             self.group.post_forward_mesh_info = self.group.mesh_info  # type: ignore[assignment]
-
-    @property
-    def reshards_to_fewer_ranks(self) -> bool:
-        """Whether ``reshard_after_forward`` is a number of ranks."""
-        return self.group._use_post_forward_mesh
+            self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
 
     def drop_outputs(self) -> None:
         """Let go of what was gathered.

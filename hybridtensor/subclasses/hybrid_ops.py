@@ -18,7 +18,9 @@ table = HybridTensor.ops
 
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
-    return _with_original(_on_faces(x, lambda f: aten.slice.Tensor(f, dim, start, stop, step)), x, dim, start, stop, step)
+    return _with_original(
+        _on_faces(x, lambda f: aten.slice.Tensor(f, dim, start, stop, step)), x, dim, start, stop, step
+    )
 
 
 def _with_original(made: HybridTensor, x: HybridTensor, *bounds: int) -> HybridTensor:

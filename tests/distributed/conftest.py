@@ -47,9 +47,7 @@ def serve(rank, size, path, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(path, size), rank=rank, world_size=size, timeout=TIMEOUT
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size, timeout=TIMEOUT)
     while (work := pipe.recv()) is not None:
         body, args = work
         torch.manual_seed(0)

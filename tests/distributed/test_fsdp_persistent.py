@@ -3,14 +3,21 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import hybridtensor as ht
 from hybridtensor.distributed.torch_compat import local
 from tests.distributed.test_fsdp import (
-    RECIPES, Block, assert_faces_equal, batch, mesh_of, same_bits, same_draws, shard, split_like, whole,
+    RECIPES,
+    Block,
+    assert_faces_equal,
+    batch,
+    mesh_of,
+    same_bits,
+    same_draws,
+    shard,
+    split_like,
+    whole,
 )  # fmt: skip
 
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp import shard_of
 from hybridtensor.distributed.payload import bytes_per_rank
 from hybridtensor.distributed.plan import make_plan
-from hybridtensor.distributed.torch_compat import local, locate
+from hybridtensor.distributed.torch_compat import locate
 from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -214,3 +214,32 @@ def disagreement(rank):
 
 def test_ranks_with_other_recipes_raise_on_every_rank(two):
     two.run(disagreement)
+
+
+# -- what explain says ---------------------------------------------------------------------------------------------
+
+
+def explained(rank):
+    for recipe, sizes, options, expected in (
+        ("fp8", {}, {}, ("rowwise, fp8_e4m3_tensor", "columnwise, fp8_e4m3_tensor", "")),
+        ("fp8_dequantized_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "rowwise, fp8_e4m3_tensor", "")),
+        ("fp8_high_precision_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "values, float32", "")),
+        ("fp8", {"hidden": 50}, {}, ("values, float32", "values, float32", "50 rows on 4 ranks")),
+        ("mxfp8", {"hidden": 96}, {}, ("rowwise, mxfp8_e4m3", "values, float32", "shards of 24 rows cut blocks of 32")),
+        ("fp8", {}, {"reshard_after_forward": 2}, (None, None, "reshard_after_forward is taken as True")),
+    ):
+        model = shard(make(recipe, **sizes), mesh_of(rank, 4), **options)
+        for _ in range(2):
+            rows = ht.explain(model, show=False).gathers
+            assert [row.layer for row in rows] == ["0.up", "0.down", "1.up", "1.down"]
+            row = rows[2]
+            assert expected[0] in (None, row.forward)
+            assert expected[1] in (None, row.backward)
+            assert expected[2] in row.reason
+            assert bool(expected[2]) == bool(row.reason)
+            model(batch(0)).sum().backward()
+    assert len(ht.explain(model, show=rank == 0).rows) == 12
+
+
+def test_explain_says_what_is_sent(four):
+    four.run(explained)

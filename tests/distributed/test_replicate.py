@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hybridtensor as ht
 from hybridtensor.distributed.torch_compat import local
 from tests.distributed import test_fsdp_persistent as persistent
-from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, same_bits, same_draws, train, whole
+from tests.distributed.test_fsdp import batch, make, same_bits, same_draws, whole
 
 SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight", "fp8_delayed", "fp8_dequantized_backward"]
 
@@ -56,13 +56,16 @@ def test_master_weights(two, how):
 
 
 def refused(rank, how):
+    """DistributedDataParallel refuses when it wraps; ``replicate`` makes one before the first forward."""
     model = persistent.make("fp8")
+    if how == "replicate":
+        model = wrapped(model, how, rank)
     with pytest.raises((NotImplementedError, ValueError), match="HybridTensor"):
-        wrapped(model, how, rank)
+        model(batch(0)) if how == "replicate" else wrapped(model, how, rank)
 
 
 @pytest.mark.parametrize("how", ["ddp", "replicate"])
-def test_persistent_weights_are_refused_at_the_wrap(two, how):
+def test_persistent_weights_are_refused(two, how):
     two.run(refused, how)
 
 
