@@ -356,3 +356,22 @@ def compiled(rank, recipes, backend):
 
 def test_blocks_compiled_before_wrapping(two):
     two.run(compiled, FORMATS, "aot_eager")
+
+
+def compiled_with_checkpointing(rank, recipes, order):
+    for recipe in recipes:
+        model, twin = make(recipe), make(recipe)
+        for i, block in enumerate(model):
+            if order == "checkpoint(compile)":
+                block = checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+            else:
+                block = torch.compile(checkpoint_wrapper(block), backend="aot_eager")
+            model[i] = fully_shard(block, mesh=mesh_of(rank, 2))
+        fully_shard(model, mesh=mesh_of(rank, 2))
+        train(rank, model, twin, grad_input=True)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("order", ["checkpoint(compile)", "compile(checkpoint)"])
+def test_compiled_blocks_with_checkpointing(two, order):
+    two.run(compiled_with_checkpointing, ["fp8_rowwise"], order)
