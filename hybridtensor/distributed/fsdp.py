@@ -18,7 +18,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
-from hybridtensor.distributed.torch_compat import Sharded, alloc_storage, everything, free_storage, local, locate
+from hybridtensor.distributed.torch_compat import (
+    MISSING,
+    Sharded,
+    alloc_storage,
+    everything,
+    free_storage,
+    local,
+    locate,
+)
 from hybridtensor.ops import Cast, Held, Operand
 from hybridtensor.ops.cast import empty_face
 from hybridtensor.state import Context
@@ -426,7 +434,7 @@ def find(module: nn.Module, tensor: Any) -> Shard:
                 return shard
     raise NotImplementedError(
         f"fully_shard: a weight that FSDP2 of torch {torch.__version__} holds is required, got one of "
-        f"{type(module).__name__} that it does not; use a torch from 2.11 to 2.13"
+        f"{type(module).__name__} that it does not{f' ({MISSING})' if MISSING else ''}; use a torch from 2.11 to 2.13"
     )
 
 

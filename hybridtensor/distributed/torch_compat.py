@@ -11,14 +11,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Sharded", "alloc_storage", "everything", "free_storage", "local", "locate", "with_local"]
+MISSING = ""  # the name that this torch lacks
+try:
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except ImportError as error:  # everything but FSDP2 works
+    MISSING = str(error)
+
+__all__ = ["MISSING", "Sharded", "alloc_storage", "everything", "free_storage", "local", "locate", "with_local"]
 
 
 def local(tensor: Any) -> Any:
@@ -191,6 +196,8 @@ def locate(module: nn.Module) -> list[Sharded]:
 
 def everything() -> Iterator[Sharded]:
     """Yield what FSDP2 holds of all modules of this process."""
+    if MISSING:
+        return
     references = list(_module_state_mapping.values())
     states = [ref if isinstance(ref, FSDPState) else ref() for ref in references]
     for state in dict.fromkeys(state for state in states if isinstance(state, FSDPState)):

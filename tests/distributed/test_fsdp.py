@@ -138,25 +138,51 @@ def test_every_recipe_trains_like_the_unsharded_model(two, size):
     two.run(trains_like_the_twin, RECIPES, size, {})
 
 
-def gathers_what_the_whole_is_quantized_to(rank, size):
-    for recipe in RECIPES:
+def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
+    for recipe in recipes:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
-            model, twin = shard(make(recipe), mesh_of(rank, size), mp_policy=policy), make(recipe)
+            model, twin = (make(recipe, blocks=1, **sizes) for _ in range(2))
+            shard(model, mesh_of(rank, size), mp_policy=policy)
             dtype = policy.param_dtype or torch.float32
-            model(batch(0))
             for block, other in zip(model, twin, strict=True):
                 block.unshard()
                 for layer in ("up", "down"):
                     weight, source = getattr(block, layer).weight, getattr(other, layer).weight
                     assert isinstance(weight, ht.HybridTensor)
-                    made = source.config.weight.quantize(
-                        source, dtype=dtype, context=ht.Context("weight", source.state)
-                    )
+                    context = ht.Context("weight", source.state)
+                    made = source.config.weight.quantize(source, dtype=dtype, context=context)
                     assert_faces_equal(weight.rowwise, made.rowwise)
                     assert_faces_equal(weight.columnwise, made.columnwise)
                 block.reshard()
 
 
+def with_weight(**faces):
+    """A config whose weight has quantizers that no named recipe gives it."""
+    identity = ht.IdentityQuantizer()
+    return ht.HybridConfig(input=identity, weight=ht.HybridQuantizer(**faces), grad_output=identity)
+
+
+UNUSUAL = [
+    with_weight(rowwise=ht.NVFP4Quantizer(rounding="stochastic"), columnwise=ht.NVFP4Quantizer(rounding="stochastic")),
+    with_weight(rowwise=ht.NVFP4Quantizer(row_scaled=True), columnwise=ht.NVFP4Quantizer(row_scaled=True)),
+    with_weight(rowwise=ht.Float8Quantizer(), columnwise=ht.Float8Quantizer(granularity="row")),
+    with_weight(rowwise=ht.MXFP8Quantizer(two_d=True), columnwise=ht.Float8Quantizer(dtype="e5m2")),
+    with_weight(
+        rowwise=ht.Float8Quantizer(), columnwise=ht.Float8Quantizer(granularity="row"),
+        columnwise_source="rowwise_dequantized",
+    ),
+    with_weight(
+        rowwise=ht.Float8Quantizer(granularity="row"), columnwise=ht.Float8Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_gathered_bytes_are_those_of_the_whole_weight(two, size):
-    two.run(gathers_what_the_whole_is_quantized_to, size)
+    two.run(gathers_what_the_whole_is_quantized_to, RECIPES + UNUSUAL, size, {})
+
+
+def test_gathered_bytes_of_uneven_shards_and_cut_blocks(four):
+    four.run(gathers_what_the_whole_is_quantized_to, ["fp8", "fp8_high_precision_backward"], 4, {"hidden": 50})
+    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", "mxfp8", *UNUSUAL[:2]], 4, {"hidden": 96})
