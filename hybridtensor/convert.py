@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridtensor import recipes
 from hybridtensor.config import HybridConfig, QuantizerRole, from_factory
-from hybridtensor.distributed.fsdp import let_go, part_of
+from hybridtensor.distributed.fsdp import let_go, part_of, remake_, sharded_as
 from hybridtensor.distributed.torch_compat import with_local
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.state import Context, LayerState
@@ -119,6 +119,9 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         )
     for name, module, config in plan:
         _check_sizes(name, module.weight, config)
+        part = part_of(module.weight)
+        if isinstance(part, HybridTensor):
+            sharded_as(part, config)
     for name, module, config in plan:
         let_go(module.weight)
         _convert(name, module, config, isinstance(part_of(module.weight), HybridTensor))
@@ -274,6 +277,8 @@ def _persistent(values: Tensor, config: HybridConfig, trainable: bool, layer: La
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     """Replace the faces of a persistent weight by those of another recipe."""
     values = weight.original if weight.original is not None else weight.dequantize()
+    if remake_(weight, values, config):
+        return
     made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
     weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
 

@@ -29,8 +29,9 @@ from hybridtensor.distributed.torch_compat import (
 )
 from hybridtensor.ops import Cast, Held, Operand
 from hybridtensor.ops.cast import empty_face
-from hybridtensor.state import Context
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses.hybrid_tensor import as_face
 from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 _DIRECTIONS = (ROW, COLUMN)
@@ -151,12 +152,14 @@ class Shard:
     def adopt(self, config: Any) -> None:
         """Take a recipe."""
         if self.config is not config:
-            self.config = config
-            sharded = self.sharded
-            size = (sharded.size[0], sharded.size[1])
-            self.plan = make_plan(config, size, sharded.num_ranks, sharded.dim)
-            if isinstance(sharded.tensor, HybridTensor):
-                check_persistent(self.plan, size)
+            self.config, self.plan = config, self.plan_of(config)
+            if isinstance(self.sharded.tensor, HybridTensor):
+                check_persistent(self.plan, (self.sharded.size[0], self.sharded.size[1]))
+
+    def plan_of(self, config: Any) -> Plan:
+        """Return how the weight is gathered with a recipe."""
+        sharded = self.sharded
+        return make_plan(config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
 
     @property
     def needs_amaxes(self) -> bool:
@@ -175,6 +178,7 @@ class Shard:
         sharded = self.sharded
         if not sharded.before_backward or self.config is None:  # a backward finishes with the recipe of its forward
             self.adopt(tensor.config)
+            note_training_use(tensor)
         self._agree()
         sharded.reshard_to_all_ranks()
         sharded.drop_outputs()
@@ -344,8 +348,12 @@ class Shard:
 
     # -- in between ---------------------------------------------------------------------------------------------------
 
-    def require(self, rowwise: bool, columnwise: bool) -> None:
-        """Have faces of the gathered weight; gather again if one is not there.
+    def is_there(self, direction: str) -> bool:
+        """Whether a face of the gathered weight has been gathered."""
+        return self.faces is not None and self.faces.is_there(direction)
+
+    def require(self, direction: str) -> None:
+        """Have a face of the gathered weight; gather again if it is not there.
 
         So it is the first time that a backward runs a forward again (activation checkpointing). From then on, backward
         gathers both faces.
@@ -353,19 +361,23 @@ class Shard:
         Raises:
             RuntimeError: If recomputation was said not to happen.
         """
-        asked = [d for d, needed in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if needed]
-        missing = [d for d in asked if self.faces is not None and not self.faces.is_there(d)]
-        if not missing:
+        if self.is_there(direction):
             return
         if self.recompute is False or not self.sharded.before_backward:
             raise RuntimeError(
-                f"fully_shard: the {missing[0]} face of a weight {self.sharded.size} is required, got a gather of the "
+                f"fully_shard: the {direction} face of a weight {self.sharded.size} is required, got a gather of the "
                 "other one; say expect_recompute_(model, True) if backward runs the forward again"
             )
         for sharded in self.sharded.under_the_same_root():
             if sharded.group is self.sharded.group and isinstance(sharded.tensor, InterceptingTensor):
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
+
+
+def note_training_use(tensor: Any) -> None:
+    """Let the layer's state check that it was advanced with the weight; see ``LayerState.note_training_use``."""
+    if isinstance(tensor, MasterWeight) and isinstance(tensor.layer, LayerState) and not tensor.layer.is_empty:
+        tensor.layer.note_training_use(tensor.writes, tensor.version)
 
 
 def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
@@ -505,6 +517,50 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             elif isinstance(operand, Operand) and isinstance(face, IdentityTensor):
                 plain = operand.data if direction == ROW else operand.data.t()
                 face.source.copy_(plain[: values.shape[0]])
+
+
+def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
+    """Return what FSDP2 shards ``part`` as, with another recipe, or None if it does not.
+
+    Raises:
+        ValueError: If a persistent weight cannot be sharded with that recipe.
+    """
+    for sharded in everything():
+        if sharded.tensor is part:
+            shard = shard_of(sharded)
+            check_persistent(shard.plan_of(config), (sharded.size[0], sharded.size[1]))
+            return shard
+    return None
+
+
+def remake_(part: HybridTensor, values: Tensor, config: Any) -> bool:
+    """Give a part of a persistent weight the faces of another recipe, all ranks together; False if it is none."""
+    shard = sharded_as(part, config)
+    if shard is None:
+        return False
+    shard.adopt(config)
+    if shard.plan.reduce is not None:
+        reduce_amaxes([(shard, values)])
+    with torch.no_grad():
+        made = shard.quantize(values, part.state, rowwise=True, columnwise=True)
+    row, column = (
+        _cut(operand, direction, values.shape[0]) for direction, operand in zip(_DIRECTIONS, made, strict=True)
+    )
+    part.rowwise, part.columnwise = as_face(row, -1, values, part.dtype), as_face(column, 0, values, part.dtype)
+    part.config = config
+    return True
+
+
+def _cut(operand: Operand | Held | None, direction: str, rows: int) -> Operand | Held | None:
+    """Return the first ``rows`` rows of a face, with memory of their own."""
+    if isinstance(operand, Held):
+        held = _cut(operand.rowwise, ROW, rows)
+        return operand._replace(rowwise=held) if isinstance(held, Operand) else None
+    if operand is None:
+        return None
+    tensors = [tensor.clone() for tensor in cut_out(operand, direction, 0, rows)]
+    scale, tensor_scale = (tensors[index] if index < len(tensors) else None for index in (1, 2))
+    return Operand(tensors[0], scale, tensor_scale, operand.format)
 
 
 class Gathers(NamedTuple):

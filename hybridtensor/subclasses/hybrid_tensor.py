@@ -81,6 +81,8 @@ class HybridTensor(InterceptingTensor):
         Raises:
             ValueError: If the face is absent: it is not made up silently.
         """
+        if not torch.compiler.is_compiling() and self.gathered is not None:
+            self.gathered.require(direction)
         face: Face | None = getattr(self, direction)
         if face is None:
             raise ValueError(
@@ -103,8 +105,6 @@ class HybridTensor(InterceptingTensor):
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
     ) -> tuple[Operand | None, Operand | Held | None]:
         """Return the operands asked for: what ``MasterWeight.operands`` does, without work."""
-        if not torch.compiler.is_compiling() and self.gathered is not None:
-            self.gathered.require(rowwise, columnwise)
         row, column = self.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         return row_operand(row), column_operand(column)
 
@@ -146,7 +146,8 @@ class HybridTensor(InterceptingTensor):
 
         A plain high-precision face is the most precise; then more mantissa, then the rowwise one.
         """
-        faces = [face for face in (self.rowwise, self.columnwise) if face is not None]
+        names = [name for name in self.inner_names if self.gathered is None or self.gathered.is_there(name)]
+        faces: list[Face] = [face for face in (getattr(self, name) for name in names) if face is not None]
         return max(faces, key=_precision).dequantize(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

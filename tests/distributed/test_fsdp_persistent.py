@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hybridtensor as ht
 from hybridtensor.distributed.torch_compat import local
@@ -69,6 +72,49 @@ def test_one_rank(two):
 
 def test_weights_that_stay_gathered(two):
     two.run(trains_like_the_twin, ["fp8", "fp8_rowwise"], 2, {"reshard_after_forward": False})
+
+
+def features(rank):
+    """Replicas, recomputation, compiling, and a change of the recipe."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    train(rank, shard(make("fp8_rowwise"), mesh), make("fp8_rowwise"))
+    for wrap in (checkpoint_wrapper, lambda block: torch.compile(block, backend="aot_eager")):
+        model = make("fp8_rowwise")
+        for i, block in enumerate(model):
+            model[i] = fully_shard(wrap(block), mesh=mesh_of(rank, 4))
+        train(rank, fully_shard(model, mesh=mesh_of(rank, 4)), make("fp8_rowwise"), steps=2)
+    model, twin = shard(make("fp8"), mesh_of(rank, 4)), make("fp8")
+    for recipe in ("fp8_rowwise", "fp8_dequantized_backward", "nvfp4", "bf16"):
+        outs = []
+        for m in (model, twin):
+            ht.set_config_(m, recipe)
+            with torch.no_grad():
+                outs.append(m(batch(0)))
+        assert same_bits(*outs), recipe
+    with pytest.raises(ValueError, match="shards of 32 rows cut blocks of 128"):
+        ht.set_config_(model, "fp8_block")
+    with torch.no_grad():
+        assert same_bits(model(batch(0)), outs[1])
+
+
+def test_features(four):
+    four.run(features)
+
+
+def loads_values(rank):
+    """Values of a plain checkpoint are quantized with the scales of the whole."""
+    model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
+    source = nn.Sequential(*(Block(64, 128) for _ in range(2)))
+    twin.load_state_dict(source.state_dict())
+    mesh, values = mesh_of(rank, 2), source.state_dict()
+    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
+    model.load_state_dict(state)
+    with torch.no_grad():
+        assert same_bits(model(batch(0)), twin(batch(0)))
+
+
+def test_load_state_dict(two):
+    two.run(loads_values)
 
 
 def refused(rank):

@@ -207,6 +207,35 @@ def test_a_model_can_be_collected(two):
 # -- errors --------------------------------------------------------------------------------------------------------
 
 
+def forgotten_step(rank):
+    model = shard(make("fp8_delayed"), mesh_of(rank, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(batch(step)).sum().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call hybridtensor\.step_"):
+        model(batch(3))
+
+
+def test_a_state_that_never_advances_raises(two):
+    two.run(forgotten_step)
+
+
+def values_are_those_that_are_there(rank):
+    """The columnwise face is more precise, but not gathered before forward."""
+    model, twin = (make("fp8_high_precision_backward", blocks=1) for _ in range(2))
+    shard(model, mesh_of(rank, 2))
+    faces = twin[0].up.weight.faces(rowwise=True, columnwise=False, dtype=torch.float32)
+    values = []
+    model[0].up.register_forward_hook(lambda layer, *_: values.append(layer.weight.dequantize()))
+    model(batch(0))
+    assert torch.equal(values[0], faces[0].dequantize())
+
+
+def test_dequantize_of_a_gathered_weight(two):
+    two.run(values_are_those_that_are_there)
+
+
 def disagreement(rank):
     start = time.time()
     model = shard(make("fp8" if rank else "mxfp8"), mesh_of(rank, 2))
