@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from hybridtensor import recipes
 from hybridtensor.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.distributed.fsdp import let_go, part_of, remake_, sharded_as
+from hybridtensor.distributed.torch_compat import with_local
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -107,7 +109,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_config_: a module is required, got {type(model).__name__}")
-    converted = {id(module) for _, module in linear_modules(model) if is_converted(module.weight)}
+    converted = {id(module) for _, module in linear_modules(model) if is_converted(part_of(module.weight))}
     plan = [
         step for step in _plan(model, recipe, lambda module, _: id(module) in converted) if id(step[1]) in converted
     ]
@@ -117,8 +119,12 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         )
     for name, module, config in plan:
         _check_sizes(name, module.weight, config)
+        part = part_of(module.weight)
+        if isinstance(part, HybridTensor):
+            sharded_as(part, config)
     for name, module, config in plan:
-        _convert(name, module, config, isinstance(module.weight, HybridTensor))
+        let_go(module.weight)
+        _convert(name, module, config, isinstance(part_of(module.weight), HybridTensor))
     return model
 
 
@@ -227,7 +233,7 @@ def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
 
 def _convert(name: str | None, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
     """Give one layer's weight the config, and the state that it needs; the Parameter object stays the same."""
-    weight: Any = module.weight
+    weight: Any = part_of(module.weight)
     layer = _attach_state(name, module, config)
     if isinstance(weight, MasterWeight) and not persistent:
         weight.config = config
@@ -248,7 +254,7 @@ def _convert(name: str | None, module: nn.Linear, config: HybridConfig, persiste
 
 def _attach_state(name: str | None, module: nn.Linear, config: HybridConfig) -> LayerState:
     """Return the layer's state, with what the recipe needs, and make it part of the module if it holds anything."""
-    weight: Any = module.weight
+    weight: Any = part_of(module.weight)
     known = weight.layer if is_converted(weight) else None
     layer = known if isinstance(known, LayerState) else LayerState(name)
     layer.require(config.delayed_rules(), stochastic=config.stochastic, device=weight.device)
@@ -271,6 +277,8 @@ def _persistent(values: Tensor, config: HybridConfig, trainable: bool, layer: La
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     """Replace the faces of a persistent weight by those of another recipe."""
     values = weight.original if weight.original is not None else weight.dequantize()
+    if remake_(weight, values, config):
+        return
     made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
     weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
 
@@ -300,21 +308,23 @@ def _keep_recipe_on_assign(
     The values belong to the checkpoint, the recipe to the model.
     """
     key = f"{prefix}weight"
-    weight: Any = module.weight
+    weight: Any = part_of(module.weight)
     if not local_metadata.get("assign_to_params_buffers") or key not in state_dict or not is_converted(weight):
         return
     value = state_dict[key].detach()
+    part: Any = part_of(value)
     config = weight.config
     if isinstance(weight.layer, LayerState):
-        weight.layer.materialize_(value.device)
+        weight.layer.materialize_(part.device)
     if isinstance(weight, MasterWeight):
-        plain = value.dequantize() if is_converted(value) else value
-        state_dict[key] = MasterWeight(plain, config).like(weight)
-    elif isinstance(value, HybridTensor) and value.config == config:
-        state_dict[key] = value.like(weight)
+        plain = part.dequantize() if is_converted(part) else part
+        made: Any = MasterWeight(plain, config).like(weight)
+    elif isinstance(part, HybridTensor) and part.config == config:
+        made = part.like(weight)
     else:
-        plain = value.dequantize() if is_converted(value) else value
-        state_dict[key] = _persistent(plain, config, weight.requires_grad, weight.layer)
+        plain = part.dequantize() if is_converted(part) else part
+        made = _persistent(plain, config, weight.requires_grad, weight.layer)
+    state_dict[key] = with_local(value, made)
 
 
 @register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]

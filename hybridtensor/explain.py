@@ -11,6 +11,7 @@ from torch import nn
 
 from hybridtensor.config import HybridConfig
 from hybridtensor.convert import linear_modules, why_skipped
+from hybridtensor.distributed.fsdp import gathers, part_of
 from hybridtensor.formats import Format
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
@@ -43,11 +44,35 @@ class GemmRow:
 
 
 @dataclass(frozen=True)
+class GatherRow:
+    """What FSDP2 sends of one layer's weight.
+
+    Attributes:
+        layer: Fully qualified name.
+        forward: What travels before forward.
+        backward: What travels before backward, where the weight is not kept until then.
+        reason: Why values travel that could have been quantized before, or what is done otherwise than asked; or "".
+    """
+
+    layer: str
+    forward: str
+    backward: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found: rows of converted layers, and the layers left alone with the reason."""
+    """What ``explain`` found.
+
+    Attributes:
+        rows: The products of converted layers.
+        skipped: The layers left alone, with the reason.
+        gathers: What FSDP2 sends, for weights that it shards.
+    """
 
     rows: tuple[GemmRow, ...]
     skipped: tuple[tuple[str, str], ...]
+    gathers: tuple[GatherRow, ...] = ()
 
     def __rich__(self) -> Any:
         """Render as tables."""
@@ -67,6 +92,13 @@ class Explanation:
                 table.add_row(f"  {row.gemm}", *operands, row.backend, end_section=row.gemm == "grad_weight")
         reasons = dict.fromkeys(f"{row.backend}: {row.reason}" for row in self.rows)
         parts: list[Any] = [table, *reasons] if self.rows else []
+        if self.gathers:
+            sent = Table(title="Gathered by FSDP2", box=box.SIMPLE_HEAD)
+            for header in ("layer", "before forward", "before backward", "why"):
+                sent.add_column(header, overflow="fold")
+            for gather in self.gathers:
+                sent.add_row(gather.layer, gather.forward, gather.backward, gather.reason)
+            parts.append(sent)
         if self.skipped:
             left_alone = Table("layer", "why", title="Left in high precision", box=box.SIMPLE_HEAD, pad_edge=False)
             for name, reason in self.skipped:
@@ -89,14 +121,18 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
         raise TypeError(f"explain: a module is required, got {type(model).__name__}")
     rows: list[GemmRow] = []
     skipped = []
+    sent = []
     for name, module in linear_modules(model):
         layer = name or "<root>"
-        weight: Any = module.weight
+        weight: Any = part_of(module.weight)
         if isinstance(weight, (MasterWeight, HybridTensor)) and weight.config is not None:
+            gathered = gathers(module)
+            if gathered is not None:
+                sent.append(GatherRow(layer, *gathered))
             rows += _layer_rows(layer, weight.config, weight.dtype, weight.device, module.in_features)
         else:
             skipped.append((layer, why_skipped(name, module) or "not converted"))
-    explanation = Explanation(tuple(rows), tuple(skipped))
+    explanation = Explanation(tuple(rows), tuple(skipped), tuple(sent))
     if show:
         from rich.console import Console
 

@@ -94,6 +94,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*x_saved, *w_saved)
         ctx.num_input_tensors = len(x_saved)
         ctx.config, ctx.needs, ctx.state, ctx.dtype = config, needs, weight.state, dtype
+        ctx.gathered = weight if _is_gathered(weight) else None
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
@@ -108,7 +109,8 @@ class _Linear(torch.autograd.Function):
         )
         grad_input = grad_weight = grad_bias = None
         if needs.input:
-            grad_input = ops.product(row, put_together(w_saved, ctx.w_kept), out_dtype=dtype).view(ctx.input_shape)
+            w = put_together(w_saved, ctx.w_kept) if ctx.gathered is None else _gathered_now(ctx)
+            grad_input = ops.product(row, w, out_dtype=dtype).view(ctx.input_shape)
         if needs.weight:
             x = _kept_input(x_saved, ctx)
             grad_weight = ops.product(column, x, out_dtype=dtype)
@@ -125,6 +127,18 @@ def _kept_input(saved: list[Tensor], ctx: Any) -> Operand | Held:
     made = ctx.config.input.operands(
         saved[0], rowwise=False, columnwise=True, dtype=ctx.dtype, context=Context("input", ctx.state)
     )
+    column: Operand | Held = made[1]
+    return column
+
+
+def _is_gathered(weight: Weight) -> bool:
+    """Whether the weight's columnwise face comes with the gather for backward; compiled graphs hold its tensors."""
+    return not torch.compiler.is_compiling() and weight.gathered is not None
+
+
+def _gathered_now(ctx: Any) -> Operand | Held:
+    """Return the columnwise operand of a weight that FSDP2 gathered again for backward."""
+    made = ctx.gathered.operands(rowwise=False, columnwise=True, dtype=ctx.dtype)
     column: Operand | Held = made[1]
     return column
 
@@ -164,7 +178,8 @@ def _output(
     row: Operand, weight: Weight, bias: Tensor | None, dtype: torch.dtype, input: Tensor, needs: _Needs
 ) -> tuple[Tensor, Operand | Held | None]:
     """Return the first product, and the weight's columnwise operand if backward will use it."""
-    weight_row, weight_column = weight.operands(rowwise=True, columnwise=needs.input, dtype=dtype)
+    columnwise = needs.input and not _is_gathered(weight)
+    weight_row, weight_column = weight.operands(rowwise=True, columnwise=columnwise, dtype=dtype)
     if weight_row is None:
         raise ValueError(f"output: {weight!r} has no rowwise face")
     if row.scale is None and weight_row.scale is None:
@@ -172,7 +187,7 @@ def _output(
         values = face.dequantize() if isinstance(face, _QUANTIZED) else face.detach()
         return _plain_linear(values.to(dtype), weight_row.data, bias, needs), weight_column
     out = ops.product(row, weight_row, bias=bias, out_dtype=dtype, fast_accum=True)
-    return out.view(*input.shape[:-1], weight.shape[0]), weight_column
+    return _with_shape(out, (*input.shape[:-1], weight.shape[0])), weight_column
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs) -> Tensor:
@@ -183,8 +198,13 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs)
     """
     if x.is_contiguous() or x.dim() == 2 or not needs.weight:
         return F.linear(x, weight, bias)
-    out = torch.mm(tokens(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    out = _with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
     return out if bias is None else out + bias
+
+
+def _with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``out`` in another shape and, as from ``F.linear``, no view: FSDP2 hangs hooks on what layers return."""
+    return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)
 
 
 def _as_matrix(face: Face | Tensor) -> Face | Tensor:

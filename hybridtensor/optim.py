@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
@@ -46,11 +47,13 @@ class MasterWeights(torch.optim.Optimizer):
         self._share_groups()
 
     def _master(self, parameter: Any) -> Any:
-        if not isinstance(parameter, HybridTensor):
+        part = _part(parameter)
+        if not isinstance(part, HybridTensor):
             return parameter
-        values = parameter.original if parameter.original is not None else parameter.dequantize()
-        parameter.original = None
-        master = nn.Parameter(values.detach().to(torch.float32, copy=True), requires_grad=parameter.requires_grad)
+        values = part.original if part.original is not None else part.dequantize()
+        part.original = None
+        values = _like(parameter, values.detach().to(torch.float32, copy=True))
+        master = nn.Parameter(values, requires_grad=parameter.requires_grad)
         self._pairs.append((parameter, master))
         return master
 
@@ -84,11 +87,18 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.inner.step()
-        for parameter, master in self._pairs:
-            if master.grad is not None:
-                parameter.refresh_(master.detach())
-                master.grad = None
+        self._write_back([pair for pair in self._pairs if pair[1].grad is not None])
+        for _, master in self._pairs:
+            master.grad = None
         return loss
+
+    def _write_back(self, pairs: list[tuple[HybridTensor, nn.Parameter]]) -> None:
+        """Quantize masters into their parameters; parts of sharded ones all together, because ranks exchange scales."""
+        parts = [(_part(parameter), _part(master.detach())) for parameter, master in pairs]
+        if parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts):
+            return
+        for part, values in parts:
+            part.refresh_(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -118,9 +128,22 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict["inner"])
         self._share_groups()
         with torch.no_grad():
-            for (parameter, master), values in zip(self._pairs, loaded, strict=True):
+            for (_, master), values in zip(self._pairs, loaded, strict=True):
                 master.copy_(values)
-                parameter.refresh_(master.detach())
+            self._write_back(self._pairs)
+
+
+def _part(parameter: Any) -> Any:
+    """Return this rank's part of a sharded parameter, or the parameter."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _like(parameter: Any, part: Tensor) -> Tensor:
+    """Return ``part`` as this rank's part of a tensor that is sharded as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(part, mesh, placements, shape=shape, stride=parameter.stride(), run_check=False)
 
 
 def _as_list(params: Any) -> list[Any]:

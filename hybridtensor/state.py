@@ -302,12 +302,15 @@ class Context(NamedTuple):
         state: State of the layer, or None for a tensor on its own.
         direction: Inside a hybrid, which of its quantizers is meant.
         record: Whether delayed scaling takes note of this tensor: where a gradient is needed.
+        first_row: Index of the first row in the whole tensor, for random rounding. By default ranks have the rows of
+            one batch in order, and all of a weight.
     """
 
     role: str = "input"
     state: StateTensors | None = None
     direction: str | None = None
     record: bool = True
+    first_row: int | None = None
 
     def __str__(self) -> str:
         return self.role if self.state is None or not self.state.name else f"layer {self.state.name}, {self.role}"
@@ -331,7 +334,9 @@ class Context(NamedTuple):
             return torch.randint(2**63 - 1, (2,), device=device), 0
         if self.state.rounding is None:
             raise ValueError(f"{self}: no counter for stochastic rounding; change recipes with set_config_")
-        return self.state.rounding, self.state.rank * rows
+        if self.first_row is not None:
+            return self.state.rounding, self.first_row
+        return self.state.rounding, 0 if self.role == "weight" else self.state.rank * rows
 
 
 def required(tensor: Tensor | None) -> Tensor:

@@ -65,7 +65,8 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
     Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run does not depend on
     how many they are (given that a batch is split among them in order and evenly).
     """
-    layers = (getattr(parameter, "layer", None) for parameter in model.parameters())  # also those that are empty now
+    weights = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())  # also of DTensors
+    layers = (getattr(weight, "layer", None) for weight in weights)  # also those that are empty now
     for state in (*layer_states(model), *(layer for layer in layers if isinstance(layer, LayerState))):
         state.group = group
     return model

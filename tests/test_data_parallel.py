@@ -1,4 +1,4 @@
-"""Several ranks, as gloo processes: DDP trains converted models like plain ones, and FSDP2 is refused on every rank."""
+"""Several ranks, as gloo processes: DDP trains converted models like plain ones."""
 
 import contextlib
 import datetime
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridtensor as ht
@@ -152,14 +151,6 @@ def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
     assert torch.equal(shard.columnwise.qdata, expected.columnwise.qdata.split(16, 1)[rank])
 
 
-def sharded(rank):
-    for persistent in (False, True):
-        model = make(0, "fp8", persistent)
-        fully_shard(model)
-        with pytest.raises(NotImplementedError, match="fully_shard cannot shard converted weights"):
-            model(data(rank))
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -169,7 +160,6 @@ def sharded(rank):
         different_numbers_of_scales_raise_on_every_rank,
         a_group_is_kept_for_recipes_to_come,
         random_rounding_does_not_depend_on_the_number_of_ranks,
-        sharded,
     ],
     ids=lambda f: f.__name__,
 )

@@ -26,7 +26,12 @@ PLAIN_LIKE = (
 
 def alias(tensor: Tensor) -> Tensor:
     """Return a new wrapper object over the same plain tensors, all the way down."""
-    return tensor.map_inner(alias) if isinstance(tensor, WrapperTensor) else tensor
+    if not isinstance(tensor, WrapperTensor):
+        return tensor
+    made = tensor.map_inner(alias)
+    if getattr(tensor, "original", None) is not None:
+        made.original = tensor.original  # type: ignore[attr-defined]
+    return made
 
 
 SliceAlong = Callable[[Any, int, int, int, int], Tensor]
@@ -101,6 +106,8 @@ def _register_slicing(table: OpTable, slice_: SliceAlong) -> None:
         x = args[0]
         dim = dim % x.dim()
         extent = x.shape[dim]
+        if isinstance(x, torch.nn.Parameter) and isinstance(sizes, int) and hasattr(x, "check_shards"):
+            x.check_shards(sizes, dim)
         if isinstance(sizes, int):
             sizes = [min(sizes, extent - start) for start in range(0, extent, sizes)] if extent else [0]
         ends = list(itertools.accumulate(sizes))

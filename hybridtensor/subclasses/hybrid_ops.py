@@ -18,7 +18,16 @@ table = HybridTensor.ops
 
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
-    return _on_faces(x, lambda face: aten.slice.Tensor(face, dim, start, stop, step))
+    return _with_original(
+        _on_faces(x, lambda f: aten.slice.Tensor(f, dim, start, stop, step)), x, dim, start, stop, step
+    )
+
+
+def _with_original(made: HybridTensor, x: HybridTensor, *bounds: int) -> HybridTensor:
+    """Give a slice of a weight the same slice of what the weight was made from: shards begin from it."""
+    if x.original is not None:
+        made.original = aten.slice.Tensor(x.original, *bounds)
+    return made
 
 
 def _on_faces(x: HybridTensor, fn: Any) -> HybridTensor:
@@ -45,10 +54,22 @@ def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor
     aten._to_copy.default,
     aten.empty_like.default,
     aten.new_empty.default,
-    aten.new_zeros.default,
 )
 def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+    if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
+        raise ValueError(
+            f"fully_shard: rows for every rank are required, got a persistent weight with fewer, "
+            f"of shards {tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
+        )
     return _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
+
+
+@table.register(aten.new_zeros.default)
+def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+    made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
+    if args[0].original is not None:
+        made.original = func(args[0].original, *args[1:], **kwargs)
+    return made
 
 
 @table.register(aten.is_pinned.default)
@@ -68,6 +89,8 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         for name in dst.inner_names:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+        if dst.original is not None and src.original is not None:
+            dst.original.copy_(src.original, non_blocking=non_blocking)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return _requantize_(dst, values.to(dst.device).expand(dst.shape))

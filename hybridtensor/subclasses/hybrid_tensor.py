@@ -36,6 +36,7 @@ class HybridTensor(InterceptingTensor):
     functions = OpTable("HybridTensor", "")
     inner_names = ("rowwise", "columnwise")
     metadata_names = ("config",)
+    transient_names = ("gathered",)
 
     rowwise: Face | None
     columnwise: Face | None
@@ -80,6 +81,8 @@ class HybridTensor(InterceptingTensor):
         Raises:
             ValueError: If the face is absent: it is not made up silently.
         """
+        if not torch.compiler.is_compiling() and self.gathered is not None:
+            self.gathered.require(direction)
         face: Face | None = getattr(self, direction)
         if face is None:
             raise ValueError(
@@ -105,8 +108,37 @@ class HybridTensor(InterceptingTensor):
         row, column = self.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         return row_operand(row), column_operand(column)
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """See ``InterceptingTensor``; that a graph holds the faces is noted for a weight that is gathered."""
+        if self.gathered is not None:
+            self.gathered.traced = True
+        return super().__tensor_flatten__()
+
+    def like(self, other: Self) -> Self:
+        """See ``InterceptingTensor.like``."""
+        self.gathered = other.gathered
+        return super().like(other)
+
+    def check_shards(self, size: int, dim: int) -> None:
+        """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be gathered.
+
+        Args:
+            size: Extent of a part.
+            dim: Which dimension is cut.
+
+        Raises:
+            ValueError: If so; on every rank, because every rank cuts the whole.
+        """
+        if self.config is not None and self.gathering is not None:
+            self.gathering.check_shards(self, size, dim)
+
     def refresh_(self, values: Tensor) -> None:
-        """Quantize new values into every face, by the recipe of the layer whose weight this is."""
+        """Quantize new values into every face, by the recipe of the layer whose weight this is.
+
+        All ranks do it together where this is a part of a sharded weight: its scales are those of the whole.
+        """
+        if self.gathering is not None and self.gathering.refresh([(self, values)]):
+            return
         self.config.weight.update_(self, values, context=Context("weight", self.state))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -114,7 +146,8 @@ class HybridTensor(InterceptingTensor):
 
         A plain high-precision face is the most precise; then more mantissa, then the rowwise one.
         """
-        faces = [face for face in (self.rowwise, self.columnwise) if face is not None]
+        names = [name for name in self.inner_names if self.gathered is None or self.gathered.is_there(name)]
+        faces: list[Face] = [face for face in (getattr(self, name) for name in names) if face is not None]
         return max(faces, key=_precision).dequantize(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

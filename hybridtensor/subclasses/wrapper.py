@@ -214,11 +214,14 @@ class InterceptingTensor(WrapperTensor):
 
     Attributes:
         layer: State of the layer whose weight this is, or None: a ``LayerState``, or while compiling its tensors.
+        gathered: What keeps the faces of a weight that FSDP2 gathered (a ``distributed.fsdp.Shard``), or None.
     """
 
     functions: ClassVar[OpTable]
+    gathering: ClassVar[Any] = None  # what FSDP2's hooks do; hybridtensor.distributed enters it
     parameter_names = ("layer",)
     layer: LayerState | StateTensors | None = None
+    gathered: Any = None
 
     @property
     def state(self) -> StateTensors | None:
@@ -275,17 +278,14 @@ class InterceptingTensor(WrapperTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Refuse to be sharded: without these hooks FSDP2 would gather a plain weight, and nothing be quantized."""
-        raise NotImplementedError(
-            f"{type(self).__name__}: fully_shard cannot shard converted weights yet, got a shard {tuple(self.shape)} "
-            f"of {tuple(outer_size)}; train with DistributedDataParallel, or leave the sharded modules unconverted"
-        )
+        """Return what this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
+        return self.gathering.pre_all_gather(self, module)  # type: ignore[no-any-return]
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Never reached; FSDP2 wants both hooks or neither."""
-        raise NotImplementedError(f"{type(self).__name__}: fully_shard cannot shard converted weights yet")
+        """Return the gathered weight, made of what all ranks sent."""
+        return self.gathering.post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]

@@ -1,0 +1,120 @@
+"""The bytes of a shard on the wire, and the faces that they become.
+
+A shard sends one flat tensor of bytes: the tensors of the faces that are wanted, one after the other, each from a
+multiple of 16 on (``Wire``). After the gather, ``unpack`` copies the parts of all ranks to where they belong in the
+faces of the whole weight.
+
+Shape letters: ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridtensor.distributed.plan import COLUMN, Piece, Plan, pieces
+from hybridtensor.formats import Format
+from hybridtensor.ops import Operand
+from hybridtensor.ops.references.nvfp4 import pack as pack_codes
+from hybridtensor.ops.references.nvfp4 import unpack as unpack_codes
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a shard sends.
+
+    Attributes:
+        parts: ``"rowwise"``, ``"columnwise"`` or ``"values"``, the tensor, and where it begins.
+        nbytes: Bytes of all.
+    """
+
+    parts: tuple[tuple[str, Piece, int], ...]
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def wire(plan: Plan, sent: tuple[str, ...], dtype: torch.dtype) -> Wire:
+    """Lay out what ``plan.sends`` named; values have ``dtype``."""
+    parts, begin = [], 0
+    for name in sent:
+        of_face = (Piece(0, (plan.rows, plan.columns), dtype, 0),)
+        if name != "values":
+            of_face = pieces(plan.face(name).format, name, plan.rows, plan.columns)  # type: ignore[assignment]
+        for piece in of_face:
+            parts.append((name, piece, begin))
+            begin += math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
+    return Wire(tuple(parts), begin)
+
+
+def bytes_per_rank(plan: Plan, rowwise: bool, columnwise: bool, dtype: torch.dtype, master: torch.dtype) -> int:
+    """Return the bytes that a rank sends for the faces wanted.
+
+    Args:
+        plan: How the weight is gathered.
+        rowwise: Whether the rowwise face is wanted.
+        columnwise: Whether the columnwise face is wanted.
+        dtype: Of the computation.
+        master: Of the weight.
+    """
+    sent = plan.sends(rowwise, columnwise)
+    if sent == ("whole",):
+        return plan.rows * plan.columns * plan.whole_dtype(dtype, master).itemsize
+    return wire(plan, sent, dtype).nbytes
+
+
+def pack(layout: Wire, tensors: dict[str, list[Tensor]], device: torch.device) -> Tensor:
+    """Return the bytes of a shard, uint8 ``[layout.nbytes]``."""
+    sent = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    for name, piece, begin in layout.parts:
+        part = sent[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
+        _bytewise(part).copy_(_bytewise(tensors[name][piece.index]))
+    return sent
+
+
+def unpack(layout: Wire, received: Tensor, num_ranks: int, tensors: dict[str, list[Tensor]]) -> None:
+    """Copy what was gathered, uint8 ``[R * layout.nbytes]``, into the tensors of the whole faces."""
+    by_rank = received.view(num_ranks, layout.nbytes)
+    for name, piece, begin in layout.parts:
+        part = by_rank[:, begin : begin + piece.nbytes].view(piece.dtype)
+        part = part.unflatten(1, piece.shape)  # [R, *piece.shape]
+        whole = _bytewise(tensors[name][piece.index]).unflatten(piece.dim, (num_ranks, piece.shape[piece.dim]))
+        whole.copy_(_bytewise(part if piece.dim == 0 else part.transpose(0, 1)))
+
+
+def _bytewise(tensor: Tensor) -> Tensor:
+    """Return a view as bytes where elements are bytes: not every dtype of one byte can be copied everywhere."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def shared(fmt: Format, direction: str, operand: Operand) -> Iterator[tuple[int, Tensor]]:
+    """Yield the tensors of a face that all shards share, with their index: they do not travel."""
+    travelling = {piece.index for piece in pieces(fmt, direction, 128, 128)}
+    for index, tensor in enumerate(operand[1:3], start=1):
+        if isinstance(tensor, Tensor) and index not in travelling:
+            yield index, tensor
+
+
+def cut_out(operand: Operand, direction: str, first: int, rows: int) -> list[Tensor]:
+    """Return the tensors of a face of ``rows`` rows from ``first`` on, of a face that was made of more."""
+    fmt, dim = operand.format, 0 if direction != COLUMN else 1
+    packed = fmt.elements_per_byte if dim == 1 else 1
+    tensors = [operand.data.narrow(dim, first // packed, rows // packed)]
+    for tensor, block in ((operand.scale, fmt.block), (operand.tensor_scale, fmt.tensor_block)):
+        if tensor is not None and block is not None:
+            extent = block[dim]
+            tensors.append(tensor if extent is None else tensor.narrow(dim, first // extent, -(-rows // extent)))
+    return tensors
+
+
+def transpose_(column: list[Tensor], row: list[Tensor], fmt: Format) -> None:
+    """Fill a columnwise face whose rowwise face is its transpose."""
+    codes = row[0].t() if fmt.elements_per_byte == 1 else pack_codes(unpack_codes(row[0]).t())
+    for target, source in zip(column, [codes, *(scale.t() for scale in row[1:])], strict=True):
+        _bytewise(target).copy_(_bytewise(source))

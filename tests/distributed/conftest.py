@@ -1,0 +1,73 @@
+"""Ranks as gloo processes that stay for a whole module of tests: starting them is what takes time."""
+
+import contextlib
+import datetime
+import multiprocessing
+import traceback
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class Ranks:
+    """``size`` processes in one process group; ``run(body, *args)`` calls ``body(rank, *args)`` in each."""
+
+    def __init__(self, size, path):
+        context = multiprocessing.get_context("spawn")
+        self.size, self.pipes, self.processes = size, [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, size, str(path), theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, body, *args):
+        for pipe in self.pipes:
+            pipe.send((body, args))
+        answers = [pipe.recv() if pipe.poll(120) else "no answer in 120 s" for pipe in self.pipes]
+        errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+        assert not errors, "\n".join(errors)
+
+    def stop(self):
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+def serve(rank, size, path, pipe):
+    """Run what comes through ``pipe`` until None comes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size, timeout=TIMEOUT)
+    while (work := pipe.recv()) is not None:
+        body, args = work
+        torch.manual_seed(0)
+        try:
+            body(rank, *args)
+            pipe.send(None)
+        except BaseException:  # pytest.raises fails with one that is no Exception
+            pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("two") / "store")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    ranks = Ranks(4, tmp_path_factory.mktemp("four") / "store")
+    yield ranks
+    ranks.stop()

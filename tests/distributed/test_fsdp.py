@@ -1,0 +1,188 @@
+"""FSDP2 against an unsharded twin: bytes, losses, gradients and weights, step by step."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import hybridtensor as ht
+from hybridtensor.distributed.torch_compat import local
+from hybridtensor.subclasses.wrapper import flatten
+
+RECIPES = sorted(ht.recipes.RECIPES)
+WEIGHTS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def make(spec, *, width=64, hidden=128, blocks=2, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(blocks)))
+    return ht.quantize_(model.to(dtype), spec)
+
+
+def shard(model, mesh, **options):
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step, *, tokens=64, width=64):
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(step))
+
+
+def mesh_of(rank, size):
+    """The first ranks, or this rank alone."""
+    return init_device_mesh("cpu", (size,)) if size > 1 else alone(rank)
+
+
+@functools.cache
+def own_group(rank):
+    return [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+
+
+def alone(rank):
+    return DeviceMesh.from_group(own_group(rank), "cpu")
+
+
+def whole(parameter):
+    """All of a sharded parameter or gradient, plain."""
+    if parameter is None:
+        return None
+    values = local(parameter)
+    values = values.master if isinstance(values, ht.MasterWeight) else values
+    if not isinstance(parameter, DTensor):
+        return values.detach()
+    return DTensor.from_local(
+        values.detach(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    ).full_tensor()
+
+
+def same_bits(a, b):
+    as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
+
+
+def assert_faces_equal(mine, expected):
+    for one, other in zip(flatten(mine)[0], flatten(expected)[0], strict=True):
+        assert same_bits(one, other)
+
+
+def train(rank, model, twin, *, steps=3, lr=0.05, grad_input=False):
+    """Train both on the same batch, sharded over ranks or whole, and compare after every step.
+
+    Every rank sees the whole batch, so that the mean of the gradients is that of the twin.
+    """
+    same_draws(rank, model, twin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    reference = torch.optim.AdamW(twin.parameters(), lr=lr)
+    for step in range(steps):
+        losses = []
+        for m, o in ((model, optimizer), (twin, reference)):
+            o.zero_grad()
+            loss = m(batch(step).requires_grad_(grad_input)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        assert same_bits(*losses), (step, losses)
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    whole(p.grad), q.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                )
+                local(p.grad).copy_(split_like(q.grad, p.grad))  # the mean over ranks rounds; the rest is exact
+        for m, o in ((model, optimizer), (twin, reference)):
+            o.step()
+            ht.step_(m)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert same_bits(whole(p), whole(q))
+
+
+def same_draws(rank, model, twin):
+    """Have every rank round the same gradients with the same random numbers, as if it were the only one."""
+    if any(p.config.stochastic for p in twin.parameters() if isinstance(p, (ht.MasterWeight, ht.HybridTensor))):
+        for m in (model, twin):
+            ht.set_data_parallel_group_(m, own_group(rank))
+
+
+def split_like(values, sharded):
+    if not isinstance(sharded, DTensor):
+        return values
+    return local(distribute_tensor(values, sharded.device_mesh, sharded.placements))
+
+
+# -- every recipe --------------------------------------------------------------------------------------------------
+
+
+def trains_like_the_twin(rank, recipes, size, options):
+    for recipe in recipes:
+        model = shard(make(recipe), mesh_of(rank, size), **options)
+        train(rank, model, make(recipe))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_recipe_trains_like_the_unsharded_model(two, size):
+    two.run(trains_like_the_twin, RECIPES, size, {})
+
+
+def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
+    for recipe in recipes:
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+            model, twin = (make(recipe, blocks=1, **sizes) for _ in range(2))
+            shard(model, mesh_of(rank, size), mp_policy=policy)
+            dtype = policy.param_dtype or torch.float32
+            for block, other in zip(model, twin, strict=True):
+                block.unshard()
+                for layer in ("up", "down"):
+                    weight, source = getattr(block, layer).weight, getattr(other, layer).weight
+                    assert isinstance(weight, ht.HybridTensor)
+                    context = ht.Context("weight", source.state)
+                    made = source.config.weight.quantize(source, dtype=dtype, context=context)
+                    assert_faces_equal(weight.rowwise, made.rowwise)
+                    assert_faces_equal(weight.columnwise, made.columnwise)
+                block.reshard()
+
+
+def with_weight(**faces):
+    """A config whose weight has quantizers that no named recipe gives it."""
+    identity = ht.IdentityQuantizer()
+    return ht.HybridConfig(input=identity, weight=ht.HybridQuantizer(**faces), grad_output=identity)
+
+
+UNUSUAL = [
+    with_weight(rowwise=ht.NVFP4Quantizer(rounding="stochastic"), columnwise=ht.NVFP4Quantizer(rounding="stochastic")),
+    with_weight(rowwise=ht.NVFP4Quantizer(row_scaled=True), columnwise=ht.NVFP4Quantizer(row_scaled=True)),
+    with_weight(rowwise=ht.Float8Quantizer(), columnwise=ht.Float8Quantizer(granularity="row")),
+    with_weight(rowwise=ht.MXFP8Quantizer(two_d=True), columnwise=ht.Float8Quantizer(dtype="e5m2")),
+    with_weight(
+        rowwise=ht.Float8Quantizer(), columnwise=ht.Float8Quantizer(granularity="row"),
+        columnwise_source="rowwise_dequantized",
+    ),
+    with_weight(
+        rowwise=ht.Float8Quantizer(granularity="row"), columnwise=ht.Float8Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gathered_bytes_are_those_of_the_whole_weight(two, size):
+    two.run(gathers_what_the_whole_is_quantized_to, RECIPES + UNUSUAL, size, {})
+
+
+def test_gathered_bytes_of_uneven_shards_and_cut_blocks(four):
+    four.run(gathers_what_the_whole_is_quantized_to, ["fp8", "fp8_high_precision_backward"], 4, {"hidden": 50})
+    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", "mxfp8", *UNUSUAL[:2]], 4, {"hidden": 96})

@@ -1,0 +1,395 @@
+"""What FSDP2 offers, with converted weights: each against an unsharded twin."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import hybridtensor as ht
+from hybridtensor.distributed.torch_compat import local
+from tests.distributed.test_fsdp import batch, make, mesh_of, same_bits, same_draws, shard, train, whole
+
+# The formats that gather differently: per tensor, across columns, square blocks, blocks, two levels, high precision.
+FORMATS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "nvfp4_1d_weight", "fp8_dequantized_backward", "bf16"]
+SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight"]
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+# -- meshes, resharding, shapes ------------------------------------------------------------------------------------
+
+
+def on_four_ranks(rank, recipes):
+    for recipe in recipes:
+        train(rank, shard(make(recipe), mesh_of(rank, 4)), make(recipe), steps=2)
+
+
+def test_four_ranks(four):
+    four.run(on_four_ranks, SOME)
+
+
+def hybrid_sharding(rank, recipes):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for recipe in recipes:
+        train(rank, shard(make(recipe), mesh), make(recipe), steps=2)
+
+
+def test_hsdp(four):
+    four.run(hybrid_sharding, SOME)
+
+
+def resharding(rank, reshard, recipes):
+    for recipe in recipes:
+        train(rank, shard(make(recipe), mesh_of(rank, 4), reshard_after_forward=reshard), make(recipe), steps=2)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_reshard_after_forward(four, reshard):
+    four.run(resharding, reshard, SOME)
+
+
+def awkward_shapes(rank, recipes, options):
+    for recipe, sizes in recipes:
+        train(rank, shard(make(recipe, **sizes), mesh_of(rank, 4), **options), make(recipe, **sizes), steps=2)
+
+
+AWKWARD = [
+    ("fp8", {"hidden": 50}),  # uneven
+    ("fp8", {"hidden": 2}),  # ranks without a row
+    ("fp8_rowwise", {"hidden": 6}),
+    ("fp8_block", {"hidden": 96}),  # 24 rows per rank: blocks of 128 are cut
+    ("mxfp8", {"hidden": 96}),  # blocks of 32 of the columnwise face are cut, the rowwise face is not
+    ("nvfp4", {"hidden": 96}),
+    ("mxfp8_dequantized_backward", {"hidden": 96}),
+    ("nvfp4_1d_weight", {"hidden": 32}),
+    ("bf16", {"hidden": 50}),
+    ("high_precision_fwd_mxfp8_bwd", {"hidden": 96}),
+]
+
+
+def test_uneven_shards_and_cut_blocks(four):
+    four.run(awkward_shapes, AWKWARD, {})
+
+
+def placed(parameter):
+    return Shard(1) if parameter.dim() == 2 else None
+
+
+def test_shards_of_columns(four):
+    four.run(awkward_shapes, [(recipe, {}) for recipe in FORMATS[:5]], {"shard_placement_fn": placed})
+
+
+# -- precision -----------------------------------------------------------------------------------------------------
+
+
+def mlp(recipe):
+    torch.manual_seed(0)
+    return ht.quantize_(
+        nn.Sequential(nn.Linear(64, 128, bias=False), nn.SiLU(), nn.Linear(128, 64, bias=False)), recipe
+    )
+
+
+def mixed_precision(rank, recipes):
+    """Master weights in fp32 are quantized from fp32, as under autocast; gradients are reduced in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    for recipe in recipes:
+        model, twin = mlp(recipe), mlp(recipe)
+        for layer in layers(model):
+            fully_shard(layer, mesh=mesh_of(rank, 2), mp_policy=policy)
+        fully_shard(model, mesh=mesh_of(rank, 2), mp_policy=policy)
+        out = model(batch(0))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = twin(batch(0)).float()
+        assert out.dtype == torch.float32
+        assert same_bits(out.detach(), expected.detach()), recipe
+        out.square().mean().backward()
+        expected.square().mean().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_mixed_precision(two):
+    two.run(mixed_precision, [r for r in FORMATS if r != "nvfp4" and r != "nvfp4_1d_weight"])
+
+
+def autocast(rank, recipes):
+    for recipe in recipes:
+        model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = [m(batch(0)).square().mean() for m in (model, twin)]
+        assert same_bits(*(loss.detach() for loss in losses))
+        for loss in losses:
+            loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_autocast(two):
+    two.run(autocast, ["fp8", "fp8_high_precision_backward", "fp8_dequantized_backward", "bf16"])
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def accumulation(rank, recipes):
+    for recipe in recipes:
+        for keep in (False, True):
+            model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
+            same_draws(rank, model, twin)
+            if keep:
+                model.set_reshard_after_backward(False)
+            for microbatch in range(3):
+                model.set_requires_gradient_sync(microbatch == 2)
+                for m in (model, twin):
+                    m(batch(microbatch)).square().mean().backward()
+            for module in [*model, model]:
+                module.reshard()
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_gradient_accumulation(two):
+    two.run(accumulation, SOME)
+
+
+class Lora(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(64, 4, bias=False), nn.Linear(4, 128, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def frozen(rank, recipes):
+    for recipe in recipes:
+        models = [make(recipe), make(recipe)]
+        for model in models:
+            model.requires_grad_(False)
+            for block in model:
+                torch.manual_seed(1)
+                block.up = Lora(block.up)
+        train(rank, shard(models[0], mesh_of(rank, 2)), models[1])
+
+
+def test_frozen_weights_with_trainable_adapters(two):
+    two.run(frozen, SOME)
+
+
+def ignored_and_shared(rank, recipes):
+    for recipe in recipes:
+        models = [make(recipe), make(recipe)]
+        for model in models:
+            model[1].up.weight = model[0].up.weight  # tied
+        model, twin = models
+        ignored = {model[0].down.weight, model[0].norm.weight}
+        fully_shard(model, mesh=mesh_of(rank, 2), ignored_params=ignored)
+        assert isinstance(model[0].down.weight, ht.MasterWeight)
+        train(rank, model, twin)
+        assert model[0].up.weight is model[1].up.weight
+
+
+def test_ignored_and_shared_parameters(two):
+    two.run(ignored_and_shared, SOME)
+
+
+# -- where weights come from and are ---------------------------------------------------------------------------------
+
+
+def meta(rank, recipes):
+    for recipe in recipes:
+        with torch.device("meta"):
+            torch.manual_seed(0)
+            model = make(recipe)
+        shard(model, mesh_of(rank, 2))
+        model.to_empty(device="cpu")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="DTensor random operators")  # torch, about CPU meshes
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        twin = make(recipe)
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert isinstance(local(p), ht.MasterWeight) == isinstance(q, ht.MasterWeight)
+                local(q).copy_(whole(p))
+        train(rank, model, twin)
+
+
+def test_meta_initialization(two):
+    two.run(meta, [*SOME, "fp8_delayed"])
+
+
+def offload(rank, recipes):
+    for recipe in recipes:
+        model = shard(make(recipe), mesh_of(rank, 2), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        train(rank, model, make(recipe))
+
+
+def test_cpu_offload(two):
+    two.run(offload, SOME)
+
+
+def loading(rank, recipes):
+    """Checkpoints before and in the middle of training; assigned and copied; uneven, so that FSDP2 pads again."""
+    for recipe in recipes:
+        for assign in (False, True):
+            source, model, twin = (make(recipe, hidden=50) for _ in range(3))
+            with torch.no_grad():
+                for p in source.parameters():
+                    p.mul_(1.5)
+            shard(model, mesh_of(rank, 4))
+            shard(source, mesh_of(rank, 4))
+            model(batch(0)).sum().backward()
+            model.zero_grad()
+            state = {name: value.clone() for name, value in source.state_dict().items()}
+            model.load_state_dict(state, assign=assign)
+            with torch.no_grad():
+                for p in twin.parameters():
+                    p.mul_(1.5)
+            assert all(isinstance(local(layer.weight), ht.MasterWeight) for layer in layers(model))
+            train(rank, model, twin, steps=2)
+
+
+def test_load_state_dict(four):
+    four.run(loading, ["fp8", "fp8_rowwise"])
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------
+
+
+def nested_and_prefetching(rank, recipes):
+    for recipe in recipes:
+        model, twin = make(recipe, blocks=3), make(recipe, blocks=3)
+        for block in model:
+            fully_shard(block.up, mesh=mesh_of(rank, 2))
+        shard(model, mesh_of(rank, 2))
+        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+        model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+        train(rank, model, twin)
+
+
+def test_nested_wraps_and_prefetching(two):
+    two.run(nested_and_prefetching, SOME)
+
+
+def train_eval_train(rank, recipes):
+    for recipe in recipes:
+        model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
+        for _ in range(2):
+            train(rank, model, twin, steps=1)
+            outs = []
+            for m in (model, twin):
+                m.eval()
+                with torch.no_grad():
+                    outs.append(m(batch(9)))
+                m.train()
+            assert same_bits(*outs)
+
+
+def test_train_eval_train(two):
+    two.run(train_eval_train, SOME)
+
+
+def recipe_switch(rank):
+    model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
+    for recipe in ("fp8_rowwise", "mxfp8", "bf16", "fp8_delayed", "fp8", "fp8_dequantized_backward"):
+        for m in (model, twin):
+            ht.set_config_(m, recipe)
+        train(rank, model, twin, steps=2)
+
+
+def test_recipe_switch_in_the_middle_of_a_run(two):
+    two.run(recipe_switch)
+
+
+def switch_while_gathered(rank):
+    """A root stays gathered after evaluation; its next use has the new recipe all the same."""
+    model, twin = (ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_rowwise") for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh_of(rank, 2))
+    for recipe in ("mxfp8", "fp8"):
+        outs = []
+        for m in (model, twin):
+            ht.set_config_(m, recipe)
+            with torch.no_grad():
+                outs.append(m(batch(0)))
+        assert same_bits(*outs), recipe
+
+
+def test_recipe_switch_of_a_weight_that_stays_gathered(two):
+    two.run(switch_while_gathered)
+
+
+def switch_before_backward(rank):
+    """A backward finishes with the recipe of its forward."""
+    model, twin = shard(make("fp8_rowwise"), mesh_of(rank, 2)), make("fp8_rowwise")
+    losses = [m(batch(0)).square().mean() for m in (model, twin)]
+    for m, loss in zip((model, twin), losses, strict=True):
+        ht.set_config_(m, "mxfp8")
+        loss.backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_recipe_switch_between_forward_and_backward(two):
+    two.run(switch_before_backward)
+
+
+def checkpointing(rank, recipes, impl, order):
+    for recipe in recipes:
+        model, twin = make(recipe), make(recipe)
+        for i, block in enumerate(model):
+            if order == "inside":
+                model[i] = fully_shard(checkpoint_wrapper(block, checkpoint_impl=impl), mesh=mesh_of(rank, 2))
+            else:
+                model[i] = checkpoint_wrapper(fully_shard(block, mesh=mesh_of(rank, 2)), checkpoint_impl=impl)
+        fully_shard(model, mesh=mesh_of(rank, 2))
+        train(rank, model, twin, grad_input=True)
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
+def test_activation_checkpointing(two, impl, order):
+    two.run(checkpointing, SOME, impl, order)
+
+
+def compiled(rank, recipes, backend):
+    for recipe in recipes:
+        model, twin = make(recipe), make(recipe)
+        for i, block in enumerate(model):
+            model[i] = fully_shard(torch.compile(block, backend=backend, fullgraph=True), mesh=mesh_of(rank, 2))
+        fully_shard(model, mesh=mesh_of(rank, 2))
+        train(rank, model, twin)
+        torch._dynamo.reset()
+
+
+def test_blocks_compiled_before_wrapping(two):
+    two.run(compiled, FORMATS, "aot_eager")
+
+
+def compiled_with_checkpointing(rank, recipes, order):
+    for recipe in recipes:
+        model, twin = make(recipe), make(recipe)
+        for i, block in enumerate(model):
+            if order == "checkpoint(compile)":
+                block = checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+            else:
+                block = torch.compile(checkpoint_wrapper(block), backend="aot_eager")
+            model[i] = fully_shard(block, mesh=mesh_of(rank, 2))
+        fully_shard(model, mesh=mesh_of(rank, 2))
+        train(rank, model, twin, grad_input=True)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("order", ["checkpoint(compile)", "compile(checkpoint)"])
+def test_compiled_blocks_with_checkpointing(two, order):
+    two.run(compiled_with_checkpointing, ["fp8_rowwise"], order)

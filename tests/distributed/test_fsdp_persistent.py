@@ -1,0 +1,134 @@
+"""FSDP2 with persistent low-precision weights: the bytes that a rank keeps are what it sends."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import hybridtensor as ht
+from hybridtensor.distributed.torch_compat import local
+from tests.distributed.test_fsdp import (
+    RECIPES,
+    Block,
+    assert_faces_equal,
+    batch,
+    mesh_of,
+    same_bits,
+    same_draws,
+    shard,
+    split_like,
+    whole,
+)  # fmt: skip
+
+
+def make(spec, width=64, hidden=128):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(2)))
+    return ht.quantize_(model, spec, persistent=True)
+
+
+def train(rank, model, twin, steps=3):
+    same_draws(rank, model, twin)
+    optimizers = [ht.optim.MasterWeights(torch.optim.AdamW, m.parameters(), lr=0.05) for m in (model, twin)]
+    for step in range(steps):
+        losses = []
+        for m, o in zip((model, twin), optimizers, strict=True):
+            o.zero_grad()
+            loss = m(batch(step)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        assert same_bits(*losses)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-6, atol=1e-9)
+            local(p.grad).copy_(split_like(q.grad, p.grad))
+        for m, o in zip((model, twin), optimizers, strict=True):
+            o.step()
+            ht.step_(m)
+        pairs = zip(optimizers[0].masters().values(), optimizers[1].masters().values(), strict=True)
+        assert all(same_bits(whole(mine), theirs.detach()) for mine, theirs in pairs)
+    for block, other in zip(model, twin, strict=True):
+        block.unshard()
+        for mine, theirs in ((block.up.weight, other.up.weight), (block.down.weight, other.down.weight)):
+            assert_faces_equal(mine.rowwise, theirs.rowwise)
+            assert_faces_equal(mine.columnwise, theirs.columnwise)
+        block.reshard()
+
+
+def trains_like_the_twin(rank, recipes, size, options):
+    for recipe in recipes:
+        train(rank, shard(make(recipe), mesh_of(rank, size), **options), make(recipe))
+
+
+def test_every_recipe_trains_like_the_unsharded_model(two):
+    two.run(trains_like_the_twin, [recipe for recipe in RECIPES if recipe != "fp8_block"], 2, {})
+
+
+def test_one_rank(two):
+    two.run(trains_like_the_twin, ["fp8_block", "nvfp4_1d_weight", "fp8_dequantized_backward"], 1, {})
+
+
+def test_weights_that_stay_gathered(two):
+    two.run(trains_like_the_twin, ["fp8", "fp8_rowwise"], 2, {"reshard_after_forward": False})
+
+
+def features(rank):
+    """Replicas, recomputation, compiling, and a change of the recipe."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    train(rank, shard(make("fp8_rowwise"), mesh), make("fp8_rowwise"))
+    for wrap in (checkpoint_wrapper, lambda block: torch.compile(block, backend="aot_eager")):
+        model = make("fp8_rowwise")
+        for i, block in enumerate(model):
+            model[i] = fully_shard(wrap(block), mesh=mesh_of(rank, 4))
+        train(rank, fully_shard(model, mesh=mesh_of(rank, 4)), make("fp8_rowwise"), steps=2)
+    model, twin = shard(make("fp8"), mesh_of(rank, 4)), make("fp8")
+    for recipe in ("fp8_rowwise", "fp8_dequantized_backward", "nvfp4", "bf16"):
+        outs = []
+        for m in (model, twin):
+            ht.set_config_(m, recipe)
+            with torch.no_grad():
+                outs.append(m(batch(0)))
+        assert same_bits(*outs), recipe
+    with pytest.raises(ValueError, match="shards of 32 rows cut blocks of 128"):
+        ht.set_config_(model, "fp8_block")
+    with torch.no_grad():
+        assert same_bits(model(batch(0)), outs[1])
+
+
+def test_features(four):
+    four.run(features)
+
+
+def loads_values(rank):
+    """Values of a plain checkpoint are quantized with the scales of the whole."""
+    model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
+    source = nn.Sequential(*(Block(64, 128) for _ in range(2)))
+    twin.load_state_dict(source.state_dict())
+    mesh, values = mesh_of(rank, 2), source.state_dict()
+    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
+    model.load_state_dict(state)
+    with torch.no_grad():
+        assert same_bits(model(batch(0)), twin(batch(0)))
+
+
+def test_load_state_dict(two):
+    two.run(loads_values)
+
+
+def refused(rank):
+    """At the wrap, on every rank."""
+    for recipe, sizes, options in (
+        ("fp8", {"hidden": 50}, {}),
+        ("fp8", {"hidden": 2}, {}),
+        ("fp8_block", {}, {}),
+        ("mxfp8", {"hidden": 96}, {}),
+        ("fp8", {}, {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 else None}),
+    ):
+        with pytest.raises(ValueError, match=r"fully_shard: a persistent weight in parts|rows for every rank"):
+            shard(make(recipe, **sizes), mesh_of(rank, 4), **options)
+
+
+def test_weights_that_cannot_be_sharded_are_refused_at_the_wrap(four):
+    four.run(refused)

@@ -1,0 +1,294 @@
+"""What FSDP2 sends of converted weights, how often, and what stays in memory; and how it fails."""
+
+import functools
+import gc
+import io
+import time
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+import hybridtensor as ht
+from hybridtensor.distributed.fsdp import shard_of
+from hybridtensor.distributed.payload import bytes_per_rank
+from hybridtensor.distributed.plan import make_plan
+from hybridtensor.distributed.torch_compat import locate
+from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, shard
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class CountingGather(DefaultAllGather):
+    """Notes the bytes that this rank sends in each gather."""
+
+    def __init__(self):
+        self.sent = []
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.sent.append(input_tensor.numel() * input_tensor.itemsize)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def one_layer(recipe, mesh, size=256, wrap=lambda m: m, **options):
+    """A root without weights, and one layer below it; and what counts the layer's gathers."""
+    torch.manual_seed(0)
+    layer = nn.Linear(size, size, bias=False)
+    model = nn.Sequential(layer if recipe is None else ht.quantize_(layer, recipe))
+    model[0] = wrap(model[0])
+    fully_shard(model[0], mesh=mesh, mp_policy=BF16, **options)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+    count = CountingGather()
+    model[0].set_custom_all_gather(count)
+    return model, count
+
+
+def phases(model, count, size=256):
+    """Bytes sent before forward and before backward."""
+    out = model(torch.randn(32, size, requires_grad=True))
+    forward, count.sent = count.sent, []
+    out.sum().backward()
+    backward, count.sent = count.sent, []
+    return forward, backward
+
+
+LIMITS = {"fp8": 0.51, "mxfp8": 0.53, "nvfp4": 0.29, "fp8_rowwise": 0.51, "fp8_block": 0.51, "fp8_delayed": 0.51}
+
+
+def only_the_face_of_the_phase(rank):
+    for recipe in RECIPES:
+        config = ht.recipes.from_name(recipe)
+        plan = make_plan(config, (256, 256), 2, 0)
+        expected = [
+            [bytes_per_rank(plan, *wanted, torch.bfloat16, torch.float32)] for wanted in ((True, False), (False, True))
+        ]
+        model, count = one_layer(recipe, mesh_of(rank, 2))
+        for _ in range(2):
+            assert list(phases(model, count)) == expected, recipe
+        for sent in expected:
+            assert sent[0] <= LIMITS.get(recipe, 1.01) * 128 * 256 * 2, (recipe, sent)
+
+
+def test_only_the_face_of_the_phase_is_sent(two):
+    two.run(only_the_face_of_the_phase)
+
+
+def both_faces_where_the_weight_stays(rank):
+    """Square blocks send one face for both, others two."""
+    for recipe, ratio in {"fp8": 0.51, "fp8_block": 0.51, "nvfp4": 0.29, "mxfp8": 1.06, "bf16": 1.0}.items():
+        model, count = one_layer(recipe, mesh_of(rank, 2), reshard_after_forward=False)
+        (forward,), backward = phases(model, count)
+        assert not backward
+        assert forward <= ratio * 128 * 256 * 2, (recipe, forward)
+
+
+def test_a_weight_that_stays_is_sent_once(two):
+    two.run(both_faces_where_the_weight_stays)
+
+
+def recomputation(rank):
+    """The first backward that runs a forward again gathers twice, later ones both faces at once."""
+    for expected, counts in ((None, [2, 1, 1]), (True, [1, 1, 1])):
+        wrap = functools.partial(checkpoint_wrapper)
+        model, count = one_layer("mxfp8", mesh_of(rank, 2), wrap=wrap)
+        ht.distributed.expect_recompute_(model, expected)
+        for number in counts:
+            forward, backward = phases(model, count)
+            assert len(forward) == 1
+            assert len(backward) == number, (expected, backward)
+            assert backward[-1] == 2 * forward[0]
+    model, count = one_layer("mxfp8", mesh_of(rank, 2), wrap=wrap)
+    ht.distributed.expect_recompute_(model, False)
+    with pytest.raises(RuntimeError, match=r"the rowwise face of a weight \(256, 256\) is required"):
+        phases(model, count)
+
+
+def test_recomputation_gathers_both_faces(two):
+    two.run(recomputation)
+
+
+def compiled(rank):
+    for expected, factor in ((None, 2), (False, 1)):
+        model, count = one_layer("mxfp8", mesh_of(rank, 2), wrap=lambda m: torch.compile(m, backend="aot_eager"))
+        ht.distributed.expect_recompute_(model, expected)
+        for _ in range(2):
+            forward, backward = phases(model, count)
+            assert backward == [factor * forward[0]]
+
+
+def test_compiled_layers_get_both_faces_unless_nothing_is_recomputed(two):
+    two.run(compiled)
+
+
+def reductions(rank):
+    """One MAX reduction per step for all weights, none where nothing was written, none where no scale needs it."""
+    for recipe, expected in {"fp8": 1, "fp8_rowwise": 1, "nvfp4_1d_weight": 1, "mxfp8": 0, "fp8_delayed": 0}.items():
+        model = shard(make(recipe, blocks=3), mesh_of(rank, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduction:
+                for microbatch in range(2):
+                    model(batch(microbatch)).square().mean().backward()
+            assert reduction.call_count == expected + (step == 0), (recipe, reduction.call_args_list)
+            optimizer.step()
+
+
+def test_one_reduction_per_step(two):
+    two.run(reductions)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def live_bytes():
+    gc.collect()
+    seen = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, nn.Parameter):
+            storage = item.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def gathered_bytes(model):
+    found = [sharded for module in model.modules() for sharded in locate(module)]
+    shards = [shard_of(sharded) for sharded in found if isinstance(sharded.tensor, ht.MasterWeight)]
+    tensors = [tensor for s in shards if s.faces for tensor in s.faces.needed(True, True)]
+    outputs = [tensor for sharded in found for tensor in sharded.param.all_gather_outputs]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors + outputs)
+
+
+def nothing_stays(rank):
+    for recipe, policy in (("fp8_rowwise", BF16), ("fp8_dequantized_backward", MixedPrecisionPolicy())):
+        model = make(recipe, width=32, hidden=32)
+        for block in model:
+            fully_shard(block, mesh=mesh_of(rank, 2), mp_policy=policy)
+        fully_shard(model, mesh=mesh_of(rank, 2), mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        after = []
+        for step in range(30):
+            loss = model(batch(step, tokens=32, width=32)).square().mean()
+            assert gathered_bytes(model) == 0
+            loss.backward()
+            assert gathered_bytes(model) == 0
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+            if step in (2, 29):
+                after.append(live_bytes())
+        assert after[0] == after[1], recipe
+
+
+def test_nothing_stays_and_nothing_grows(two):
+    two.run(nothing_stays)
+
+
+def models_are_let_go(rank):
+    model = shard(make("fp8"), mesh_of(rank, 2))
+    model(batch(0)).sum().backward()
+    watched = weakref.ref(model[0].up)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_model_can_be_collected(two):
+    two.run(models_are_let_go)
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def forgotten_step(rank):
+    model = shard(make("fp8_delayed"), mesh_of(rank, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(batch(step)).sum().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call hybridtensor\.step_"):
+        model(batch(3))
+
+
+def test_a_state_that_never_advances_raises(two):
+    two.run(forgotten_step)
+
+
+def values_are_those_that_are_there(rank):
+    """The columnwise face is more precise, but not gathered before forward."""
+    model, twin = (make("fp8_high_precision_backward", blocks=1) for _ in range(2))
+    shard(model, mesh_of(rank, 2))
+    faces = twin[0].up.weight.faces(rowwise=True, columnwise=False, dtype=torch.float32)
+    values = []
+    model[0].up.register_forward_hook(lambda layer, *_: values.append(layer.weight.dequantize()))
+    model(batch(0))
+    assert torch.equal(values[0], faces[0].dequantize())
+
+
+def test_dequantize_of_a_gathered_weight(two):
+    two.run(values_are_those_that_are_there)
+
+
+def disagreement(rank):
+    start = time.time()
+    model = shard(make("fp8" if rank else "mxfp8"), mesh_of(rank, 2))
+    with pytest.raises(RuntimeError, match=r"the same weights with the same recipes are required on all ranks"):
+        model(batch(0))
+    assert time.time() - start < 20
+
+
+def test_ranks_with_other_recipes_raise_on_every_rank(two):
+    two.run(disagreement)
+
+
+def one_replica_disagrees(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(make("fp8" if rank == 3 else "fp8_rowwise"), mesh)
+    with pytest.raises(RuntimeError, match=r"the same weights with the same recipes are required on all ranks"):
+        model(batch(0))
+
+
+def test_one_rank_of_replicas_with_another_recipe_raises_on_every_rank(four):
+    four.run(one_replica_disagrees)
+
+
+# -- what explain says ---------------------------------------------------------------------------------------------
+
+
+def rendered(explanation):
+    console = Console(width=120, file=io.StringIO())
+    console.print(explanation)
+    return console.file.getvalue()
+
+
+def explained(rank):
+    for recipe, sizes, options, expected in (
+        ("fp8", {}, {}, ("rowwise, fp8_e4m3_tensor", "columnwise, fp8_e4m3_tensor", "")),
+        ("fp8_dequantized_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "rowwise, fp8_e4m3_tensor", "")),
+        ("fp8_high_precision_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "values, float32", "")),
+        ("fp8", {"hidden": 50}, {}, ("values, float32", "values, float32", "50 rows on 4 ranks")),
+        ("mxfp8", {"hidden": 96}, {}, ("rowwise, mxfp8_e4m3", "values, float32", "shards of 24 rows cut blocks of 32")),
+        ("fp8", {}, {"reshard_after_forward": 2}, (None, None, "reshard_after_forward is taken as True")),
+    ):
+        model = shard(make(recipe, **sizes), mesh_of(rank, 4), **options)
+        for _ in range(2):
+            rows = ht.explain(model, show=False).gathers
+            assert [row.layer for row in rows] == ["0.up", "0.down", "1.up", "1.down"]
+            row = rows[2]
+            assert expected[0] in (None, row.forward)
+            assert expected[1] in (None, row.backward)
+            assert expected[2] in row.reason
+            assert bool(expected[2]) == bool(row.reason)
+            model(batch(0))
+    assert "Gathered by FSDP2" in rendered(ht.explain(model, show=False))
+
+
+def test_explain_says_what_is_sent(four):
+    four.run(explained)

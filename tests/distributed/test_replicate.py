@@ -1,0 +1,78 @@
+"""Whole weights on every rank: DistributedDataParallel, and both versions of ``replicate``."""
+
+import importlib
+
+import pytest
+import torch
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridtensor as ht
+from hybridtensor.distributed.torch_compat import local
+from tests.distributed import test_fsdp_persistent as persistent
+from tests.distributed.test_fsdp import batch, make, same_bits, same_draws, whole
+
+SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight", "fp8_delayed", "fp8_dequantized_backward"]
+
+
+def wrapped(model, how, rank):
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "replicate":
+        return replicate(model)
+    module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model:
+        module.replicate(block, mesh=mesh)
+    return module.replicate(model, mesh=mesh)
+
+
+def like_plain_models(rank, how):
+    for recipe in SOME:
+        model, twin = make(recipe), make(recipe)
+        parallel = wrapped(model, how, rank)
+        same_draws(rank, model, twin)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, twin)]
+        for step in range(3):
+            losses = []
+            for m, o in zip((parallel, twin), optimizers, strict=True):
+                o.zero_grad()
+                loss = m(batch(step)).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            assert same_bits(*losses), (recipe, step)
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-6, atol=1e-9)
+                local(p.grad).copy_(q.grad)
+            for m, o in zip((model, twin), optimizers, strict=True):
+                o.step()
+                ht.step_(m)
+
+
+@pytest.mark.parametrize("how", ["ddp", "replicate", "replicate_with_fsdp"])
+def test_master_weights(two, how):
+    two.run(like_plain_models, how)
+
+
+def refused(rank, how):
+    """DistributedDataParallel refuses when it wraps; ``replicate`` makes one before the first forward."""
+    model = persistent.make("fp8")
+    if how == "replicate":
+        model = wrapped(model, how, rank)
+    with pytest.raises((NotImplementedError, ValueError), match="HybridTensor"):
+        model(batch(0)) if how == "replicate" else wrapped(model, how, rank)
+
+
+@pytest.mark.parametrize("how", ["ddp", "replicate"])
+def test_persistent_weights_are_refused(two, how):
+    two.run(refused, how)
+
+
+def kept(rank):
+    for recipe in SOME:
+        persistent.train(rank, wrapped(persistent.make(recipe), "replicate_with_fsdp", rank), persistent.make(recipe))
+
+
+def test_persistent_weights_in_replicate_with_fsdp(two):
+    two.run(kept)
