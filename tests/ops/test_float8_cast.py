@@ -55,3 +55,11 @@ def test_bad_input():
             float8_cast(x, bad, None, index, formats.FP8_E4M3_TENSOR)
     with pytest.raises(TypeError, match=r"got torch\.int64"):
         float8_cast(x.long(), factors, None, 0, formats.FP8_E4M3_TENSOR)
+
+
+def test_a_note_does_not_count_as_a_write(device):
+    """Compiled graphs save the notes for backward, and FSDP2 quantizes weights between forward and backward."""
+    amaxes = torch.zeros(2, device=device)
+    float8_cast(torch.ones(4, 4, device=device), torch.ones(2, device=device), amaxes, 1, formats.FP8_E4M3_TENSOR)
+    assert amaxes.tolist() == [0.0, 1.0]
+    assert amaxes._version == 0

@@ -51,6 +51,8 @@ def cast(x: Tensor, fmt: Format, factors: Tensor, amaxes: Tensor | None, index: 
     """Return elements ``[M, K]`` and the scale ``[1, 1]`` of ``x`` with a given factor; see ``ops.float8_cast``."""
     factor = factors[index]
     if amaxes is not None:
-        slot = amaxes[index]
-        slot.copy_(torch.maximum(slot, block_amax(x, (None, None)).reshape(())))
+        slot = amaxes.detach()[index]
+        # As kernels do: compiled graphs keep the notes for backward, and need not mind that one was raised meanwhile
+        with torch.autograd._unsafe_preserve_version_counter(slot):
+            slot.copy_(torch.maximum(slot, block_amax(x, (None, None)).reshape(())))
     return cast_saturating(x.float() * factor, fmt), factor.reciprocal().reshape(1, 1)

@@ -1,0 +1,109 @@
+"""Training steps of a Llama-3-shaped model under FSDP2, against BF16 and torchao in the same run.
+
+Start it with torchrun, one process per GPU: ``torchrun --nproc-per-node=2 benchmarks/fsdp.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import arguments, report, time_alternating
+from llama import Llama, Size
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+import hybridtensor as ht
+
+SIZES = {"cuda": (Size(layers=6), (1, 8192)), "cpu": (Size(1, 128, 384, 4, 2, 512), (1, 64))}
+RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise"]
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def convert(model: Llama, recipe: str) -> None:
+    """Convert the blocks."""
+    if recipe == "torchao tensorwise":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        convert_to_float8_training(model.blocks, config=config)
+    elif recipe != "bf16":
+        ht.quantize_(model.blocks, recipe)
+
+
+def training(recipe: str, mode: str, kind: str) -> Callable[[], None]:
+    """Return one training step of this rank."""
+    torch.manual_seed(0)
+    size, batch = SIZES[kind]
+    with torch.device(kind):
+        model = Llama(size)
+    convert(model, recipe)
+    for block in model.blocks:
+        if mode == "compiled":
+            block.compile()
+        fully_shard(block, mp_policy=POLICY)
+    fully_shard(model, mp_policy=POLICY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(size.vocab, batch, device=kind)
+
+    def step() -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if recipe == "fp8_delayed":
+            ht.step_(model)
+        if recipe.startswith("torchao"):
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    return step
+
+
+def gathering(step: Callable[[], None], kind: str) -> float:
+    """Return the milliseconds that all-gathers take on the device in one step."""
+    if kind != "cuda":
+        return 0.0
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
+        step()
+        torch.cuda.synchronize()
+    return (
+        sum(e.self_device_time_total for e in recorded.key_averages() if "AllGather" in e.key and e.device_type) / 1e3
+    )
+
+
+def measure(mode: str, kind: str, repeats: int) -> list[dict[str, Any]]:
+    """Return one row per recipe."""
+    tokens = SIZES[kind][1][0] * SIZES[kind][1][1]
+    baseline, rows = training("bf16", mode, kind), []
+    for recipe in RECIPES:
+        step = training(recipe, mode, kind)
+        times = time_alternating({"bf16": baseline, recipe: step}, kind, repeats)
+        if not rows:
+            rows.append(row(mode, "bf16", times["bf16"], times["bf16"], tokens, gathering(baseline, kind)))
+        rows.append(row(mode, recipe, times[recipe], times["bf16"], tokens, gathering(step, kind)))
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+    return rows
+
+
+def row(mode: str, recipe: str, ms: float, base: float, tokens: int, gather: float) -> dict[str, Any]:
+    """Return one line of the table."""
+    speed = {"tokens/s per rank": tokens / ms * 1e3, "over BF16": base / ms, "all-gather ms": gather}
+    return {"mode": mode, "recipe": recipe, "ms": ms, **speed}
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0])
+    kind = torch.device(options.device).type
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    torch._dynamo.config.recompile_limit = 64
+    rows = [r for mode in ("eager", "compiled") for r in measure(mode, kind, min(options.repeats, 8))]
+    if dist.get_rank() == 0:
+        report(f"fsdp_{dist.get_world_size()}_ranks", rows, options)
+    dist.destroy_process_group()
