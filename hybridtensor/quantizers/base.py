@@ -130,13 +130,22 @@ class Quantizer(ABC):
                 x.detach(), rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None, dtype=dst.dtype,
                 context=context,
             )  # fmt: skip
-            pairs = [(d, f) for d, f in zip((dst.rowwise, dst.columnwise), fresh, strict=True) if d is not None]
-            for old, new in pairs:
-                _check_refreshable(who, old, new)
-            for old, new in pairs:
-                for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
-                    target.copy_(source)
+            overwrite_(who, dst, fresh)
         return dst
+
+
+def overwrite_(who: str, dst: HybridTensor, fresh: Faces) -> None:
+    """Copy new faces over those of ``dst``, all of them or none.
+
+    Raises:
+        ValueError: If a face of ``dst`` is of another kind, or has no successor.
+    """
+    pairs = [(d, f) for d, f in zip((dst.rowwise, dst.columnwise), fresh, strict=True) if d is not None]
+    for old, new in pairs:
+        _check_refreshable(who, old, new)
+    for old, new in pairs:
+        for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
+            target.copy_(source)
 
 
 def _values(who: str, x: Tensor) -> Tensor:

@@ -127,12 +127,12 @@ class HybridQuantizer(Quantizer):
         if rowwise or of_rowwise:  # transient if not asked for
             row = self.rowwise.operands(x, rowwise=True, columnwise=False, dtype=dtype, context=of_row)[0]
         if of_rowwise and row is not None:
-            column = self._of_rowwise(row, dtype, of_column)
+            column = self.of_rowwise(row, dtype, of_column)
         elif columnwise:
             column = self.columnwise.operands(x, rowwise=False, columnwise=True, dtype=dtype, context=of_column)[1]
         return row if rowwise else None, column
 
-    def _of_rowwise(self, row: Operand, dtype: torch.dtype, context: Context) -> Operand | Held | None:
+    def of_rowwise(self, row: Operand, dtype: torch.dtype, context: Context) -> Operand | Held | None:
         """Make the columnwise operand from the rowwise one."""
         held = plain_operand(row.data.t()) if row.scale is None else Held(row, dtype)
         if isinstance(self.columnwise, IdentityQuantizer):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from hybridtensor.formats import Format
 from hybridtensor.ops.references.blocks import block_amax, spread
@@ -53,6 +54,6 @@ def cast(x: Tensor, fmt: Format, factors: Tensor, amaxes: Tensor | None, index: 
     if amaxes is not None:
         slot = amaxes.detach()[index]
         # As kernels do: compiled graphs keep the notes for backward, and need not mind that one was raised meanwhile
-        with torch.autograd._unsafe_preserve_version_counter(slot):
+        with preserve_version(slot):
             slot.copy_(torch.maximum(slot, block_amax(x, (None, None)).reshape(())))
     return cast_saturating(x.float() * factor, fmt), factor.reciprocal().reshape(1, 1)
