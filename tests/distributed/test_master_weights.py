@@ -180,6 +180,9 @@ def errors(rank):
         quantize_master_weights(weights, halves, [o + rank for o in offsets])
     with pytest.raises(RuntimeError, match="whole of weight 0"):
         quantize_master_weights(weights, halves, [0] * 3)
+    twice = whole if rank else halves
+    with pytest.raises(RuntimeError, match="each element once"):
+        quantize_master_weights(weights, [one.flatten() for one in twice], [0] * 3)
     with pytest.raises(RuntimeError, match="same weights with the same recipes"):
         quantize_master_weights(weights[rank:], halves[rank:], offsets[rank:])
     with pytest.raises(TypeError, match="persistent weights"):
