@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
+from hybridtensor.distributed.agreement import around, check_recipes, reduce_amaxes
 from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
 from hybridtensor.distributed.torch_compat import (
@@ -123,7 +123,7 @@ class Shard:
         config: Recipe of the last gather.
         plan: How the weight is gathered.
         faces: Of the gathered weight, after the first gather.
-        amaxes: Largest magnitudes over all shards, fp32 ``[plan.num_amaxes]``, or None.
+        amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
         recompute: Whether a backward may run the forward again, which needs the rowwise face: None is to find out.
@@ -238,45 +238,59 @@ class Shard:
             tensors["values"] = [_values(tensor, self.plan, self.dtype)]
         rowwise, columnwise = ROW in sent, COLUMN in sent
         if rowwise or columnwise:
-            made = self.operands(tensor, rowwise=rowwise, columnwise=columnwise)
+            made, first = self._operands(tensor, rowwise=rowwise, columnwise=columnwise)
             for direction, operand in zip(_DIRECTIONS, made, strict=True):
                 if isinstance(operand, Operand):
-                    tensors[direction] = cut_out(operand, direction, 0, tensor.shape[0])
+                    tensors[direction] = cut_out(operand, direction, first, tensor.shape[0])
                     for index, alike in shared(operand.format, direction, operand):
                         common[direction, index] = alike
         return tensors, common
 
-    def operands(self, tensor: Any, *, rowwise: bool, columnwise: bool) -> tuple[Operand | None, Operand | Held | None]:
-        """Return the faces of this rank's part, with the scales of the whole; quantized, or as they are kept."""
+    def _operands(self, tensor: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
+        """Return what ``quantize`` returns, or the faces as they are kept."""
         if isinstance(tensor, HybridTensor):
-            made: tuple[Any, Any] = tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
-            return made
+            return tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
         return self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise)
 
-    def quantize(
-        self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool
-    ) -> tuple[Operand | None, Operand | Held | None]:
-        """Quantize this rank's part, with the scales of the whole; there may be rows below that do not belong to it."""
-        first_row = self.sharded.rank * values.shape[0]
-        made: tuple[Any, Any] = self.config.weight.operands(
-            self._with_amaxes(values), rowwise=rowwise, columnwise=columnwise, dtype=self.dtype,
-            context=Context("weight", state, first_row=first_row),
-        )  # fmt: skip
-        return made
+    def quantize(self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
+        """Quantize this rank's part with the scales of the whole.
 
-    def _with_amaxes(self, values: Tensor) -> Tensor:
-        """Return the rows of this rank and, in rows of their own below, the largest magnitudes of all ranks.
+        Returns:
+            The operands asked for, of more rows than the part has, and the first of its rows.
+        """
+        extended, first = self._with_amaxes(values)
+        context = Context("weight", state, first_row=self.sharded.rank * values.shape[0] - first)
+        made: tuple[Any, Any] = self.config.weight.operands(
+            extended, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
+        )
+        return made, first
+
+    def _with_amaxes(self, values: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of this rank with the largest magnitudes of all ranks, and where its rows begin.
 
         Whatever is quantized together with them gets the scales of the whole: there is no second way to quantize. They
-        are a row in scale groups of its own, and are cut off afterwards.
+        are in rows that are cut off afterwards: below, in scale groups of their own; or where a block is cut, in the
+        rows of that block that other ranks hold.
         """
-        if self.plan.reduce is None or self.amaxes is None:
-            return values
+        plan = self.plan
+        if plan.reduce is None or self.amaxes is None:
+            return values, 0
         rows, columns = values.shape
-        extended = values.new_zeros(rows + rows_together(self.plan), columns)
-        extended[:rows] = values
-        extended[rows, : len(self.amaxes)] = self.amaxes.to(values.dtype)  # exact: magnitudes of such values
-        return extended
+        amaxes = self.amaxes.to(values.dtype)  # exact: magnitudes of such values
+        if plan.reduce != "blocks":
+            extended = values.new_zeros(rows + rows_together(plan), columns)
+            extended[:rows] = values
+            extended[rows, : amaxes.shape[1]] = amaxes[0]
+            return extended, 0
+        before, after = around(plan, self.sharded.rank)
+        extended = values.new_zeros(before + rows + after, columns)
+        extended[before : before + rows] = values
+        begin = self.sharded.rank * rows
+        if before:
+            extended[0, :: plan.block] = amaxes[begin // plan.block]
+        if after:
+            extended[-1, :: plan.block] = amaxes[(begin + rows - 1) // plan.block]
+        return extended, before
 
     # -- after the gather ---------------------------------------------------------------------------------------------
 
@@ -319,7 +333,7 @@ class Shard:
         if sent.layout is None:
             self._fill_from_values(tensor, received, sent.wanted)
             return
-        unpack(sent.layout, received.view(-1), self.sharded.num_ranks, faces.tensors)
+        unpack(self.plan, sent.layout, received.view(-1), faces.tensors)
         for (direction, index), alike in sent.shared.items():
             if alike.is_cuda:
                 alike.record_stream(torch.cuda.current_stream(alike.device))
@@ -395,6 +409,8 @@ def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
         ValueError: If not.
     """
     reasons = [plan.whole, plan.row.reason, plan.column.reason if plan.column.kind == "whole" else ""]
+    if plan.reduce == "blocks":
+        reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
         raise ValueError(
@@ -508,7 +524,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         reduce_amaxes([(shard, values) for shard, values in waiting if shard.sharded.process_group is group])
     for shard, values in pairs:
         part: Any = shard.sharded.tensor
-        made = shard.quantize(values, part.state, rowwise=True, columnwise=part.columnwise is not None)
+        made, _ = shard.quantize(values, part.state, rowwise=True, columnwise=part.columnwise is not None)
         for direction, face, operand in zip(_DIRECTIONS, (part.rowwise, part.columnwise), made, strict=True):
             if isinstance(operand, Operand) and isinstance(face, QuantizedTensor):
                 fresh = cut_out(operand, direction, 0, values.shape[0])
@@ -542,7 +558,7 @@ def remake_(part: HybridTensor, values: Tensor, config: Any) -> bool:
     if shard.plan.reduce is not None:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
-        made = shard.quantize(values, part.state, rowwise=True, columnwise=True)
+        made, _ = shard.quantize(values, part.state, rowwise=True, columnwise=True)
     row, column = (
         _cut(operand, direction, values.shape[0]) for direction, operand in zip(_DIRECTIONS, made, strict=True)
     )

@@ -75,6 +75,9 @@ def only_the_face_of_the_phase(rank):
             assert list(phases(model, count)) == expected, recipe
         for sent in expected:
             assert sent[0] <= LIMITS.get(recipe, 1.01) * 128 * 256 * 2, (recipe, sent)
+    model, count = one_layer("fp8_block", mesh_of(rank, 2), size=384)  # shards of 192 rows cut blocks of 128
+    for sent in phases(model, count, size=384):
+        assert sent[0] <= 0.51 * 192 * 384 * 2
 
 
 def test_only_the_face_of_the_phase_is_sent(two):
@@ -185,6 +188,10 @@ def nothing_stays(rank):
             if step in (2, 29):
                 after.append(live_bytes())
         assert after[0] == after[1], recipe
+        ht.set_config_(model, "mxfp8")
+        for _ in range(2):
+            model(batch(0, tokens=32, width=32)).square().mean().backward()
+            assert gathered_bytes(model) == 0
 
 
 def test_nothing_stays_and_nothing_grows(two):
