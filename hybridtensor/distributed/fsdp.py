@@ -200,8 +200,9 @@ class Shard:
     def _agree(self) -> None:
         """Reach agreement with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
-            shards = self._with_all()
-            check_recipes(shards)
+            if self.agreed != self.config:
+                check_recipes(self._with_all())
+            self.agreed = self.config
         if self.needs_amaxes and self.reduced != self.version():
             group = self.sharded.process_group
             shards = [s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes]
@@ -594,10 +595,10 @@ class Gathers(NamedTuple):
 
 
 def gathers(module: nn.Module) -> Gathers | None:
-    """Return what FSDP2 sends of the converted weight of ``module``, or None if it shards none."""
+    """Return what FSDP2 sends of the converted weight of ``module``, or None if it sends nothing."""
     for sharded in locate(module):
         tensor: Any = sharded.tensor
-        if not isinstance(tensor, (MasterWeight, HybridTensor)):
+        if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
             continue
         plan = make_plan(tensor.config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
         reasons = [plan.whole, plan.row.reason, plan.column.reason]

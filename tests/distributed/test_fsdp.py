@@ -130,7 +130,7 @@ def split_like(values, sharded):
 def trains_like_the_twin(rank, recipes, size, options):
     for recipe in recipes:
         model = shard(make(recipe), mesh_of(rank, size), **options)
-        train(rank, model, make(recipe))
+        train(rank, model, make(recipe), steps=2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
