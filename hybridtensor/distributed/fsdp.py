@@ -363,6 +363,14 @@ class Shard:
 
     # -- in between ---------------------------------------------------------------------------------------------------
 
+    def note_traced(self) -> None:
+        """Take note that a compiled graph holds the faces."""
+        self.traced = True
+
+    def transposed(self) -> Transposed:
+        """Return this, as the transpose of the gathered weight sees it."""
+        return Transposed(self)
+
     def is_there(self, direction: str) -> bool:
         """Whether a face of the gathered weight has been gathered."""
         return self.faces is not None and self.faces.is_there(direction)
@@ -381,12 +389,41 @@ class Shard:
         if self.recompute is False or not self.sharded.before_backward:
             raise RuntimeError(
                 f"fully_shard: the {direction} face of a weight {self.sharded.size} is required, got a gather of the "
-                "other one; say expect_recompute_(model, True) if backward runs the forward again"
+                "other one; say expect_recompute_(model, True) if backward runs the forward again, or multiply by "
+                "F.linear, or keep the weight with reshard_after_forward=False"
             )
         for sharded in self.sharded.under_the_same_root():
             if sharded.group is self.sharded.group and isinstance(sharded.tensor, InterceptingTensor):
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
+
+
+class Transposed:
+    """A ``Shard`` as the transpose of its gathered weight sees it: the faces are swapped."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    @property
+    def sharded(self) -> Sharded:
+        """The parameter as FSDP2 holds it."""
+        return self.shard.sharded
+
+    def note_traced(self) -> None:
+        """See ``Shard.note_traced``."""
+        self.shard.note_traced()
+
+    def transposed(self) -> Shard:
+        """Return the shard."""
+        return self.shard
+
+    def is_there(self, direction: str) -> bool:
+        """See ``Shard.is_there``."""
+        return self.shard.is_there(COLUMN if direction == ROW else ROW)
+
+    def require(self, direction: str) -> None:
+        """See ``Shard.require``."""
+        self.shard.require(COLUMN if direction == ROW else ROW)
 
 
 def note_training_use(tensor: Any) -> None:

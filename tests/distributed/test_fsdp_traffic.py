@@ -244,6 +244,36 @@ def test_dequantize_of_a_gathered_weight(two):
     two.run(values_are_those_that_are_there)
 
 
+class Product(nn.Linear):
+    """A layer that multiplies by operators: ``x @ w.t()`` is ``F.linear``, ``x @ w`` needs the other face."""
+
+    transposed = True
+
+    def forward(self, x):
+        return x @ (self.weight.t() if self.transposed else self.weight)
+
+
+def products(rank):
+    for reshard in (True, False):
+        torch.manual_seed(0)
+        layers = [ht.quantize_(Product(64, 64, bias=False), "fp8_rowwise") for _ in range(2)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        fully_shard(layers[0], mesh=mesh_of(rank, 2), reshard_after_forward=reshard)
+        for Product.transposed in (True, False):
+            if reshard and not Product.transposed:
+                with pytest.raises(RuntimeError, match=r"the columnwise face of a weight .* or multiply by F\.linear"):
+                    layers[0](batch(0))
+                break
+            inputs = [batch(0).requires_grad_() for _ in layers]
+            for layer, x in zip(layers, inputs, strict=True):
+                layer(x).square().mean().backward()
+            torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=0)
+
+
+def test_products_by_operators(two):
+    two.run(products)
+
+
 def disagreement(rank):
     start = time.time()
     model = shard(make("fp8" if rank else "mxfp8"), mesh_of(rank, 2))
