@@ -21,7 +21,7 @@ from hybridtensor.ops.references.blocks import block_amax
 
 
 class Shard(Protocol):
-    """What is needed here of a shard; see ``fsdp.Shard``."""
+    """What is needed here of a shard; see ``shard.Shard``."""
 
     sharded: Sharded
     plan: Plan

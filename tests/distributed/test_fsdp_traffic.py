@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp import shard_of
 from hybridtensor.distributed.payload import bytes_per_rank
 from hybridtensor.distributed.plan import make_plan
+from hybridtensor.distributed.shard import shard_of
 from hybridtensor.distributed.torch_compat import locate
 from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, shard
 
