@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.distributed.plan import Plan
@@ -20,7 +21,7 @@ from hybridtensor.ops.references.blocks import block_amax
 
 
 class Shard(Protocol):
-    """What is needed here of a shard; see ``fsdp.Shard``."""
+    """What is needed here of a shard; see ``shard.Shard``."""
 
     sharded: Sharded
     plan: Plan
@@ -63,15 +64,30 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
         pairs: Shards that need it, on every rank in the same order, and the values of this rank's parts.
     """
     first = pairs[0][0].sharded
-    found = torch.cat([_amaxes(shard.plan, values).to(first.device) for shard, values in pairs])
+    own = [_amaxes(shard.plan, shard.sharded.rank, values).flatten().to(first.device) for shard, values in pairs]
+    found = torch.cat(own)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=first.process_group)
-    split = found.split([shard.plan.num_amaxes for shard, _ in pairs])
-    for (shard, _), amaxes in zip(pairs, split, strict=True):
+    split = found.split([len(amaxes) for amaxes in own])
+    for (shard, _), flat in zip(pairs, split, strict=True):
+        amaxes = flat.view(shard.plan.amaxes)
         if shard.amaxes is None or shard.amaxes.shape != amaxes.shape:
             shard.amaxes = torch.empty_like(amaxes)
         shard.amaxes.copy_(amaxes)  # memory of its own that stays: streams may use it later
 
 
-def _amaxes(plan: Plan, values: Tensor) -> Tensor:
-    """Return the largest magnitudes of values, fp32 ``[plan.num_amaxes]``."""
-    return block_amax(values, (None, None) if plan.reduce == "tensor" else (None, 1)).flatten()
+def _amaxes(plan: Plan, rank: int, values: Tensor) -> Tensor:
+    """Return the largest magnitudes of this rank's values, fp32, of shape ``plan.amaxes``."""
+    if plan.reduce != "blocks":
+        return block_amax(values, (None, None) if plan.reduce == "tensor" else (None, 1))
+    block = plan.block
+    before, after = around(plan, rank)
+    mine = block_amax(F.pad(values, (0, 0, before, after)), (block, block))
+    amaxes = mine.new_zeros(plan.amaxes)
+    amaxes.narrow(0, rank * plan.rows // block, len(mine)).copy_(mine)
+    return amaxes
+
+
+def around(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return how many rows are missing before and after a shard to whole blocks."""
+    begin, end = rank * plan.rows, (rank + 1) * plan.rows
+    return begin % plan.block, -end % plan.block

@@ -13,402 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
-from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
-from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
+from hybridtensor.distributed.agreement import reduce_amaxes
+from hybridtensor.distributed.payload import cut_out
+from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
+from hybridtensor.distributed.shard import Shard, check_persistent, shard_of
 from hybridtensor.distributed.torch_compat import (
     MISSING,
-    Sharded,
-    alloc_storage,
     everything,
-    free_storage,
     local,
     locate,
 )
-from hybridtensor.ops import Cast, Held, Operand
-from hybridtensor.ops.cast import empty_face
-from hybridtensor.state import Context, LayerState
-from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.ops import Held, Operand
+from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.hybrid_tensor import as_face
 from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 _DIRECTIONS = (ROW, COLUMN)
-
-
-class Sent(NamedTuple):
-    """What a gather leaves for its second half.
-
-    Attributes:
-        wanted: Whether the rowwise face was asked for, and the columnwise one.
-        layout: Where what is in the bytes; None if values travelled whole.
-        shared: Tensors that all shards share, by face and index.
-    """
-
-    wanted: tuple[bool, bool]
-    layout: Wire | None
-    shared: dict[tuple[str, int], Tensor]
-
-
-class Faces:
-    """The faces of a gathered weight: tensors that stay, with memory that comes and goes.
-
-    Args:
-        plan: How the weight is gathered.
-        size: ``[N, K]``.
-        dtype: Of the computation.
-        device: Where it is gathered.
-    """
-
-    def __init__(self, plan: Plan, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.tensors: dict[str, list[Tensor]] = {}
-        self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
-        anchor = torch.empty(0, dtype=dtype, device=device)
-        for direction, name in self._names.items():
-            if name not in self.tensors:
-                fmt = plan.face(direction).format
-                matrix = size if direction == ROW else size[::-1]
-                made = [anchor.new_empty(size)] if name == "values" else empty_face(anchor, Cast(fmt.name), *matrix)
-                self.tensors[name] = made
-        for tensor in self.needed(True, True):
-            free_storage(tensor)
-        self.row = self._face(plan, ROW, size, dtype)
-        self.column = self.row if self._names[COLUMN] == "values" == self._names[ROW] else None
-        if plan.column.kind == "held":
-            self.column = IdentityTensor(self.row)
-        elif self.column is None:
-            self.column = self._face(plan, COLUMN, size, dtype)
-
-    @staticmethod
-    def _name(plan: Plan, direction: str) -> str:
-        """Return under which name the tensors of a face are."""
-        if direction == COLUMN and plan.column.kind == "held":
-            return ROW
-        return "values" if plan.face(direction).format.is_identity else direction
-
-    def _face(self, plan: Plan, direction: str, size: tuple[int, int], dtype: torch.dtype) -> Face:
-        tensors = self.tensors[self._names[direction]]
-        if self._names[direction] == "values":
-            return IdentityTensor(tensors[0])
-        scales = (tensors[1], tensors[2] if len(tensors) == 3 else None)
-        axis = -1 if direction == ROW else 0
-        return QuantizedTensor(tensors[0], *scales, plan.face(direction).format, axis, dtype, size)
-
-    def of(self, direction: str) -> list[Tensor]:
-        """Return the tensors of one face."""
-        return self.tensors[self._names[direction]]
-
-    def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
-        """Return the tensors of the faces asked for."""
-        names = dict.fromkeys(
-            self._names[d] for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if asked
-        )
-        return [tensor for name in names for tensor in self.tensors[name]]
-
-    def is_there(self, direction: str) -> bool:
-        """Whether a face has memory."""
-        elements = self.of(direction)[0]
-        return bool(elements.untyped_storage().size()) or not elements.numel()
-
-
-class Shard:
-    """One sharded weight, from gather to gather.
-
-    Args:
-        sharded: The parameter as FSDP2 holds it.
-
-    Attributes:
-        sharded: The same.
-        config: Recipe of the last gather.
-        plan: How the weight is gathered.
-        faces: Of the gathered weight, after the first gather.
-        amaxes: Largest magnitudes over all shards, fp32 ``[plan.num_amaxes]``, or None.
-        agreed: Recipe that all ranks were found to have.
-        reduced: Version of the shard whose magnitudes ``amaxes`` are.
-        recompute: Whether a backward may run the forward again, which needs the rowwise face: None is to find out.
-        recomputed: Whether one did.
-        traced: Whether ``torch.compile`` has seen the gathered weight.
-    """
-
-    def __init__(self, sharded: Sharded) -> None:
-        self.sharded = sharded
-        self.config: Any = None
-        self.plan: Any = None
-        self.faces: Faces | None = None
-        self.amaxes: Tensor | None = None
-        self.agreed: Any = None
-        self.reduced: Any = None
-        self.recompute: bool | None = None
-        self.recomputed = False
-        self.traced = False
-        self._made_for: Any = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the computation."""
-        return self.sharded.dtype
-
-    def adopt(self, config: Any) -> None:
-        """Take a recipe."""
-        if self.config is not config:
-            self.config, self.plan = config, self.plan_of(config)
-            if isinstance(self.sharded.tensor, HybridTensor):
-                check_persistent(self.plan, (self.sharded.size[0], self.sharded.size[1]))
-
-    def plan_of(self, config: Any) -> Plan:
-        """Return how the weight is gathered with a recipe."""
-        sharded = self.sharded
-        return make_plan(config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
-
-    @property
-    def needs_amaxes(self) -> bool:
-        """Whether a gather quantizes, and needs the largest magnitudes of other ranks for it."""
-        return self.plan.reduce is not None and isinstance(self.sharded.tensor, MasterWeight)
-
-    def version(self) -> Any:
-        """Return what changes with every write to this rank's part."""
-        tensor: Any = self.sharded.tensor
-        return id(tensor.writes), tensor.version, self.config
-
-    # -- before the gather --------------------------------------------------------------------------------------------
-
-    def send(self, tensor: Any) -> tuple[Tensor, Sent]:
-        """Return what this rank sends: bytes, or ``[n, K]`` values that travel whole."""
-        sharded = self.sharded
-        if not sharded.before_backward or self.config is None:  # a backward finishes with the recipe of its forward
-            self.adopt(tensor.config)
-            note_training_use(tensor)
-        self._agree()
-        sharded.reshard_to_all_ranks()
-        sharded.drop_outputs()
-        wanted = self._wanted()
-        if self.faces is not None and self._made_for == (self.plan, self.dtype):
-            sharded.free_on_reshard(self.faces.needed(*wanted))
-        sent = self.plan.sends(*wanted)
-        if sent == ("whole",):
-            return self._whole(tensor), Sent(wanted, None, {})
-        tensors, common = self._parts(tensor, sent)
-        layout = wire(self.plan, sent, self.dtype)
-        return pack(layout, tensors, sharded.device), Sent(wanted, layout, common)
-
-    def _wanted(self) -> tuple[bool, bool]:
-        rowwise, columnwise = self.sharded.wants()
-        recompute = self.recomputed or self.traced if self.recompute is None else self.recompute
-        return rowwise or recompute, columnwise
-
-    def _agree(self) -> None:
-        """Reach agreement with the other ranks where this weight was written or has a new recipe."""
-        if self.agreed is not self.config:
-            shards = self._with_all()
-            check_recipes(shards)
-        if self.needs_amaxes and self.reduced != self.version():
-            group = self.sharded.process_group
-            shards = [s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes]
-            reduce_amaxes([(shard, shard.sharded.tensor.dequantize()) for shard in shards])
-            for shard in shards:
-                shard.reduced = shard.version()
-
-    def _with_all(self) -> list[Shard]:
-        """Return all converted weights under the same root, with their present recipes."""
-        found = []
-        for sharded in self.sharded.under_the_same_root():
-            tensor = sharded.tensor
-            if isinstance(tensor, InterceptingTensor):
-                shard = shard_of(sharded)
-                if shard.config is None or not self.sharded.before_backward:
-                    shard.adopt(tensor.config)  # type: ignore[attr-defined]
-                found.append(shard)
-        return found
-
-    def _whole(self, tensor: Any) -> Tensor:
-        """Return the values of this rank's part, padded as FSDP2 wants them."""
-        values = tensor.dequantize(self.plan.whole_dtype(self.dtype, tensor.dtype)).detach()
-        if tuple(values.shape) != self.sharded.padded_size:
-            padded: Tensor = values.new_zeros(self.sharded.padded_size)
-            padded[: values.shape[0]] = values
-            return padded
-        return values.contiguous()  # type: ignore[no-any-return]
-
-    def _parts(self, tensor: Any, sent: tuple[str, ...]) -> tuple[dict[str, list[Tensor]], dict[Any, Tensor]]:
-        """Return the tensors of this rank's part of what travels, and those that all ranks have alike."""
-        tensors: dict[str, list[Tensor]] = {}
-        common: dict[tuple[str, int], Tensor] = {}
-        if "values" in sent:
-            tensors["values"] = [_values(tensor, self.plan, self.dtype)]
-        rowwise, columnwise = ROW in sent, COLUMN in sent
-        if rowwise or columnwise:
-            made = self.operands(tensor, rowwise=rowwise, columnwise=columnwise)
-            for direction, operand in zip(_DIRECTIONS, made, strict=True):
-                if isinstance(operand, Operand):
-                    tensors[direction] = cut_out(operand, direction, 0, tensor.shape[0])
-                    for index, alike in shared(operand.format, direction, operand):
-                        common[direction, index] = alike
-        return tensors, common
-
-    def operands(self, tensor: Any, *, rowwise: bool, columnwise: bool) -> tuple[Operand | None, Operand | Held | None]:
-        """Return the faces of this rank's part, with the scales of the whole; quantized, or as they are kept."""
-        if isinstance(tensor, HybridTensor):
-            made: tuple[Any, Any] = tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
-            return made
-        return self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise)
-
-    def quantize(
-        self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool
-    ) -> tuple[Operand | None, Operand | Held | None]:
-        """Quantize this rank's part, with the scales of the whole; there may be rows below that do not belong to it."""
-        first_row = self.sharded.rank * values.shape[0]
-        made: tuple[Any, Any] = self.config.weight.operands(
-            self._with_amaxes(values), rowwise=rowwise, columnwise=columnwise, dtype=self.dtype,
-            context=Context("weight", state, first_row=first_row),
-        )  # fmt: skip
-        return made
-
-    def _with_amaxes(self, values: Tensor) -> Tensor:
-        """Return the rows of this rank and, in rows of their own below, the largest magnitudes of all ranks.
-
-        Whatever is quantized together with them gets the scales of the whole: there is no second way to quantize. They
-        are a row in scale groups of its own, and are cut off afterwards.
-        """
-        if self.plan.reduce is None or self.amaxes is None:
-            return values
-        rows, columns = values.shape
-        extended = values.new_zeros(rows + rows_together(self.plan), columns)
-        extended[:rows] = values
-        extended[rows, : len(self.amaxes)] = self.amaxes.to(values.dtype)  # exact: magnitudes of such values
-        return extended
-
-    # -- after the gather ---------------------------------------------------------------------------------------------
-
-    def receive(self, tensor: Any, received: Tensor, sent: Sent, dtype: torch.dtype, out: Any) -> HybridTensor:
-        """Return the gathered weight: ``out`` if there is one, with its faces filled.
-
-        Args:
-            tensor: This rank's part.
-            received: What all ranks sent.
-            sent: What ``send`` left.
-            dtype: Of the computation.
-            out: The gathered weight of an earlier gather, or None.
-        """
-        if self.faces is None or self._made_for != (self.plan, dtype):
-            with torch.inference_mode(False):
-                self.faces = Faces(self.plan, (self.sharded.size[0], self.sharded.size[1]), dtype, self.sharded.device)
-            self._made_for = (self.plan, dtype)
-            if out is not None:
-                out.rowwise, out.columnwise = self.faces.row, self.faces.column
-        if out is None:
-            out = HybridTensor(self.faces.row, self.faces.column)
-            out.gathered = self
-        out.config, out.layer = self.config, tensor.layer
-        needed = self.faces.needed(*sent.wanted)
-        for other in self.faces.needed(True, True):
-            if not any(other is one for one in needed):
-                free_storage(other)
-        for one in needed:
-            alloc_storage(one)
-        with torch.no_grad(), preserve_versions(tuple(needed)):
-            self._fill(tensor, received, sent)
-        self.sharded.free_on_reshard(needed)
-        self.sharded.drop_outputs()
-        return out  # type: ignore[no-any-return]
-
-    def _fill(self, tensor: Any, received: Tensor, sent: Sent) -> None:
-        faces = self.faces
-        if faces is None:
-            return
-        if sent.layout is None:
-            self._fill_from_values(tensor, received, sent.wanted)
-            return
-        unpack(sent.layout, received.view(-1), self.sharded.num_ranks, faces.tensors)
-        for (direction, index), alike in sent.shared.items():
-            if alike.is_cuda:
-                alike.record_stream(torch.cuda.current_stream(alike.device))
-            faces.tensors[direction][index].copy_(alike)
-        names = {name for name, _, _ in sent.layout.parts}
-        if all(sent.wanted) and self.plan.transposed and ROW in names and self.plan.column.kind == "bytes":
-            transpose_(faces.of(COLUMN), faces.of(ROW), self.plan.row.format)
-
-    def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
-        """Quantize what was gathered whole."""
-        size, faces = self.sharded.size, self.faces
-        values = received.view(-1)[: size[0] * size[1]].view(size)
-        held = self.plan.column.kind == "held"
-        made = self.config.weight.operands(
-            values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
-            context=Context("weight", tensor.state),
-        )  # fmt: skip
-        for direction, operand in zip(_DIRECTIONS, made, strict=True):
-            if isinstance(operand, Operand) and faces is not None:
-                plain = operand.data if direction == ROW or operand.scale is not None else operand.data.t()
-                source = [t for t in (plain, operand.scale, operand.tensor_scale) if t is not None]
-                for target, new in zip(faces.of(direction), source, strict=True):
-                    target.copy_(new)
-            elif isinstance(operand, Held):
-                raise ValueError(f"fully_shard: {self.config.weight} holds a face that its plan does not know of")
-
-    # -- in between ---------------------------------------------------------------------------------------------------
-
-    def is_there(self, direction: str) -> bool:
-        """Whether a face of the gathered weight has been gathered."""
-        return self.faces is not None and self.faces.is_there(direction)
-
-    def require(self, direction: str) -> None:
-        """Have a face of the gathered weight; gather again if it is not there.
-
-        So it is the first time that a backward runs a forward again (activation checkpointing). From then on, backward
-        gathers both faces.
-
-        Raises:
-            RuntimeError: If recomputation was said not to happen.
-        """
-        if self.is_there(direction):
-            return
-        if self.recompute is False or not self.sharded.before_backward:
-            raise RuntimeError(
-                f"fully_shard: the {direction} face of a weight {self.sharded.size} is required, got a gather of the "
-                "other one; say expect_recompute_(model, True) if backward runs the forward again"
-            )
-        for sharded in self.sharded.under_the_same_root():
-            if sharded.group is self.sharded.group and isinstance(sharded.tensor, InterceptingTensor):
-                shard_of(sharded).recomputed = True
-        self.sharded.gather_again()
-
-
-def note_training_use(tensor: Any) -> None:
-    """Let the layer's state check that it was advanced with the weight; see ``LayerState.note_training_use``."""
-    if isinstance(tensor, MasterWeight) and isinstance(tensor.layer, LayerState) and not tensor.layer.is_empty:
-        tensor.layer.note_training_use(tensor.writes, tensor.version)
-
-
-def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Return the values of a face in high precision."""
-    if isinstance(tensor, HybridTensor):
-        face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
-        return face.dequantize(dtype)  # type: ignore[union-attr]
-    return tensor.dequantize(dtype)  # type: ignore[no-any-return]
-
-
-def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
-    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to fall back on.
-
-    Raises:
-        ValueError: If not.
-    """
-    reasons = [plan.whole, plan.row.reason, plan.column.reason if plan.column.kind == "whole" else ""]
-    reason = next((reason for reason in reasons if reason), None)
-    if reason is not None:
-        raise ValueError(
-            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
-            "use another number of ranks or recipe, or quantize_ without persistent=True"
-        )
-
-
-def shard_of(sharded: Sharded) -> Shard:
-    """Return what is kept of a sharded parameter."""
-    shard = getattr(sharded.param, "_hybridtensor_shard", None)
-    if shard is None:
-        shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
-    return shard
 
 
 def part_of(weight: Any) -> Any:
@@ -508,7 +129,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         reduce_amaxes([(shard, values) for shard, values in waiting if shard.sharded.process_group is group])
     for shard, values in pairs:
         part: Any = shard.sharded.tensor
-        made = shard.quantize(values, part.state, rowwise=True, columnwise=part.columnwise is not None)
+        made, _ = shard.quantize(values, part.state, rowwise=True, columnwise=part.columnwise is not None)
         for direction, face, operand in zip(_DIRECTIONS, (part.rowwise, part.columnwise), made, strict=True):
             if isinstance(operand, Operand) and isinstance(face, QuantizedTensor):
                 fresh = cut_out(operand, direction, 0, values.shape[0])
@@ -542,7 +163,7 @@ def remake_(part: HybridTensor, values: Tensor, config: Any) -> bool:
     if shard.plan.reduce is not None:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
-        made = shard.quantize(values, part.state, rowwise=True, columnwise=True)
+        made, _ = shard.quantize(values, part.state, rowwise=True, columnwise=True)
     row, column = (
         _cut(operand, direction, values.shape[0]) for direction, operand in zip(_DIRECTIONS, made, strict=True)
     )
@@ -578,10 +199,10 @@ class Gathers(NamedTuple):
 
 
 def gathers(module: nn.Module) -> Gathers | None:
-    """Return what FSDP2 sends of the converted weight of ``module``, or None if it shards none."""
+    """Return what FSDP2 sends of the converted weight of ``module``, or None if it sends nothing."""
     for sharded in locate(module):
         tensor: Any = sharded.tensor
-        if not isinstance(tensor, (MasterWeight, HybridTensor)):
+        if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
             continue
         plan = make_plan(tensor.config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
         reasons = [plan.whole, plan.row.reason, plan.column.reason]

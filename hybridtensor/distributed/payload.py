@@ -74,18 +74,35 @@ def pack(layout: Wire, tensors: dict[str, list[Tensor]], device: torch.device) -
     sent = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
     for name, piece, begin in layout.parts:
         part = sent[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
-        _bytewise(part).copy_(_bytewise(tensors[name][piece.index]))
+        tensor = tensors[name][piece.index]
+        if piece.rows_per_block:
+            part = part.narrow(piece.dim, 0, tensor.shape[piece.dim])
+        _bytewise(part).copy_(_bytewise(tensor))
     return sent
 
 
-def unpack(layout: Wire, received: Tensor, num_ranks: int, tensors: dict[str, list[Tensor]]) -> None:
+def unpack(plan: Plan, layout: Wire, received: Tensor, tensors: dict[str, list[Tensor]]) -> None:
     """Copy what was gathered, uint8 ``[R * layout.nbytes]``, into the tensors of the whole faces."""
+    num_ranks = plan.num_ranks
     by_rank = received.view(num_ranks, layout.nbytes)
     for name, piece, begin in layout.parts:
         part = by_rank[:, begin : begin + piece.nbytes].view(piece.dtype)
         part = part.unflatten(1, piece.shape)  # [R, *piece.shape]
+        if piece.rows_per_block:
+            of_blocks = _bytewise(part).movedim(1 + piece.dim, 1).flatten(0, 1)  # [R * blocks that a shard touches, ..]
+            chosen = of_blocks.index_select(0, _positions(plan.rows, num_ranks, piece, part.device))
+            _bytewise(tensors[name][piece.index]).copy_(chosen.movedim(0, piece.dim))
+            continue
         whole = _bytewise(tensors[name][piece.index]).unflatten(piece.dim, (num_ranks, piece.shape[piece.dim]))
         whole.copy_(_bytewise(part if piece.dim == 0 else part.transpose(0, 1)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _positions(rows: int, num_ranks: int, piece: Piece, device: torch.device) -> Tensor:
+    """Return where the scale of each block is among those that all ranks sent; of a cut block all have the same."""
+    block, most = piece.rows_per_block, piece.shape[piece.dim]
+    ranks = [first // rows for first in range(0, rows * num_ranks, block)]  # the rank of each block's first row
+    return torch.tensor([r * most + b - r * rows // block for b, r in enumerate(ranks)], device=device)
 
 
 def _bytewise(tensor: Tensor) -> Tensor:
@@ -109,7 +126,10 @@ def cut_out(operand: Operand, direction: str, first: int, rows: int) -> list[Ten
     for tensor, block in ((operand.scale, fmt.block), (operand.tensor_scale, fmt.tensor_block)):
         if tensor is not None and block is not None:
             extent = block[dim]
-            tensors.append(tensor if extent is None else tensor.narrow(dim, first // extent, -(-rows // extent)))
+            if extent is not None:
+                start = first // extent
+                tensor = tensor.narrow(dim, start, -(-(first + rows) // extent) - start)
+            tensors.append(tensor)
     return tensors
 
 

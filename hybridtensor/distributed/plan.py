@@ -3,8 +3,10 @@
 A shard holds whole rows. What it can quantize alone depends on where the groups of a face lie that share a scale:
 
 - within a row (rowwise blocks and rows), or in blocks of rows that no shard cuts: alone;
-- across the whole tensor, or all of a column: after the largest magnitudes of the shards were reduced;
-- across blocks of rows that shards cut: not at all, the values travel and are quantized after the gather.
+- across the whole tensor, all of a column, or square blocks that shards cut: after the largest magnitudes of the shards
+  were reduced;
+- across blocks of one column that shards cut: not at all, the values travel and are quantized after the gather. There
+  would be as many magnitudes to reduce as bytes are saved.
 
 Shape letters: ``N`` rows of the whole weight, ``n`` of a shard, ``K`` columns, ``R`` ranks.
 """
@@ -33,7 +35,8 @@ class FacePlan:
             precision, its values travel in the dtype of the computation; ``"held"``: the face is the rowwise one;
             ``"whole"``: the values travel in the weight's own dtype and are quantized after the gather.
         format: Of the face.
-        reduce: Largest magnitudes that shards must know of each other: ``"tensor"``, ``"column"`` or None.
+        reduce: Largest magnitudes that shards must know of each other: of the ``"tensor"``, of a ``"column"``, of
+            square ``"blocks"`` that they cut; or None.
         reason: Why the face is ``"whole"``.
     """
 
@@ -73,12 +76,20 @@ class Plan:
     def reduce(self) -> str | None:
         """What shards must know of each other to quantize what they send."""
         needs = {} if self.whole else {face.reduce for face in (self.row, self.column) if face.kind == "bytes"}
-        return "column" if "column" in needs else "tensor" if "tensor" in needs else None
+        return next((need for need in ("blocks", "column", "tensor") if need in needs), None)
 
     @property
-    def num_amaxes(self) -> int:
-        """How many largest magnitudes are reduced."""
-        return {None: 0, "tensor": 1, "column": self.columns}[self.reduce]
+    def block(self) -> int:
+        """Extent of the square blocks that shards cut."""
+        face = self.row if self.row.reduce == "blocks" else self.column
+        return face.format.block[0] or 1
+
+    @property
+    def amaxes(self) -> tuple[int, int]:
+        """Shape of the largest magnitudes that are reduced."""
+        if self.reduce == "blocks":
+            return -(-self.rows * self.num_ranks // self.block), -(-self.columns // self.block)
+        return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
 
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
         """Return what travels for the faces wanted: ``"whole"``, or of ``"rowwise"``, ``"columnwise"``, ``"values"``.
@@ -111,12 +122,14 @@ class Piece:
         shape: As it is stored.
         dtype: Its dtype.
         dim: The stored dimension along which shards follow each other.
+        rows_per_block: Of scales of blocks that shards cut, how many rows share one; else 0.
     """
 
     index: int
     shape: tuple[int, int]
     dtype: torch.dtype
     dim: int
+    rows_per_block: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -131,8 +144,12 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
     if fmt.storage is None or fmt.scale_dtype is None:
         raise ValueError(f"pieces: a quantized format is required, got {fmt}")
     made = [Piece(0, (matrix[0], matrix[1] // fmt.elements_per_byte), fmt.storage, dim)]
-    if fmt.block[dim] is not None:
-        made.append(Piece(1, fmt.scale_shape(*matrix), fmt.scale_dtype, dim))
+    block = fmt.block[dim]
+    if block is not None:
+        shape, cut = fmt.scale_shape(*matrix), bool(rows % block)
+        most = (rows - 1) // block + 2  # blocks that so many rows can touch
+        shape = shape if not cut else (most, shape[1]) if dim == 0 else (shape[0], most)
+        made.append(Piece(1, shape, fmt.scale_dtype, dim, block if cut else 0))
     of_tensor = fmt.tensor_scale_shape(*matrix)
     if fmt.tensor_block is not None and of_tensor is not None and fmt.tensor_block[dim] is not None:
         made.append(Piece(2, of_tensor, torch.float32, dim))
@@ -160,6 +177,8 @@ def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int) -> P
     column = _face_plan(column_quantizer, COLUMN, rows, num_ranks)
     if of_rowwise:
         column = _of_rowwise(row, column, row_quantizer)
+    if "blocks" in (row.reduce, column.reduce):
+        row, column = _one_exchange(row, column)
     square = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
     transposed = (square and not of_rowwise and row.format.is_square and not quantizer.stochastic) or (
         row.kind == column.kind == "values"
@@ -192,14 +211,29 @@ def _face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) 
         across_rows, across_columns = block if direction == ROW else (block[1], block[0])
         if across_rows is None:
             reduce.add("tensor" if across_columns is None else "column")
-        elif rows % across_rows:
+        elif rows % across_rows and across_columns == across_rows and fmt.tensor_block is None:
+            reduce.add("blocks")
+        elif rows % across_rows:  # in two-level formats, because a NaN marks its block by the scale
             cut = f"shards of {rows} rows cut blocks of {across_rows}"
             return FacePlan("whole", fmt, reason=f"{direction} {fmt}: {cut}")
     if fmt.hadamard and direction == COLUMN and rows % 16:
         return FacePlan("whole", fmt, reason=f"{direction} {fmt}: shards of {rows} rows cut what is rotated together")
     if fmt.hadamard and reduce:
         return FacePlan("whole", fmt, reason=f"{direction} {fmt}: its scale is that of the rotated values")
-    return FacePlan("bytes", fmt, "column" if "column" in reduce else "tensor" if reduce else None)
+    return FacePlan("bytes", fmt, next((need for need in ("blocks", "column", "tensor") if need in reduce), None))
+
+
+def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
+    """Return both faces so that they need one kind of magnitudes: blocks that are cut need a place of their own."""
+    kinds = {(face.reduce, face.format.block) for face in (row, column) if face.kind == "bytes" and face.reduce}
+    if len(kinds) == 1:
+        return row, column
+    reason = "shards cut its blocks, and the other face needs other magnitudes"
+    made = [
+        FacePlan("whole", face.format, reason=f"{face.format}: {reason}") if face.reduce == "blocks" else face
+        for face in (row, column)
+    ]
+    return made[0], made[1]
 
 
 def _of_rowwise(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
@@ -208,7 +242,7 @@ def _of_rowwise(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> Fa
         return column if row.kind == "values" else FacePlan("held", column.format, reason=row.reason)
     if row.kind == "whole" or column.kind == "whole":
         return FacePlan("whole", column.format, reason=column.reason or row.reason)
-    if column.reduce == "column" or (column.reduce == "tensor" and row_quantizer.stochastic):
+    if column.reduce in ("column", "blocks") or (column.reduce == "tensor" and row_quantizer.stochastic):
         reason = f"columnwise {column.format}: its scales are those of what the rowwise face of all shards holds"
         return FacePlan("whole", column.format, reason=reason)
     return column

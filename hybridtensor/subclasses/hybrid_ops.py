@@ -43,7 +43,10 @@ register_matmul(table)
 def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
     """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
     row, column = (None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise))
-    return HybridTensor(column, row, args[0].config).like(args[0])
+    made = HybridTensor(column, row, args[0].config).like(args[0])
+    if made.gathered is not None:
+        made.gathered = made.gathered.transposed()
+    return made
 
 
 @table.register(

@@ -111,7 +111,7 @@ class HybridTensor(InterceptingTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """See ``InterceptingTensor``; that a graph holds the faces is noted for a weight that is gathered."""
         if self.gathered is not None:
-            self.gathered.traced = True
+            self.gathered.note_traced()
         return super().__tensor_flatten__()
 
     def like(self, other: Self) -> Self:

@@ -214,7 +214,7 @@ class InterceptingTensor(WrapperTensor):
 
     Attributes:
         layer: State of the layer whose weight this is, or None: a ``LayerState``, or while compiling its tensors.
-        gathered: What keeps the faces of a weight that FSDP2 gathered (a ``distributed.fsdp.Shard``), or None.
+        gathered: What keeps the faces of a weight that FSDP2 gathered (a ``distributed.shard.Shard``), or None.
     """
 
     functions: ClassVar[OpTable]

@@ -1,4 +1,4 @@
-"""Ranks as gloo processes that stay for a whole module of tests: starting them is what takes time."""
+"""Ranks as gloo processes that stay for all tests: starting them is what takes time."""
 
 import contextlib
 import datetime
@@ -16,12 +16,18 @@ TIMEOUT = datetime.timedelta(seconds=60)
 class Ranks:
     """``size`` processes in one process group; ``run(body, *args)`` calls ``body(rank, *args)`` in each."""
 
-    def __init__(self, size, path):
+    def __init__(self, size, directory):
+        self.size, self.directory, self.starts = size, directory, 0
+        self.start()
+
+    def start(self):
         context = multiprocessing.get_context("spawn")
-        self.size, self.pipes, self.processes = size, [], []
-        for rank in range(size):
+        self.pipes, self.processes = [], []
+        self.starts += 1
+        for rank in range(self.size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, str(path), theirs), daemon=True)
+            store = self.directory / f"store{self.starts}"
+            process = context.Process(target=serve, args=(rank, self.size, str(store), theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
@@ -29,16 +35,26 @@ class Ranks:
     def run(self, body, *args):
         for pipe in self.pipes:
             pipe.send((body, args))
-        answers = [pipe.recv() if pipe.poll(120) else "no answer in 120 s" for pipe in self.pipes]
+        answers = [self._answer(pipe) for pipe in self.pipes]
         errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+        if errors:  # collectives may be left half done
+            self.stop()
+            self.start()
         assert not errors, "\n".join(errors)
+
+    @staticmethod
+    def _answer(pipe):
+        try:
+            return pipe.recv() if pipe.poll(120) else "no answer in 120 s"
+        except EOFError:
+            return "the process ended"
 
     def stop(self):
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self.processes:
-            process.join(10)
+            process.join(5)
             process.kill()
 
 
@@ -59,15 +75,15 @@ def serve(rank, size, path, pipe):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two") / "store")
+    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
     yield ranks
     ranks.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four(tmp_path_factory):
-    ranks = Ranks(4, tmp_path_factory.mktemp("four") / "store")
+    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
     yield ranks
     ranks.stop()

@@ -130,7 +130,7 @@ def split_like(values, sharded):
 def trains_like_the_twin(rank, recipes, size, options):
     for recipe in recipes:
         model = shard(make(recipe), mesh_of(rank, size), **options)
-        train(rank, model, make(recipe))
+        train(rank, model, make(recipe), steps=2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -142,6 +142,10 @@ def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
     for recipe in recipes:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
             model, twin = (make(recipe, blocks=1, **sizes) for _ in range(2))
+            with torch.no_grad():  # rows of very different magnitudes: a scale that misses some is another
+                for p in [*model.parameters(), *twin.parameters()]:
+                    exponents = (torch.arange(len(p)) // 32 * 5) % 8
+                    p.mul_(2.0 ** exponents.view(-1, *[1] * (p.dim() - 1)))
             shard(model, mesh_of(rank, size), mp_policy=policy)
             dtype = policy.param_dtype or torch.float32
             for block, other in zip(model, twin, strict=True):
@@ -178,6 +182,17 @@ UNUSUAL = [
 ]  # fmt: skip
 
 
+SQUARE = ht.Float8Quantizer(granularity="block", block="128x128")
+CUT = [  # square blocks, with each other and with what needs other magnitudes
+    with_weight(rowwise=ht.MXFP8Quantizer(two_d=True), columnwise=ht.MXFP8Quantizer(two_d=True)),
+    with_weight(rowwise=ht.Float8Quantizer(granularity="row"), columnwise=SQUARE),
+    with_weight(rowwise=ht.Float8Quantizer(), columnwise=SQUARE),
+    with_weight(rowwise=ht.MXFP8Quantizer(two_d=True), columnwise=SQUARE),
+    with_weight(rowwise=SQUARE, columnwise=ht.MXFP8Quantizer(), columnwise_source="rowwise_dequantized"),
+    with_weight(rowwise=SQUARE, columnwise=ht.IdentityQuantizer(), columnwise_source="rowwise_dequantized"),
+]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_gathered_bytes_are_those_of_the_whole_weight(two, size):
     two.run(gathers_what_the_whole_is_quantized_to, RECIPES + UNUSUAL, size, {})
@@ -185,4 +200,5 @@ def test_gathered_bytes_are_those_of_the_whole_weight(two, size):
 
 def test_gathered_bytes_of_uneven_shards_and_cut_blocks(four):
     four.run(gathers_what_the_whole_is_quantized_to, ["fp8", "fp8_high_precision_backward"], 4, {"hidden": 50})
-    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", "mxfp8", *UNUSUAL[:2]], 4, {"hidden": 96})
+    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", "mxfp8", *UNUSUAL[:2], *CUT], 4, {"hidden": 96})
+    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", CUT[0], CUT[4]], 4, {"hidden": 640, "width": 160})

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.distributed.torch_compat import local, with_local
 from tests.distributed.test_fsdp import batch, make, mesh_of, same_bits, same_draws, shard, train, whole
 
 # The formats that gather differently: per tensor, across columns, square blocks, blocks, two levels, high precision.
@@ -104,9 +104,10 @@ def mixed_precision(rank, recipes):
         for layer in layers(model):
             fully_shard(layer, mesh=mesh_of(rank, 2), mp_policy=policy)
         fully_shard(model, mesh=mesh_of(rank, 2), mp_policy=policy)
-        out = model(batch(0))
+        x = batch(0).view(4, 16, 64)
+        out = model(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = twin(batch(0)).float()
+            expected = twin(x).float()
         assert out.dtype == torch.float32
         assert same_bits(out.detach(), expected.detach()), recipe
         out.square().mean().backward()
@@ -238,6 +239,12 @@ def test_cpu_offload(two):
     two.run(offload, SOME)
 
 
+def plain(value):
+    """A sharded value as the checkpoint of a plain model has it."""
+    part = local(value)
+    return with_local(value, (part.master if isinstance(part, ht.MasterWeight) else part).clone())
+
+
 def loading(rank, recipes):
     """Checkpoints before and in the middle of training; assigned and copied; uneven, so that FSDP2 pads again."""
     for recipe in recipes:
@@ -250,7 +257,7 @@ def loading(rank, recipes):
             shard(source, mesh_of(rank, 4))
             model(batch(0)).sum().backward()
             model.zero_grad()
-            state = {name: value.clone() for name, value in source.state_dict().items()}
+            state = {name: plain(value) for name, value in source.state_dict().items()}
             model.load_state_dict(state, assign=assign)
             with torch.no_grad():
                 for p in twin.parameters():
@@ -284,12 +291,12 @@ def test_nested_wraps_and_prefetching(two):
 def train_eval_train(rank, recipes):
     for recipe in recipes:
         model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
-        for _ in range(2):
+        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
             train(rank, model, twin, steps=1)
             outs = []
             for m in (model, twin):
                 m.eval()
-                with torch.no_grad():
+                with mode():
                     outs.append(m(batch(9)))
                 m.train()
             assert same_bits(*outs)

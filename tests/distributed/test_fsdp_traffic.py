@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp import shard_of
 from hybridtensor.distributed.payload import bytes_per_rank
 from hybridtensor.distributed.plan import make_plan
+from hybridtensor.distributed.shard import shard_of
 from hybridtensor.distributed.torch_compat import locate
 from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, shard
 
@@ -75,6 +75,9 @@ def only_the_face_of_the_phase(rank):
             assert list(phases(model, count)) == expected, recipe
         for sent in expected:
             assert sent[0] <= LIMITS.get(recipe, 1.01) * 128 * 256 * 2, (recipe, sent)
+    model, count = one_layer("fp8_block", mesh_of(rank, 2), size=384)  # shards of 192 rows cut blocks of 128
+    for sent in phases(model, count, size=384):
+        assert sent[0] <= 0.51 * 192 * 384 * 2
 
 
 def test_only_the_face_of_the_phase_is_sent(two):
@@ -139,6 +142,7 @@ def reductions(rank):
                     model(batch(microbatch)).square().mean().backward()
             assert reduction.call_count == expected + (step == 0), (recipe, reduction.call_args_list)
             optimizer.step()
+            ht.set_config_(model, recipe)  # an equal recipe changes nothing
 
 
 def test_one_reduction_per_step(two):
@@ -185,6 +189,12 @@ def nothing_stays(rank):
             if step in (2, 29):
                 after.append(live_bytes())
         assert after[0] == after[1], recipe
+        ht.set_config_(model, "mxfp8")
+        for _ in range(2):
+            loss = model(batch(0, tokens=32, width=32)).square().mean()
+            assert gathered_bytes(model) == 0
+            loss.backward()
+            assert gathered_bytes(model) == 0
 
 
 def test_nothing_stays_and_nothing_grows(two):
@@ -234,6 +244,36 @@ def values_are_those_that_are_there(rank):
 
 def test_dequantize_of_a_gathered_weight(two):
     two.run(values_are_those_that_are_there)
+
+
+class Product(nn.Linear):
+    """A layer that multiplies by operators: ``x @ w.t()`` is ``F.linear``, ``x @ w`` needs the other face."""
+
+    transposed = True
+
+    def forward(self, x):
+        return x @ (self.weight.t() if self.transposed else self.weight)
+
+
+def products(rank):
+    for reshard in (True, False):
+        torch.manual_seed(0)
+        layers = [ht.quantize_(Product(64, 64, bias=False), "fp8_rowwise") for _ in range(2)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        fully_shard(layers[0], mesh=mesh_of(rank, 2), reshard_after_forward=reshard)
+        for Product.transposed in (True, False):
+            if reshard and not Product.transposed:
+                with pytest.raises(RuntimeError, match=r"the columnwise face of a weight .* or multiply by F\.linear"):
+                    layers[0](batch(0))
+                break
+            inputs = [batch(0).requires_grad_() for _ in layers]
+            for layer, x in zip(layers, inputs, strict=True):
+                layer(x).square().mean().backward()
+            torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=0)
+
+
+def test_products_by_operators(two):
+    two.run(products)
 
 
 def disagreement(rank):

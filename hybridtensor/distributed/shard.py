@@ -1,0 +1,392 @@
+"""One sharded weight: what a rank sends of it, and what becomes of what all ranks sent."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
+
+from hybridtensor.distributed.agreement import around, check_recipes, reduce_amaxes
+from hybridtensor.distributed.faces import Faces
+from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
+from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
+from hybridtensor.distributed.torch_compat import (
+    Sharded,
+    alloc_storage,
+    free_storage,
+)
+from hybridtensor.ops import Held, Operand
+from hybridtensor.state import Context, LayerState
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.wrapper import InterceptingTensor
+
+_DIRECTIONS = (ROW, COLUMN)
+
+
+class Sent(NamedTuple):
+    """What a gather leaves for its second half.
+
+    Attributes:
+        wanted: Whether the rowwise face was asked for, and the columnwise one.
+        layout: Where what is in the bytes; None if values travelled whole.
+        shared: Tensors that all shards share, by face and index.
+    """
+
+    wanted: tuple[bool, bool]
+    layout: Wire | None
+    shared: dict[tuple[str, int], Tensor]
+
+
+class Shard:
+    """One sharded weight, from gather to gather.
+
+    Args:
+        sharded: The parameter as FSDP2 holds it.
+
+    Attributes:
+        sharded: The same.
+        config: Recipe of the last gather.
+        plan: How the weight is gathered.
+        faces: Of the gathered weight, after the first gather.
+        amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
+        agreed: Recipe that all ranks were found to have.
+        reduced: Version of the shard whose magnitudes ``amaxes`` are.
+        recompute: Whether a backward may run the forward again, which needs the rowwise face: None is to find out.
+        recomputed: Whether one did.
+        traced: Whether ``torch.compile`` has seen the gathered weight.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
+        self.config: Any = None
+        self.plan: Any = None
+        self.faces: Faces | None = None
+        self.amaxes: Tensor | None = None
+        self.agreed: Any = None
+        self.reduced: Any = None
+        self.recompute: bool | None = None
+        self.recomputed = False
+        self.traced = False
+        self._made_for: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the computation."""
+        return self.sharded.dtype
+
+    def adopt(self, config: Any) -> None:
+        """Take a recipe."""
+        if self.config is not config:
+            self.config, self.plan = config, self.plan_of(config)
+            if isinstance(self.sharded.tensor, HybridTensor):
+                check_persistent(self.plan, (self.sharded.size[0], self.sharded.size[1]))
+
+    def plan_of(self, config: Any) -> Plan:
+        """Return how the weight is gathered with a recipe."""
+        sharded = self.sharded
+        return make_plan(config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
+
+    @property
+    def needs_amaxes(self) -> bool:
+        """Whether a gather quantizes, and needs the largest magnitudes of other ranks for it."""
+        return self.plan.reduce is not None and isinstance(self.sharded.tensor, MasterWeight)
+
+    def version(self) -> Any:
+        """Return what changes with every write to this rank's part."""
+        tensor: Any = self.sharded.tensor
+        return id(tensor.writes), tensor.version, self.config
+
+    # -- before the gather --------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any) -> tuple[Tensor, Sent]:
+        """Return what this rank sends: bytes, or ``[n, K]`` values that travel whole."""
+        sharded = self.sharded
+        if not sharded.before_backward or self.config is None:  # a backward finishes with the recipe of its forward
+            self.adopt(tensor.config)
+            note_training_use(tensor)
+        self._agree()
+        sharded.reshard_to_all_ranks()
+        sharded.drop_outputs()
+        wanted = self._wanted()
+        if self.faces is not None and self._made_for == (self.plan, self.dtype):
+            sharded.free_on_reshard(self.faces.needed(*wanted))
+        sent = self.plan.sends(*wanted)
+        if sent == ("whole",):
+            return self._whole(tensor), Sent(wanted, None, {})
+        tensors, common = self._parts(tensor, sent)
+        layout = wire(self.plan, sent, self.dtype)
+        return pack(layout, tensors, sharded.device), Sent(wanted, layout, common)
+
+    def _wanted(self) -> tuple[bool, bool]:
+        rowwise, columnwise = self.sharded.wants()
+        recompute = self.recomputed or self.traced if self.recompute is None else self.recompute
+        return rowwise or recompute, columnwise
+
+    def _agree(self) -> None:
+        """Reach agreement with the other ranks where this weight was written or has a new recipe."""
+        if self.agreed is not self.config:
+            if self.agreed != self.config:
+                check_recipes(self._with_all())
+            self.agreed = self.config
+        if self.needs_amaxes and self.reduced != self.version():
+            group = self.sharded.process_group
+            shards = [s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes]
+            reduce_amaxes([(shard, shard.sharded.tensor.dequantize()) for shard in shards])
+            for shard in shards:
+                shard.reduced = shard.version()
+
+    def _with_all(self) -> list[Shard]:
+        """Return all converted weights under the same root, with their present recipes."""
+        found = []
+        for sharded in self.sharded.under_the_same_root():
+            tensor = sharded.tensor
+            if isinstance(tensor, InterceptingTensor):
+                shard = shard_of(sharded)
+                if shard.config is None or not self.sharded.before_backward:
+                    shard.adopt(tensor.config)  # type: ignore[attr-defined]
+                found.append(shard)
+        return found
+
+    def _whole(self, tensor: Any) -> Tensor:
+        """Return the values of this rank's part, padded as FSDP2 wants them."""
+        values = tensor.dequantize(self.plan.whole_dtype(self.dtype, tensor.dtype)).detach()
+        if tuple(values.shape) != self.sharded.padded_size:
+            padded: Tensor = values.new_zeros(self.sharded.padded_size)
+            padded[: values.shape[0]] = values
+            return padded
+        return values.contiguous()  # type: ignore[no-any-return]
+
+    def _parts(self, tensor: Any, sent: tuple[str, ...]) -> tuple[dict[str, list[Tensor]], dict[Any, Tensor]]:
+        """Return the tensors of this rank's part of what travels, and those that all ranks have alike."""
+        tensors: dict[str, list[Tensor]] = {}
+        common: dict[tuple[str, int], Tensor] = {}
+        if "values" in sent:
+            tensors["values"] = [_values(tensor, self.plan, self.dtype)]
+        rowwise, columnwise = ROW in sent, COLUMN in sent
+        if rowwise or columnwise:
+            made, first = self._operands(tensor, rowwise=rowwise, columnwise=columnwise)
+            for direction, operand in zip(_DIRECTIONS, made, strict=True):
+                if isinstance(operand, Operand):
+                    tensors[direction] = cut_out(operand, direction, first, tensor.shape[0])
+                    for index, alike in shared(operand.format, direction, operand):
+                        common[direction, index] = alike
+        return tensors, common
+
+    def _operands(self, tensor: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
+        """Return what ``quantize`` returns, or the faces as they are kept."""
+        if isinstance(tensor, HybridTensor):
+            return tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
+        return self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise)
+
+    def quantize(self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
+        """Quantize this rank's part with the scales of the whole.
+
+        Returns:
+            The operands asked for, of more rows than the part has, and the first of its rows.
+        """
+        extended, first = self._with_amaxes(values)
+        context = Context("weight", state, first_row=self.sharded.rank * values.shape[0] - first)
+        made: tuple[Any, Any] = self.config.weight.operands(
+            extended, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
+        )
+        return made, first
+
+    def _with_amaxes(self, values: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of this rank with the largest magnitudes of all ranks, and where its rows begin.
+
+        Whatever is quantized together with them gets the scales of the whole: there is no second way to quantize. They
+        are in rows that are cut off afterwards: below, in scale groups of their own; or where a block is cut, in the
+        rows of that block that other ranks hold.
+        """
+        plan = self.plan
+        if plan.reduce is None or self.amaxes is None:
+            return values, 0
+        rows, columns = values.shape
+        amaxes = self.amaxes.to(values.dtype)  # exact: magnitudes of such values
+        if plan.reduce != "blocks":
+            extended = values.new_zeros(rows + rows_together(plan), columns)
+            extended[:rows] = values
+            extended[rows, : amaxes.shape[1]] = amaxes[0]
+            return extended, 0
+        before, after = around(plan, self.sharded.rank)
+        extended = values.new_zeros(before + rows + after, columns)
+        extended[before : before + rows] = values
+        begin = self.sharded.rank * rows
+        if before:
+            extended[0, :: plan.block] = amaxes[begin // plan.block]
+        if after:
+            extended[-1, :: plan.block] = amaxes[(begin + rows - 1) // plan.block]
+        return extended, before
+
+    # -- after the gather ---------------------------------------------------------------------------------------------
+
+    def receive(self, tensor: Any, received: Tensor, sent: Sent, dtype: torch.dtype, out: Any) -> HybridTensor:
+        """Return the gathered weight: ``out`` if there is one, with its faces filled.
+
+        Args:
+            tensor: This rank's part.
+            received: What all ranks sent.
+            sent: What ``send`` left.
+            dtype: Of the computation.
+            out: The gathered weight of an earlier gather, or None.
+        """
+        if self.faces is None or self._made_for != (self.plan, dtype):
+            with torch.inference_mode(False):
+                self.faces = Faces(self.plan, (self.sharded.size[0], self.sharded.size[1]), dtype, self.sharded.device)
+            self._made_for = (self.plan, dtype)
+            if out is not None:
+                out.rowwise, out.columnwise = self.faces.row, self.faces.column
+        if out is None:
+            out = HybridTensor(self.faces.row, self.faces.column)
+            out.gathered = self
+        out.config, out.layer = self.config, tensor.layer
+        needed = self.faces.needed(*sent.wanted)
+        for other in self.faces.needed(True, True):
+            if not any(other is one for one in needed):
+                free_storage(other)
+        for one in needed:
+            alloc_storage(one)
+        with torch.no_grad(), preserve_versions(tuple(needed)):
+            self._fill(tensor, received, sent)
+        self.sharded.free_on_reshard(needed)
+        self.sharded.drop_outputs()
+        return out  # type: ignore[no-any-return]
+
+    def _fill(self, tensor: Any, received: Tensor, sent: Sent) -> None:
+        faces = self.faces
+        if faces is None:
+            return
+        if sent.layout is None:
+            self._fill_from_values(tensor, received, sent.wanted)
+            return
+        unpack(self.plan, sent.layout, received.view(-1), faces.tensors)
+        for (direction, index), alike in sent.shared.items():
+            if alike.is_cuda:
+                alike.record_stream(torch.cuda.current_stream(alike.device))
+            faces.tensors[direction][index].copy_(alike)
+        names = {name for name, _, _ in sent.layout.parts}
+        if all(sent.wanted) and self.plan.transposed and ROW in names and self.plan.column.kind == "bytes":
+            transpose_(faces.of(COLUMN), faces.of(ROW), self.plan.row.format)
+
+    def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
+        """Quantize what was gathered whole."""
+        size, faces = self.sharded.size, self.faces
+        values = received.view(-1)[: size[0] * size[1]].view(size)
+        held = self.plan.column.kind == "held"
+        made = self.config.weight.operands(
+            values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
+            context=Context("weight", tensor.state),
+        )  # fmt: skip
+        for direction, operand in zip(_DIRECTIONS, made, strict=True):
+            if isinstance(operand, Operand) and faces is not None:
+                plain = operand.data if direction == ROW or operand.scale is not None else operand.data.t()
+                source = [t for t in (plain, operand.scale, operand.tensor_scale) if t is not None]
+                for target, new in zip(faces.of(direction), source, strict=True):
+                    target.copy_(new)
+            elif isinstance(operand, Held):
+                raise ValueError(f"fully_shard: {self.config.weight} holds a face that its plan does not know of")
+
+    # -- in between ---------------------------------------------------------------------------------------------------
+
+    def note_traced(self) -> None:
+        """Take note that a compiled graph holds the faces."""
+        self.traced = True
+
+    def transposed(self) -> Transposed:
+        """Return this, as the transpose of the gathered weight sees it."""
+        return Transposed(self)
+
+    def is_there(self, direction: str) -> bool:
+        """Whether a face of the gathered weight has been gathered."""
+        return self.faces is not None and self.faces.is_there(direction)
+
+    def require(self, direction: str) -> None:
+        """Have a face of the gathered weight; gather again if it is not there.
+
+        So it is the first time that a backward runs a forward again (activation checkpointing). From then on, backward
+        gathers both faces.
+
+        Raises:
+            RuntimeError: If recomputation was said not to happen.
+        """
+        if self.is_there(direction):
+            return
+        if self.recompute is False or not self.sharded.before_backward:
+            raise RuntimeError(
+                f"fully_shard: the {direction} face of a weight {self.sharded.size} is required, got a gather of the "
+                "other one; say expect_recompute_(model, True) if backward runs the forward again, or multiply by "
+                "F.linear, or keep the weight with reshard_after_forward=False"
+            )
+        for sharded in self.sharded.under_the_same_root():
+            if sharded.group is self.sharded.group and isinstance(sharded.tensor, InterceptingTensor):
+                shard_of(sharded).recomputed = True
+        self.sharded.gather_again()
+
+
+class Transposed:
+    """A ``Shard`` as the transpose of its gathered weight sees it: the faces are swapped."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    @property
+    def sharded(self) -> Sharded:
+        """The parameter as FSDP2 holds it."""
+        return self.shard.sharded
+
+    def note_traced(self) -> None:
+        """See ``Shard.note_traced``."""
+        self.shard.note_traced()
+
+    def transposed(self) -> Shard:
+        """Return the shard."""
+        return self.shard
+
+    def is_there(self, direction: str) -> bool:
+        """See ``Shard.is_there``."""
+        return self.shard.is_there(COLUMN if direction == ROW else ROW)
+
+    def require(self, direction: str) -> None:
+        """See ``Shard.require``."""
+        self.shard.require(COLUMN if direction == ROW else ROW)
+
+
+def note_training_use(tensor: Any) -> None:
+    """Let the layer's state check that it was advanced with the weight; see ``LayerState.note_training_use``."""
+    if isinstance(tensor, MasterWeight) and isinstance(tensor.layer, LayerState) and not tensor.layer.is_empty:
+        tensor.layer.note_training_use(tensor.writes, tensor.version)
+
+
+def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Return the values of a face in high precision."""
+    if isinstance(tensor, HybridTensor):
+        face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
+        return face.dequantize(dtype)  # type: ignore[union-attr]
+    return tensor.dequantize(dtype)  # type: ignore[no-any-return]
+
+
+def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
+    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to fall back on.
+
+    Raises:
+        ValueError: If not.
+    """
+    reasons = [plan.whole, plan.row.reason, plan.column.reason if plan.column.kind == "whole" else ""]
+    if plan.reduce == "blocks":
+        reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None:
+        raise ValueError(
+            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
+            "use another number of ranks or recipe, or quantize_ without persistent=True"
+        )
+
+
+def shard_of(sharded: Sharded) -> Shard:
+    """Return what is kept of a sharded parameter."""
+    shard = getattr(sharded.param, "_hybridtensor_shard", None)
+    if shard is None:
+        shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
+    return shard
