@@ -8,21 +8,50 @@ Nothing is copied: what is loaded into a result is loaded into the weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def part(tensor: Any) -> Any:
     """Return this rank's part of a DTensor; anything else as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield all parameters under the names of a model that nothing wraps, tied ones under each of theirs."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield f"{prefix}{name}", parameter
+    for own, child in _children(module, prefix):
+        yield from named_parameters(child, own)
+
+
+def named_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield all buffers that a state dict has, likewise."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield f"{prefix}{name}", buffer
+    for own, child in _children(module, prefix):
+        yield from named_buffers(child, own)
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below with the prefix of their names, which has no name of a wrapper."""
+    for name, child in module._modules.items():
+        hidden = name in _WRAPPERS or (isinstance(module, DistributedDataParallel) and name == "module")
+        if child is not None:
+            yield prefix if hidden else f"{prefix}{name}.", child
 
 
 def plain(state: Any) -> Any:
@@ -72,7 +101,7 @@ def faces(value: Tensor) -> dict[str, Any]:
     found = {}
     for direction in weight.inner_names:
         face = getattr(weight, direction)
-        if face is not None and not (direction == "columnwise" and _follows(weight)):
+        if face is not None and not (direction == "columnwise" and follows_rowwise(weight)):
             found[direction] = _face(value, face)
     return found
 
@@ -83,7 +112,7 @@ def followers(value: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     Usually nothing: a columnwise face that holds the rowwise values shares their memory, unless it was copied.
     """
     weight = part(value)
-    if not _follows(weight):
+    if not follows_rowwise(weight):
         return {}
     follower = weight.columnwise if isinstance(weight.rowwise, IdentityTensor) else weight.columnwise.source
     names = _tensors(weight.rowwise)
@@ -92,7 +121,7 @@ def followers(value: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (a, b) for name, (a, b) in found.items() if a.numel() and a.data_ptr() != b.data_ptr()}
 
 
-def _follows(weight: HybridTensor) -> bool:
+def follows_rowwise(weight: HybridTensor) -> bool:
     """Whether the columnwise face is, by its kind, the values of the rowwise one."""
     row, column = weight.rowwise, weight.columnwise
     if row is None or not isinstance(column, IdentityTensor):

@@ -11,15 +11,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.distributed.checkpoint.manifest import Manifest, Weight
 from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
 from hybridtensor.distributed.checkpoint.planners import Opaque
-from hybridtensor.distributed.plain import as_part_of, part
+from hybridtensor.distributed.plain import as_part_of, named_parameters, part
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _STATE = "quantization_state"
 
 
@@ -53,7 +51,7 @@ class Training:
         self.kinds = {name: _kind(value) for name, value in state.items()}
         self._modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}
         self._values = {name: get_model_state_dict(module) for name, module in self._modules.items()}
-        self._parameters = {name: dict(_parameters(module, "")) for name, module in self._modules.items()}
+        self._parameters = {name: dict(named_parameters(module)) for name, module in self._modules.items()}
         self.weights: dict[str, Weight] = {}
         self.recipes: dict[str, str] = {}
         self._note_weights()
@@ -292,17 +290,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
     return "stateful" if isinstance(value, Stateful) else "data"
-
-
-def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield all parameters under the names that ``get_model_state_dict`` gives them, tied ones under each name."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield f"{prefix}{name}", parameter
-    for name, child in module._modules.items():
-        hidden = name in _WRAPPERS or (isinstance(module, DistributedDataParallel) and name == "module")
-        if child is not None:
-            yield from _parameters(child, prefix if hidden else f"{prefix}{name}.")
 
 
 def _has_parts(value: Any) -> bool:
