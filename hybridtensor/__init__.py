@@ -4,6 +4,7 @@ from hybridtensor import distributed, formats, linear, optim, recipes
 from hybridtensor.config import HybridConfig, QuantizerRole
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
+from hybridtensor.export import export_safetensors, load_safetensors
 from hybridtensor.quantizers import (
     DelayedFloat8Quantizer,
     Float8Quantizer,
@@ -37,8 +38,10 @@ __all__ = [
     "__version__",
     "distributed",
     "explain",
+    "export_safetensors",
     "formats",
     "linear",
+    "load_safetensors",
     "optim",
     "quantize_",
     "recipes",

@@ -14,6 +14,7 @@ from hybridtensor import recipes
 from hybridtensor.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.distributed.fsdp import let_go, part_of, remake_, sharded_as
 from hybridtensor.distributed.torch_compat import with_local
+from hybridtensor.distributed.plain import plain_weight
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -91,6 +92,9 @@ def quantize_(
         _check_sizes(name, module.weight, config)
     for name, module, config in plan:
         _convert(name, module, config, persistent)
+    for owner in model.modules():  # an embedding may be tied to a layer
+        if any(is_converted(parameter) for parameter in owner._parameters.values()):
+            give_plain_values_(owner)
     return model
 
 
@@ -128,7 +132,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def is_converted(weight: Tensor) -> bool:
+def is_converted(weight: Any) -> bool:
     """Whether ``weight`` is one of ours."""
     return isinstance(weight, (MasterWeight, HybridTensor))
 
@@ -250,6 +254,22 @@ def _convert(name: str | None, module: nn.Linear, config: HybridConfig, persiste
     if not getattr(module, "_hybridtensor_load_hook", False):
         module.register_load_state_dict_pre_hook(_keep_recipe_on_assign)
         module._hybridtensor_load_hook = True  # type: ignore[assignment]
+    give_plain_values_(module)
+
+
+def give_plain_values_(module: nn.Module) -> None:
+    """Have ``module.state_dict()`` give the plain tensors of master weights, in the same memory."""
+    if not getattr(module, "_hybridtensor_save_hook", False):
+        module.register_state_dict_post_hook(_plain_values)
+        module._hybridtensor_save_hook = True  # type: ignore[assignment]
+
+
+def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Replace master weights by their plain tensors, so that no way of saving knows of quantization."""
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if value is not None and not isinstance(value, nn.Parameter):  # keep_vars=True asks for the parameters
+            state_dict[prefix + name] = plain_weight(value)
 
 
 def _attach_state(name: str | None, module: nn.Linear, config: HybridConfig) -> LayerState:

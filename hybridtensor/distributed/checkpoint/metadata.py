@@ -1,0 +1,90 @@
+"""Reading the metadata of ``torch.distributed.checkpoint``, a pickle, without running what it says."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+METADATA = ".metadata"
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (dcp_metadata, (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    "torch.distributed.checkpoint.filesystem": (dcp_filesystem, ("_StorageInfo",)),
+    "torch.serialization": (torch.serialization, ("_get_layout",)),
+    "torch": (torch, ("Size",)),
+}  # fmt: skip
+_PATHS = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Admits the records that describe tensors, shapes, dtypes and paths; nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle names, if it is one of those."""
+        holder, names = _CLASSES.get(module, (None, ()))
+        if name in names:
+            return getattr(holder, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return _PATHS[name]
+        raise pickle.UnpicklingError(
+            f"checkpoint: metadata of torch.distributed.checkpoint is required, got a pickle that asks for "
+            f"{module}.{name}; do not use this checkpoint"
+        )
+
+
+def read_metadata(path: Path, files: Collection[str] | None = None) -> Metadata:
+    """Read the metadata of the checkpoint in the folder ``path``.
+
+    Args:
+        path: The folder.
+        files: Names of the files that it may point to; None is any inside the folder.
+
+    Raises:
+        ValueError: If it asks for anything that metadata is not made of, is no metadata, or points elsewhere.
+        OSError: If it cannot be read.
+    """
+    data = (path / METADATA).read_bytes()
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # damaged pickles raise whatever they like
+        raise ValueError(f"{path / METADATA}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"{path / METADATA}: metadata is required, got {type(metadata).__name__}")
+    for info in metadata.storage_data.values():
+        name = getattr(info, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name or (files is not None and name not in files):
+            raise ValueError(f"{path / METADATA}: files of the checkpoint are required, got {name!r}")
+    return metadata
+
+
+class SafeReader(FileSystemReader):
+    """``FileSystemReader`` that reads metadata with ``read_metadata``; tensors it reads without pickles already."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See ``StorageReader``."""
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class Writer(FileSystemWriter):
+    """``FileSystemWriter`` whose metadata does not say where it was written: the folder is renamed."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """See ``StorageWriter``."""
+        return StorageMeta(save_id=self.save_id)

@@ -1,0 +1,106 @@
+"""Optimizer state by the names of parameters, so that it can be loaded on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.distributed.checkpoint.planners import Opaque
+from hybridtensor.distributed.plain import as_part_of, part
+from hybridtensor.optim import MasterWeights
+
+
+class NamedOptimizer:
+    """An optimizer whose parameters have names.
+
+    Args:
+        entry: Its name in the checkpoint.
+        optimizer: Any torch optimizer, or ``optim.MasterWeights``.
+        names: Names of parameters, by ``id``.
+
+    Raises:
+        ValueError: If it steps a parameter without a name.
+    """
+
+    def __init__(self, entry: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        self.entry, self.optimizer = entry, optimizer
+        self.inner: torch.optim.Optimizer = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+        self.masters: dict[str, Tensor] = {}
+        of_stepped = dict(names)
+        if isinstance(optimizer, MasterWeights):
+            for parameter, master in optimizer.masters().items():
+                if id(parameter) in names:
+                    self.masters[names[id(parameter)]] = master.detach()
+                    of_stepped[id(master)] = names[id(parameter)]
+        groups = [group["params"] for group in self.inner.param_groups]
+        unknown = [tuple(p.shape) for group in groups for p in group if id(p) not in of_stepped]
+        if unknown:
+            raise ValueError(
+                f"checkpoint: the model of every parameter of {entry!r} is required, got parameters of shapes "
+                f"{unknown} that are in none; add the model to the state"
+            )
+        self.groups = [[of_stepped[id(p)] for p in group] for group in groups]
+        self.parameters: dict[str, nn.Parameter] = {of_stepped[id(p)]: p for group in groups for p in group}
+
+    def state(self) -> dict[str, Any]:
+        """Return what is saved: tensors by name, and the rest whole."""
+        own = self.optimizer.state_dict()
+        packed = own["inner"] if isinstance(self.optimizer, MasterWeights) else own
+        names = [name for group in self.groups for name in group]  # torch numbers parameters in this order
+        tensors: dict[str, dict[str, Tensor]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for number, state in packed["state"].items():
+            for key, value in state.items():
+                (tensors if isinstance(value, Tensor) else values).setdefault(names[number], {})[key] = value
+        groups = [{**group, "params": list(self.groups[i])} for i, group in enumerate(packed["param_groups"])]
+        return {"state": tensors, "masters": dict(self.masters), "values": Opaque({"state": values, "groups": groups})}
+
+    def check_groups(self, stored: list[list[str]] | None) -> None:
+        """Raise ValueError unless a checkpoint has the same parameters in the same groups."""
+        if stored is None or sorted(map(sorted, stored)) != sorted(map(sorted, self.groups)):
+            raise ValueError(
+                f"checkpoint.load: parameter groups of {self.entry!r} as in the checkpoint are required, {stored}, "
+                f"got {self.groups}; build the optimizer as it was built"
+            )
+
+    def target(self, metadata: Metadata) -> dict[str, Any]:
+        """Return memory for what a checkpoint has of this optimizer's state, without the masters."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for flat, path in (metadata.planner_data or {}).items():
+            stored = metadata.state_dict_metadata.get(flat)
+            if tuple(path[:2]) != (self.entry, "state") or len(path) != 4:
+                continue
+            if isinstance(stored, TensorStorageMetadata) and path[2] in self.parameters:
+                tensors.setdefault(path[2], {})[path[3]] = self._memory(path[2], path[3], stored)
+        return {"state": tensors, "values": Opaque(None)}
+
+    def _memory(self, name: str, key: str, stored: TensorStorageMetadata) -> Tensor:
+        """Return memory for one tensor: sharded as its parameter is, if it has the same shape."""
+        parameter = self.parameters[name]
+        own, dtype, size = part(parameter), stored.properties.dtype, tuple(stored.size)
+        present = self.inner.state.get(parameter, {}).get(key)
+        if isinstance(present, Tensor) and tuple(present.shape) == size:
+            local = torch.zeros(part(present).shape, dtype=dtype, device=part(present).device)
+            return as_part_of(present, local, size) if isinstance(present, DTensor) else local
+        if size == tuple(parameter.shape):
+            local = torch.zeros(own.shape, dtype=dtype, device=own.device)
+            return as_part_of(parameter, local, size) if isinstance(parameter, DTensor) else local
+        return torch.zeros(size, dtype=dtype, device=own.device if size else "cpu")
+
+    def restore(self, loaded: dict[str, Any]) -> None:
+        """Take what was loaded into ``target``; masters are loaded in place already."""
+        values = loaded["values"]
+        saved = {frozenset(group["params"]): group for group in values["groups"]}
+        numbers = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
+        groups = [{**saved[frozenset(group)], "params": [numbers[name] for name in group]} for group in self.groups]
+        state: dict[int, dict[str, Any]] = {}
+        for found in (loaded["state"], values["state"]):
+            for name, of_name in found.items():
+                state.setdefault(numbers[name], {}).update(of_name)
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        if isinstance(self.optimizer, MasterWeights):
+            self.optimizer._share_groups()

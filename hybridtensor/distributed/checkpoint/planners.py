@@ -1,0 +1,151 @@
+"""Planners for ``torch.distributed.checkpoint`` that store converted weights as plain tensors.
+
+::
+
+    dcp.save(state, checkpoint_id=path, planner=HybridSavePlanner())
+    dcp.load(state, checkpoint_id=path, planner=HybridLoadPlanner())
+
+Master weights need them only where a state holds the weights themselves: ``state_dict()`` of a converted model already
+has their plain tensors. Of persistent weights every tensor of every face is stored, and is loaded into its memory.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+
+from hybridtensor.distributed.plain import followers, part, plain
+from hybridtensor.subclasses import HybridTensor
+
+
+class Opaque:
+    """A value that is stored whole, whatever it is made of.
+
+    Attributes:
+        value: The value; of what ``torch.load(weights_only=True)`` admits.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class HybridSavePlanner(DefaultSavePlanner):
+    """Stores converted weights as plain tensors; see the module's docstring."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See ``SavePlanner``."""
+        self._staged: dict[tuple[str, Any], Any] = {}
+        super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
+
+    def stage(self, plan: SavePlan) -> None:
+        """Copy all that ``plan`` writes to the host, so that it may change before it is written."""
+        for item in plan.items:
+            data = self.resolve_data(item)
+            if isinstance(data, Tensor):
+                data = data.detach().to("cpu", copy=True)
+            self._staged[item.index.fqn, item.index.offset] = data
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """See ``SavePlanner``."""
+        staged = self._staged.get((write_item.index.fqn, write_item.index.offset))
+        return super().resolve_data(write_item) if staged is None else staged
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """See ``DefaultSavePlanner``."""
+        if write_item.type == WriteItemType.BYTE_IO and isinstance(object, Opaque):
+            object = object.value
+        return super().transform_object(write_item, object)
+
+
+class HybridLoadPlanner(DefaultLoadPlanner):
+    """Loads what ``HybridSavePlanner`` stored, in place; reads no pickle that could run code.
+
+    Raises:
+        ValueError: If a tensor that is to be loaded has no memory, or is stored with another shape.
+        RuntimeError: If something is not in the checkpoint.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See ``LoadPlanner``."""
+        super().set_up_planner(plain(state_dict), metadata, is_coordinator)
+        for name, value in self.state_dict.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"checkpoint: tensors with memory are required, got {name} on meta; call to_empty first"
+                )
+        self.original_state_dict = state_dict
+        self._followers: dict[str, tuple[Tensor, Tensor]] = {}
+        _collect_followers(state_dict, "", self._followers)
+
+    def create_local_plan(self) -> LoadPlan:
+        """See ``LoadPlanner``."""
+        if self.metadata is None:
+            raise RuntimeError("checkpoint: metadata is required, got none; call set_up_planner with it")
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+    def misfits(self, *, casts: bool) -> list[str]:
+        """Return what of the state is not in the checkpoint as it is wanted.
+
+        Args:
+            casts: Whether another floating-point dtype will do.
+        """
+        if self.metadata is None:
+            return []
+        found = []
+        for name, value in self.state_dict.items():
+            stored: Any = self.metadata.state_dict_metadata.get(name)
+            is_tensor = isinstance(stored, TensorStorageMetadata)
+            if stored is None:
+                found.append(f"{name} is not in it")
+            elif is_tensor != isinstance(value, Tensor):
+                found.append(f"{name} is {'a tensor' if is_tensor else 'no tensor'} in it")
+            elif is_tensor and tuple(stored.size) != tuple(value.shape):
+                found.append(f"{name} is {tuple(stored.size)} in it, {tuple(value.shape)} here")
+            elif is_tensor and not _fits(stored.properties.dtype, value.dtype, casts):
+                found.append(f"{name} is {stored.properties.dtype} in it, {value.dtype} here")
+        return found
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See ``LoadPlanner``."""
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        holder: Any = self.original_state_dict
+        for key in path:
+            holder = holder[key]
+        holder[last] = loaded
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """See ``LoadPlanner``."""
+        pair = self._followers.get(read_item.dest_index.fqn)
+        if pair is not None:
+            pair[1].copy_(pair[0])
+
+
+def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
+    high = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return stored == wanted or (casts and stored in high and wanted in high)
+
+
+def _collect_followers(state: Any, prefix: str, found: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Find what must be copied after loading, by the names that things are stored under."""
+    if isinstance(state, Tensor):
+        if isinstance(part(state), HybridTensor):
+            found.update({f"{prefix}{name}": pair for name, pair in followers(state).items()})
+        return
+    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    for name, value in pairs:
+        _collect_followers(value, f"{prefix}{name}.", found)

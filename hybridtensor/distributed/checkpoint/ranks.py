@@ -1,0 +1,115 @@
+"""Ranks that do one thing together: all of them finish it, or all of them raise."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_groups: weakref.WeakKeyDictionary[Any, dict[datetime.timedelta, Any]] = weakref.WeakKeyDictionary()
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone.
+
+    They talk through a gloo group of their own, which stays for the next time: ending one while a rank still reads what
+    another sent can lose it. A rank that loses another one does end it, and so lets go of all others at once.
+
+    Args:
+        who: What they do, for errors.
+        group: Process group; None is all ranks.
+        timeout: How long to wait for a rank.
+
+    Attributes:
+        rank: This rank, in the group.
+        size: How many they are.
+    """
+
+    def __init__(self, who: str, group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> None:
+        self.who = who
+        self.rank, self.size = 0, 1
+        self._group: Any = None
+        self._known: dict[datetime.timedelta, Any] = {}
+        self._timeout = timeout
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.size > 1:
+            parent: Any = dist.group.WORLD if group is None else group
+            self._known = _groups.setdefault(parent, {})
+            self._group = self._known.get(timeout)
+            if self._group is None:
+                self._group = self._known[timeout] = self._new_group(dist.get_process_group_ranks(parent))
+
+    def _new_group(self, members: list[int]) -> Any:
+        try:
+            return dist.new_group(members, self._timeout, backend="gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            self._lost(error)
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank and return what it gave on each; small things, because they are sent.
+
+        Raises:
+            ValueError: If ``work`` raised one on the first rank that raised anything, on every rank.
+            TypeError: Likewise.
+            RuntimeError: If it raised anything else, or a rank is gone.
+        """
+        mine: tuple[str, str, Any]
+        raised: BaseException | None = None
+        try:
+            mine = ("", "", work())
+        except BaseException as error:  # the others wait for this rank, also when it is interrupted
+            raised, mine = error, (type(error).__name__, str(error), None)
+        answers: list[tuple[str, str, Any]] = [mine]
+        if self.size > 1:
+            answers = [mine] * self.size
+            try:
+                dist.all_gather_object(answers, mine, group=self._group)
+            except RuntimeError as error:
+                self._lost(raised or error)
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised
+        failed = [(rank, kind, text) for rank, (kind, text, _) in enumerate(answers) if kind]
+        if failed:
+            raise _KINDS.get(failed[0][1], RuntimeError)(self._summary(failed)) from raised
+        return [result for _, _, result in answers]
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on every rank and return what it gave on this one; nothing is sent but errors."""
+        done: list[T] = []
+        self.gather(lambda: done.append(work()))
+        return done[0]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on the first rank and return what it gave, on every rank."""
+        results: list[Any] = self.gather(lambda: work() if self.rank == 0 else None)
+        first: T = results[0]
+        return first
+
+    def _summary(self, failed: list[tuple[int, str, str]]) -> str:
+        """Return one text of what the ranks that failed said."""
+        texts: dict[str, list[int]] = {}
+        for rank, kind, text in failed:
+            known = kind in _KINDS or text.startswith("checkpoint.")
+            texts.setdefault(text if known else f"{self.who}: {kind}: {text}", []).append(rank)
+        if self.size == 1:
+            return next(iter(texts))
+        return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
+
+    def _lost(self, error: BaseException) -> NoReturn:
+        group, self._group = self._group, None
+        self._known.pop(self._timeout, None)
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+        raise RuntimeError(
+            f"{self.who}: all {self.size} ranks are required to the end, got no answer from one to rank {self.rank}; "
+            f"start again from the last good step ({error})"
+        ) from error

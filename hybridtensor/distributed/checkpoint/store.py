@@ -1,0 +1,417 @@
+"""A folder of checkpoints, one per step, that survives what happens to runs and disks.
+
+A step is written into a hidden folder, every file with a digest; then a manifest; then everything is brought to the
+disk and the folder is renamed. A step that is there was finished, and its manifest tells whether it is still what was
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import shutil
+import threading
+import uuid
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from hybridtensor.distributed.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    digest_file,
+    problems,
+    step_path,
+    steps,
+    sync_folder,
+    versions,
+    write_synced,
+)
+from hybridtensor.distributed.checkpoint.metadata import METADATA, SafeReader, Writer, read_metadata
+from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner, HybridSavePlanner
+from hybridtensor.distributed.checkpoint.ranks import Ranks
+from hybridtensor.distributed.checkpoint.training import Restoration, Training
+
+_PARTIAL, _REPLACED = ".partial-", ".replaced-"
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass
+class _Write:
+    """A step that is planned and not yet written."""
+
+    ranks: Ranks
+    root: Path
+    folder: Path
+    manifest: Manifest
+    writer: Writer
+    planner: HybridSavePlanner
+    plan: SavePlan
+    metadata: Metadata | None
+
+    def run(self) -> Path:
+        """Write the step and give it its name."""
+        results, files = self.ranks.each(self._write_own)
+        everything = self.ranks.gather(lambda: (results, files))
+        return self.ranks.first(lambda: self._publish(everything))
+
+    def _write_own(self) -> tuple[Any, dict[str, tuple[int, str]]]:
+        results = self.writer.write_data(self.plan, self.planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        return results, {name: digest_file(self.folder / name, sync=True) for name in sorted(names)}
+
+    def _publish(self, everything: list[tuple[Any, dict[str, tuple[int, str]]]]) -> Path:
+        """Finish the folder, bring it to the disk, and rename it; on the first rank."""
+        if self.metadata is None:
+            raise RuntimeError("checkpoint.save: the first rank has the metadata, got none")
+        self.writer.finish(self.metadata, [results for results, _ in everything])
+        for _, files in everything:
+            self.manifest.files.update(files)
+        self.manifest.files[METADATA] = digest_file(self.folder / METADATA, sync=True)
+        write_synced(self.folder / MANIFEST, self.manifest.to_json())
+        sync_folder(self.folder)
+        target = step_path(self.root, self.manifest.step)
+        replaced = None
+        if target.exists():
+            replaced = target.with_name(f".{target.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
+            target.rename(replaced)
+        self.folder.rename(target)
+        sync_folder(self.root)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        return target
+
+    def clean(self) -> None:
+        """Remove what a failure left."""
+        if self.ranks.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    state: dict[str, Any],
+    *,
+    faces: bool = True,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> Path:
+    """Write a checkpoint into a new folder of ``directory``; it is there whole, or not at all.
+
+    All ranks call it, after ``step_``. A failure on one, a full disk say, is an error on all; steps that are there
+    stay. The previous ``async_save`` of this process is waited for.
+
+    Args:
+        directory: Folder of a run's checkpoints, which all ranks see and no other run writes to.
+        step: Its number.
+        state: Names to modules, optimizers of their parameters (also ``optim.MasterWeights``), objects with
+            ``state_dict`` and ``load_state_dict``, and data: tensors, numbers, lists, dictionaries. Other than shards,
+            it is the same on all ranks.
+        faces: Store the faces of persistent weights. Without, those that follow from an fp32 master that is stored
+            (not with delayed scales or random rounding) are quantized again when loaded: the same bits, if a step was
+            taken since the last ``set_config_``.
+        overwrite: Replace a step that is there. A damaged one is replaced anyway.
+        group: Process group; None is all ranks.
+        timeout: How long to wait for the slowest rank.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the step is there already, or the state cannot be saved.
+        RuntimeError: If writing fails on a rank, or a rank is gone; on every rank.
+    """
+    _wait_for_previous()
+    ranks = Ranks("checkpoint.save", group, timeout)
+    with _planned(ranks, directory, step, state, faces, overwrite) as write:
+        return write.run()
+
+
+class Saving:
+    """A checkpoint that is being written in the background; see ``async_save``."""
+
+    def __init__(self, write: _Write) -> None:
+        self._write = write
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._asked = False
+        self._thread = threading.Thread(target=self._run, name="hybridtensor-checkpoint")
+
+    def _run(self) -> None:
+        try:
+            self._path = self._write.run()
+        except BaseException as error:  # raised again where the result is asked for
+            self._error = error
+            self._write.clean()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait for the end and return the folder of the step.
+
+        Raises:
+            RuntimeError: What ``save`` would have raised.
+        """
+        self._asked = True
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._write.root if self._path is None else self._path
+
+
+_previous: list[Saving] = []
+
+
+def _wait_for_previous() -> None:
+    """Wait for the last background save, and raise what went wrong in it if nobody asked."""
+    while _previous:
+        saving = _previous.pop()
+        asked = saving._asked
+        saving._thread.join()
+        if not asked:
+            saving.result()
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    step: int,
+    state: dict[str, Any],
+    *,
+    faces: bool = True,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> Saving:
+    """Copy the state to the host, and write it as ``save`` does while training goes on.
+
+    What changes after the call is not in it. Only one is under way at a time: the next one waits, and raises what went
+    wrong if ``result`` was not asked.
+
+    Args:
+        directory: See ``save``; so are the others.
+        step: See ``save``.
+        state: See ``save``.
+        faces: See ``save``.
+        overwrite: See ``save``.
+        group: See ``save``.
+        timeout: See ``save``.
+
+    Returns:
+        The save under way; ``result()`` waits for it.
+
+    Raises:
+        TypeError: As ``save``; so are the others. What goes wrong while writing is raised by ``result()``.
+        ValueError: As ``save``.
+        RuntimeError: As ``save``.
+    """
+    _wait_for_previous()
+    ranks = Ranks("checkpoint.async_save", group, timeout)
+    with _planned(ranks, directory, step, state, faces, overwrite) as write:
+        ranks.each(lambda: write.planner.stage(write.plan))
+    saving = Saving(write)
+    _previous.append(saving)
+    saving._thread.start()
+    return saving
+
+
+@contextlib.contextmanager
+def _planned(
+    ranks: Ranks, directory: str | os.PathLike[str], step: int, state: dict[str, Any], faces: bool, overwrite: bool
+) -> Iterator[_Write]:
+    """Decide which rank writes what; remove the unfinished folder if anything fails."""
+    folder: Path | None = None
+    try:
+        root, training = ranks.each(lambda: (_root(directory, step), Training(state)))
+        folder = ranks.first(lambda: _new_folder(root, step, overwrite))
+        yield _plan(ranks, root, folder, step, training, faces)
+    except BaseException:
+        if folder is not None and ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _plan(ranks: Ranks, root: Path, folder: Path, step: int, training: Training, faces: bool) -> _Write:
+    recipes = ranks.gather(lambda: (training.weights, training.kinds, training.groups))
+    if any(other != recipes[0] for other in recipes):
+        different = [rank for rank, other in enumerate(recipes) if other != recipes[0]]
+        raise ValueError(
+            f"{ranks.who}: the same weights, recipes and entries are required on all ranks, got others on ranks "
+            f"{different} than on rank 0; convert the model alike everywhere"
+        )
+    manifest = Manifest(
+        step, ranks.size, versions(), training.kinds, training.weights, training.recipes, training.groups
+    )
+    writer, planner = Writer(folder), HybridSavePlanner()
+
+    def own_plan() -> SavePlan:
+        planner.set_up_planner(training.collect(faces=faces), writer.storage_meta(), ranks.rank == 0)
+        writer.set_up_storage_writer(ranks.rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    plans = ranks.gather(own_plan)
+
+    def all_plans() -> tuple[list[SavePlan], Metadata]:
+        made, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(made), metadata
+
+    made, metadata = ranks.first(all_plans)
+    plan = planner.finish_plan(made[ranks.rank])
+    return _Write(ranks, root, folder, manifest, writer, planner, plan, metadata)
+
+
+def _root(directory: str | os.PathLike[str], step: int | None) -> Path:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"checkpoint: a folder is required, got {directory!r}")
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        raise TypeError(f"checkpoint: the number of a step is required, got {step!r}")
+    if step is not None and step < 0:
+        raise ValueError(f"checkpoint: the number of a step, 0 or more, is required, got {step}")
+    return Path(directory)
+
+
+def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
+    """Make the hidden folder that a step is written into, and remove those that crashes left."""
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        sync_folder(root.parent)
+    target = step_path(root, step)
+    if target.exists() and not overwrite and not problems(target):
+        raise ValueError(f"checkpoint.save: a step that is not there yet is required, got {step} with {target}; "
+                         "pass overwrite=True to replace it")  # fmt: skip
+    for old in root.glob(".step_*"):
+        if _PARTIAL in old.name or _REPLACED in old.name:
+            shutil.rmtree(old, ignore_errors=True)
+    folder = root / f".{target.name}{_PARTIAL}{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def load(
+    directory: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    any_recipe: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> int:
+    """Load the newest step that is what was written, on any number of ranks, into ``state``, and return its number.
+
+    Digests, recipes, names and shapes are checked before anything is written. Damaged steps are skipped with a warning.
+    Nothing in a checkpoint is executed.
+
+    Args:
+        directory: What ``save`` was given.
+        state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in place, other data is
+            replaced in this dictionary.
+        step: Load this one, and no other.
+        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
+            loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
+        group: Process group; None is all ranks.
+        timeout: How long to wait for the slowest rank.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the checkpoint is of another recipe, or names, shapes or dtypes differ; on every rank.
+        RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on every rank.
+    """
+    _wait_for_previous()
+    ranks = Ranks("checkpoint.load", group, timeout)
+    root, training = ranks.each(lambda: (_root(directory, step), Training(state)))
+    number, path = _newest(ranks, root, step)
+    planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))
+    ranks.each(lambda: _read(path, planner, metadata))
+    ranks.each(restoration.finish)
+    return number
+
+
+def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
+    """Return the newest step that is what was written, or ``step``."""
+    found = ranks.first(lambda: steps(root))
+    if step is not None:
+        found = {number: path for number, path in found.items() if number == step}
+    reasons: list[str] = []
+    for number, path in found.items():
+        told = ranks.gather(functools.partial(problems, path, share=(ranks.rank, ranks.size)))
+        wrong = list(dict.fromkeys(text for texts in told for text in texts))
+        if not wrong:
+            for reason in reasons:
+                warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
+            return number, path
+        reasons.append("; ".join(wrong))
+    wanted = "a step" if step is None else f"step {step}"
+    raise RuntimeError(
+        f"checkpoint.load: {wanted} that is what was written is required in {root}, got {' | '.join(reasons) or 'none'}"
+    )
+
+
+def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
+    """Return how to load a step, after checking everything that can be without changing anything."""
+    manifest = Manifest.read(path)
+    metadata = read_metadata(path, manifest.files)
+    different = training.differences(manifest)
+    if different and not any_recipe:
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+        raise ValueError(
+            f"checkpoint.load: a checkpoint of the same recipes is required, got {path.name} with "
+            f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
+        )
+    restoration = training.restoration(manifest, metadata)
+    planner = HybridLoadPlanner()
+    planner.set_up_planner(restoration.target, metadata)
+    _check(path, planner, restoration, metadata, any_recipe)
+    return planner, restoration, metadata
+
+
+def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> None:
+    reader = SafeReader(path)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    with torch.no_grad():
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _check(
+    path: Path, planner: HybridLoadPlanner, restoration: Restoration, metadata: Metadata, any_recipe: bool
+) -> None:
+    wrong = planner.misfits(casts=any_recipe)
+    wrong += [f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"checkpoint.load: a checkpoint of the same names, shapes and dtypes is required, got {path.name} where "
+            f"{'; '.join(wrong[:5])}{more}; build the model and optimizer as they were"
+        )
+
+
+def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
+    """Read every step in ``directory``, or the one that it is, and return what is wrong with each, the newest first.
+
+    A step with an empty list is what was written.
+
+    Raises:
+        TypeError: If ``directory`` is not a path.
+    """
+    root = _root(directory, None)
+    found = steps(root)
+    if not found:
+        found = {number: path for number, path in steps(root.parent).items() if path.name == root.name}
+    return {number: problems(path) for number, path in found.items()}
+
+
+def latest(directory: str | os.PathLike[str]) -> int | None:
+    """Return the number of the newest step that is what was written, or None."""
+    return next((number for number, path in steps(_root(directory, None)).items() if not problems(path)), None)

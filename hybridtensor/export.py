@@ -1,0 +1,254 @@
+"""Weights as safetensors files: in high precision for any other tool, or quantized as they are used.
+
+Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.distributed.plain import as_part_of, follows_rowwise, named_buffers, named_parameters, part
+from hybridtensor.formats import get_format
+from hybridtensor.optim import MasterWeights
+from hybridtensor.state import Context
+from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_KEY, _VERSION = "hybridtensor", 1
+
+
+def export_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    dtype: str = "bf16",
+    *,
+    columnwise: bool = False,
+    masters: MasterWeights | None = None,
+) -> Path:
+    """Write the weights of ``model`` into one safetensors file, which is there whole or not at all.
+
+    In high precision the file has the names and plain tensors of the model without quantization, so that Hugging Face
+    and everything else reads it. Buffers stay what they are; what quantizers remember is left out. Of tied weights the
+    first name is written, and the metadata names it for each other one, as ``safetensors.torch.save_model`` does.
+
+    Of a sharded model, all ranks call it, and the first one writes.
+
+    Args:
+        model: Any module.
+        path: The file; an existing one is replaced.
+        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``: floating-point tensors in it. ``"quantized"``: converted weights as
+            elements and scales, ``<name>.rowwise.qdata`` and so on, with formats in the metadata;
+            ``load_safetensors`` reads them.
+        columnwise: Write columnwise faces too, which only training needs.
+        masters: Optimizer that has the fp32 values of persistent weights; without it, they are dequantized.
+
+    Returns:
+        The file.
+
+    Raises:
+        ImportError: If ``safetensors`` is not installed.
+        TypeError: If ``model`` is no module, or ``masters`` no ``MasterWeights``.
+        ValueError: If ``dtype`` is unknown.
+        NotImplementedError: If a quantized export is asked of a sharded model.
+    """
+    library = _safetensors()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export_safetensors: a module is required, got {type(model).__name__}")
+    if masters is not None and not isinstance(masters, MasterWeights):
+        raise TypeError(f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}")
+    if dtype not in (*DTYPES, "quantized"):
+        raise ValueError(f"export_safetensors: a dtype of {[*DTYPES, 'quantized']} is required, got {dtype!r}")
+    of = {
+        id(parameter): master.detach() for parameter, master in ({} if masters is None else masters.masters()).items()
+    }
+    tensors: dict[str, Tensor] = {}
+    metadata = {"format": "pt"}
+    weights: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, value, first in _named(model):
+            weight = part(value)
+            if first != name:
+                metadata[name] = first
+            elif dtype == "quantized" and isinstance(weight, (MasterWeight, HybridTensor)):
+                weights[name] = _add_faces(tensors, name, value, columnwise)
+            else:
+                tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))
+    if dtype == "quantized":
+        metadata[_KEY] = json.dumps({"version": _VERSION, "weights": weights}, sort_keys=True)
+    target = Path(path)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        _write(library, {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata, target)
+    return target
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield all that is exported: name, tensor, and the first name of the same tensor."""
+    first: dict[int, str] = {}
+    for name, value in (*named_parameters(model), *named_buffers(model)):
+        if f".{name}".rpartition(".")[0].rpartition(".")[2] != "quantization_state":
+            yield name, value, first.setdefault(id(value), name)
+
+
+def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Return the whole tensor, in ``dtype`` if it is a floating-point one."""
+    weight = part(value).detach()
+    if isinstance(weight, HybridTensor):
+        original = part(value).original
+        weight = weight.dequantize() if original is None else original
+        weight = part(masters.get(id(value), weight))
+    elif isinstance(weight, MasterWeight):
+        weight = weight.master
+    if dtype is not None and weight.is_floating_point():
+        weight = weight.to(dtype)
+    whole: Tensor = weight
+    if isinstance(value, DTensor):
+        whole = as_part_of(value, weight, tuple(value.shape)).full_tensor()
+    return whole.clone() if whole is part(value) or whole is getattr(part(value), "master", None) else whole
+
+
+def _add_faces(tensors: dict[str, Tensor], name: str, value: Any, columnwise: bool) -> dict[str, Any]:
+    """Add the tensors of a weight's faces; return what they are."""
+    if isinstance(value, DTensor):
+        raise NotImplementedError(
+            f"export_safetensors: whole weights are required for a quantized export, got a shard of {name}; load the "
+            "checkpoint in one process and export there"
+        )
+    weight = value if isinstance(value, HybridTensor) else _quantized(value, columnwise)
+    told: dict[str, Any] = {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch."), "faces": {}}
+    if value.config is not None:
+        told |= {"recipe": str(value.config), "fingerprint": value.config.fingerprint()}
+    directions = ("rowwise", "columnwise") if columnwise else ("rowwise",)
+    for direction in directions:
+        face = getattr(weight, direction)
+        if direction == "columnwise" and follows_rowwise(weight):
+            told["faces"][direction] = {"follows": "rowwise"}
+        elif face is not None:
+            told["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)
+    if not told["faces"]:
+        raise ValueError(f"export_safetensors: a rowwise face is required, got {name} without; pass columnwise=True")
+    return told
+
+
+def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
+    """Quantize a master weight as the next forward would, without taking note of it."""
+    context = Context("weight", weight.state, record=False)
+    made: HybridTensor = weight.config.weight.quantize(weight.master, columnwise=columnwise, context=context)
+    return made
+
+
+def _add_face(tensors: dict[str, Tensor], prefix: str, face: Face) -> dict[str, Any]:
+    if isinstance(face, IdentityTensor):
+        if isinstance(face.source, QuantizedTensor):
+            return {"of": _add_face(tensors, f"{prefix}.source", face.source)}
+        tensors[f"{prefix}.source"] = face.source.clone()
+        return {"format": face.format.name}
+    for part_name in face.parts()[0]:
+        tensor = getattr(face, part_name)
+        if tensor.dtype == torch.float8_e8m0fnu:  # exponents: not every reader knows the dtype
+            tensor = tensor.view(torch.uint8)
+        tensors[f"{prefix}.{part_name}"] = tensor.clone()
+    return {"format": face.format.name, "axis": face.axis}
+
+
+def load_safetensors(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each quantized weight.
+
+    They have no recipe, and can be dequantized, multiplied, or loaded into a persistent weight of the same formats with
+    ``load_state_dict``.
+
+    Raises:
+        ImportError: If ``safetensors`` is not installed.
+        ValueError: If the file names a format that is not known, lacks a tensor, or has one of another shape or dtype.
+    """
+    library = _safetensors()
+    with library.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        told = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
+        if told["version"] != _VERSION:
+            raise ValueError(f"version {_VERSION} is required, got {told['version']}")
+        for name, weight in told["weights"].items():
+            size, dtype = tuple(int(n) for n in weight["shape"]), _dtype(weight["dtype"])
+            faces: dict[str, Face] = {}
+            for direction, face in sorted(weight["faces"].items(), reverse=True):  # the rowwise one first
+                if face.get("follows") == "rowwise":
+                    row = faces["rowwise"]
+                    faces[direction] = IdentityTensor(row.source if isinstance(row, IdentityTensor) else row)
+                else:
+                    faces[direction] = _take_face(tensors, f"{name}.{direction}", face, size, dtype)
+            tensors[name] = HybridTensor(faces.get("rowwise"), faces.get("columnwise"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"load_safetensors: a file of export_safetensors is required, got {path}: {error}") from error
+    for name, first in metadata.items():
+        if name not in ("format", _KEY) and first in tensors:
+            tensors[name] = tensors[first]
+    return tensors
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
+    if found is None:
+        raise ValueError(f"a high-precision dtype is required, got {name!r}")
+    return found
+
+
+def _take_face(
+    tensors: dict[str, Tensor], prefix: str, told: dict[str, Any], size: tuple[int, ...], dtype: torch.dtype
+) -> Face:
+    """Take the tensors of one face out of ``tensors``."""
+    if "of" in told:
+        source = _take_face(tensors, f"{prefix}.source", told["of"], size, dtype)
+        return IdentityTensor(source)
+    fmt = get_format(told["format"])
+    if fmt.is_identity:
+        return IdentityTensor(_take(tensors, f"{prefix}.source", size, dtype))
+    axis = told["axis"]
+    if axis not in (-1, 0) or len(size) != 2:
+        raise ValueError(f"{prefix}: a matrix and axis -1 or 0 are required, got {size} and {axis!r}")
+    other, contraction = size if axis == -1 else size[::-1]
+    second = fmt.tensor_scale_shape(other, contraction)
+    qdata = _take(tensors, f"{prefix}.qdata", (other, contraction // fmt.elements_per_byte), fmt.storage)
+    scale = _take(tensors, f"{prefix}.scale", fmt.scale_shape(other, contraction), fmt.scale_dtype)
+    tensor_scale = None if second is None else _take(tensors, f"{prefix}.tensor_scale", second, torch.float32)
+    return QuantizedTensor(qdata, scale, tensor_scale, fmt, axis, dtype, size)
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    tensor = tensors.pop(name)
+    if dtype == torch.float8_e8m0fnu and tensor.dtype == torch.uint8:
+        tensor = tensor.view(dtype)
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(f"{name}: {tuple(shape)} of {dtype} are required, got {tuple(tensor.shape)} of {tensor.dtype}")
+    return tensor
+
+
+def _write(library: Any, tensors: dict[str, Tensor], metadata: dict[str, str], target: Path) -> None:
+    """Write a file under another name, bring it to the disk, and rename it."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        library.torch.save_file(tensors, partial, metadata=metadata)
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "export_safetensors: the package safetensors is required; pip install hybridtensor[export]"
+        ) from error
+    return safetensors

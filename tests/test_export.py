@@ -1,0 +1,190 @@
+"""Weights as safetensors: what other tools read, and what is read back here."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor.subclasses.wrapper import flatten
+
+RECIPES = list(ht.recipes.RECIPES)
+
+
+def make(spec, persistent=False, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 256), nn.BatchNorm1d(256), nn.Linear(256, 128))
+    return ht.quantize_(model, spec, persistent=persistent) if spec else model
+
+
+def metadata(path):
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_high_precision_is_the_plain_model(spec, dtype, tmp_path):
+    model, plain = make(spec), make(None)
+    path = ht.export_safetensors(model, tmp_path / "model.safetensors", dtype)
+    assert metadata(path) == {"format": "pt"}
+    read, wanted = load_file(path), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    expected = {k: v.to(wanted) if v.is_floating_point() else v for k, v in plain.state_dict().items()}
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[k], v) and read[k].dtype == v.dtype for k, v in expected.items())
+    plain.load_state_dict(read)
+
+
+def test_an_export_into_the_models_own_dtype_is_a_copy(tmp_path):
+    model = make("fp8")
+    path = ht.export_safetensors(model, tmp_path / "a.safetensors", "fp32")
+    before = model[0].weight.master.clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(load_file(path)["0.weight"], before)
+
+
+def test_persistent_weights_give_their_masters_or_what_they_hold(tmp_path):
+    model = make("fp8", persistent=True)
+    originals = make(None).state_dict()["0.weight"]
+    first = load_file(ht.export_safetensors(model, tmp_path / "a", "fp32"))["0.weight"]
+    assert torch.equal(first, originals)  # trainable ones hold on to it
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    held = load_file(ht.export_safetensors(model, tmp_path / "b", "fp32"))["0.weight"]
+    masters = load_file(ht.export_safetensors(model, tmp_path / "c", "fp32", masters=optimizer))["0.weight"]
+    assert torch.equal(held, model[0].weight.dequantize())
+    assert torch.equal(masters, originals)
+    assert not torch.equal(held, masters)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_reads_back_bit_for_bit(recipe, tmp_path):
+    persistent = make(recipe, persistent=True)
+    expected = persistent[0].weight
+    for model in (persistent, make(recipe)):
+        path = ht.export_safetensors(model, tmp_path / "model.safetensors", "quantized", columnwise=True)
+        weight = ht.load_safetensors(path)["0.weight"]
+        pairs = zip(flatten(weight)[0], flatten(expected.detach())[0], strict=True)
+        assert all(same(a.contiguous(), b.contiguous()) for a, b in pairs)
+        assert str(weight.columnwise) == str(expected.columnwise)
+        told = json.loads(metadata(path)["hybridtensor"])["weights"]["0.weight"]
+        assert told["recipe"] == str(expected.config)
+        assert told["faces"]["rowwise"]["format"] == expected.rowwise.format.name
+    assert torch.equal(weight.dequantize(), expected.dequantize())
+    assert torch.equal(weight.columnwise.dequantize(), expected.columnwise.dequantize())
+
+
+def test_quantized_loads_into_a_persistent_model(tmp_path):
+    path = ht.export_safetensors(make("mxfp8"), tmp_path / "model.safetensors", "quantized", columnwise=True)
+    model = make("mxfp8", persistent=True, seed=1)
+    model.load_state_dict(ht.load_safetensors(path))
+    assert torch.equal(model[2].weight.detach(), make("mxfp8", persistent=True)[2].weight.detach())
+
+
+def test_only_the_rowwise_face_is_written_unless_asked(tmp_path):
+    path = ht.export_safetensors(make("fp8"), tmp_path / "model.safetensors", "quantized")
+    assert {name for name in load_file(path) if name.startswith("0.weight")} == {
+        "0.weight.rowwise.qdata", "0.weight.rowwise.scale",
+    }  # fmt: skip
+    assert ht.load_safetensors(path)["0.weight"].columnwise is None
+
+
+def test_exporting_takes_no_note_in_delayed_scaling(tmp_path):
+    model = make("fp8_delayed")
+    ht.export_safetensors(model, tmp_path / "model.safetensors", "quantized")
+    assert not model[0].quantization_state.amax.any()
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    model = nn.ModuleDict({"embed": nn.Embedding(32, 32), "out": nn.Linear(32, 32, bias=False)})
+    model["out"].weight = model["embed"].weight
+    ht.quantize_(model, "fp8")
+    for dtype in ("bf16", "quantized"):
+        path = ht.export_safetensors(model, tmp_path / dtype, dtype)
+        assert metadata(path)["out.weight"] == "embed.weight"
+        assert {name.partition(".")[0] for name in load_file(path)} == {"embed"}
+        read = ht.load_safetensors(path)
+        assert read["out.weight"] is read["embed.weight"]
+
+
+def test_names_are_those_of_the_model_that_nothing_wraps(tmp_path):
+    path = ht.export_safetensors(torch.compile(make("fp8")), tmp_path / "model.safetensors")
+    assert "0.weight" in load_file(path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_hugging_face_loads_it(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's loader is tested with transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path)
+    ht.export_safetensors(ht.quantize_(model, "fp8"), tmp_path / "model.safetensors")
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+class TestBadInput:
+    def test_arguments(self, tmp_path):
+        model, path = make("fp8"), tmp_path / "a"
+        with pytest.raises(ValueError, match=r"a dtype of \['bf16', .*'quantized'\] is required, got 'int4'"):
+            ht.export_safetensors(model, path, "int4")
+        with pytest.raises(TypeError, match="a module is required, got dict"):
+            ht.export_safetensors({}, path)
+        with pytest.raises(TypeError, match=r"optim.MasterWeights are required, got AdamW"):
+            ht.export_safetensors(model, path, masters=torch.optim.AdamW(model.parameters()))
+        assert not list(tmp_path.iterdir())
+
+    def test_files(self, tmp_path):
+        path = ht.export_safetensors(make("mxfp8"), tmp_path / "a", "quantized")
+        tensors, told = load_file(path), metadata(path)
+        cases = {
+            "unknown format 'mxfp9'": (tensors, told | {"hybridtensor": told["hybridtensor"].replace("mxfp8_e4m3", "mxfp9")}),
+            "0.weight.rowwise.scale": ({k: v for k, v in tensors.items() if "scale" not in k}, told),
+            r"\(256, 4\) of torch.float8_e8m0fnu are required, got \(256, 3\)": (
+                tensors | {"0.weight.rowwise.scale": tensors["0.weight.rowwise.scale"][:, :3].contiguous()}, told,
+            ),
+            "version 1 is required, got 2": (tensors, told | {"hybridtensor": '{"version": 2}'}),
+            "a high-precision dtype is required, got 'int8'": (
+                tensors, told | {"hybridtensor": told["hybridtensor"].replace("float32", "int8")},
+            ),
+        }  # fmt: skip
+        for message, (contents, header) in cases.items():
+            save_file(contents, tmp_path / "b", metadata=header)
+            with pytest.raises(ValueError, match=message):
+                ht.load_safetensors(tmp_path / "b")
+
+    def test_a_failed_write_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = ht.export_safetensors(make("fp8"), tmp_path / "a")
+        before = path.read_bytes()
+
+        def full(tensors, filename, metadata):
+            filename.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            ht.export_safetensors(make("fp8", seed=1), path)
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_without_the_package(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+        with pytest.raises(ImportError, match=r"pip install hybridtensor\[export\]"):
+            ht.export_safetensors(make("fp8"), tmp_path / "a")
