@@ -64,7 +64,7 @@ def training(recipe: str, mode: str, kind: str) -> Callable[[], None]:
 
 
 def gathering(step: Callable[[], None], kind: str) -> float:
-    """Return the milliseconds that all-gathers take on the device in one step."""
+    """Return the milliseconds that all-gathers take on the device in one step, with what they wait for other ranks."""
     if kind != "cuda":
         return 0.0
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
@@ -92,7 +92,7 @@ def measure(mode: str, kind: str, repeats: int) -> list[dict[str, Any]]:
 
 def row(mode: str, recipe: str, ms: float, base: float, tokens: int, gather: float) -> dict[str, Any]:
     """Return one line of the table."""
-    speed = {"tokens/s per rank": tokens / ms * 1e3, "over BF16": base / ms, "all-gather ms": gather}
+    speed = {"tokens/s per rank": tokens / ms * 1e3, "over BF16": base / ms, "all-gather ms, with waiting": gather}
     return {"mode": mode, "recipe": recipe, "ms": ms, **speed}
 
 

@@ -90,6 +90,13 @@ def test_end_to_end_table():
     ]
 
 
+def test_fsdp_table():
+    rows = results("fsdp_2_ranks_nvidia_h200")["rows"]
+    assert table("fsdp_2_ranks_nvidia_h200") == [
+        [r["mode"], r["recipe"], f"{r['tokens/s per rank']:.0f}", f"{r['over BF16']:.2f}x"] for r in rows
+    ]
+
+
 def test_convergence_table():
     record = results("convergence_nvidia_h200")
     assert table("convergence_nvidia_h200") == [
