@@ -111,7 +111,7 @@ def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtyp
     whole: Tensor = weight
     if isinstance(value, DTensor):
         whole = as_part_of(value, weight, tuple(value.shape)).full_tensor()
-    return whole.clone() if whole is part(value) or whole is getattr(part(value), "master", None) else whole
+    return whole
 
 
 def _add_faces(tensors: dict[str, Tensor], name: str, value: Any, columnwise: bool) -> dict[str, Any]:

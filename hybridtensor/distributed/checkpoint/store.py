@@ -362,6 +362,7 @@ def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLo
     """Return how to load a step, after checking everything that can be without changing anything."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
+    training.check_entries(manifest)
     different = training.differences(manifest)
     if different and not any_recipe:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
@@ -369,7 +370,7 @@ def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLo
             f"checkpoint.load: a checkpoint of the same recipes is required, got {path.name} with "
             f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
         )
-    restoration = training.restoration(manifest, metadata)
+    restoration = Restoration(training, manifest, metadata)
     planner = HybridLoadPlanner()
     planner.set_up_planner(restoration.target, metadata)
     _check(path, planner, restoration, metadata, any_recipe)
