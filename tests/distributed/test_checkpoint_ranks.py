@@ -89,8 +89,8 @@ def matrix(rank, path, persistent, rows, dim):
 
 @pytest.mark.parametrize(
     ("persistent", "rows", "dim"),
-    [(False, 224, 0), (False, 32, 1), (True, 1536, 0)],
-    ids=["masters, uneven shards", "masters, columns", "persistent"],
+    [(False, 224, 0), (True, 1536, 0)],
+    ids=["masters, uneven shards", "persistent"],
 )
 def test_reshard_every_recipe_bitwise(persistent, rows, dim, tmp_path):
     run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, rows, dim)
@@ -151,6 +151,7 @@ def one_fails_all_raise(rank, path):
         checkpoint.store.Writer.write_data = full_disk
     with pytest.raises(RuntimeError, match=r"checkpoint.save: OSError: .*No space left on device \(rank 1\)"):
         checkpoint.save(path, 2, {"model": model})
+    dist.barrier()  # the first rank has tidied up
     assert os.listdir(path) == ["step_00000001"]
     if rank == 0:
         os.remove(f"{path}/step_00000001/.metadata")

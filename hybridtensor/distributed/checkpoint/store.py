@@ -121,7 +121,7 @@ def save(
             (not with delayed scales or random rounding) are quantized again when loaded: the same bits, if a step was
             taken since the last ``set_config_``.
         overwrite: Replace a step that is there. A damaged one is replaced anyway.
-        group: Process group; None is all ranks.
+        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Returns:
@@ -320,7 +320,7 @@ def load(
         step: Load this one, and no other.
         any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
             loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
-        group: Process group; None is all ranks.
+        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Raises:
