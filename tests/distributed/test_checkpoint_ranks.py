@@ -29,7 +29,7 @@ def local(tensor):
 def layers(persistent, rows, seed=0):
     """Return one layer of every recipe, and one without."""
     torch.manual_seed(seed)
-    model = nn.ModuleDict({recipe: nn.Linear(128, rows, bias=False) for recipe in (*ht.recipes.RECIPES, "plain")})
+    model = nn.ModuleDict({recipe: nn.Linear(32, rows, bias=False) for recipe in (*ht.recipes.RECIPES, "plain")})
     for recipe in ht.recipes.RECIPES:
         ht.quantize_(model[recipe], recipe, persistent=persistent, filter_fn=lambda *_: True)
     return model
