@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -114,16 +115,20 @@ class TestRoundTrip:
         checkpoint.save(tmp_path, 1, {"model": torch.compile(model), "optimizer": optimizer})
         assert load(tmp_path) == (1, bits(model, optimizer))
 
-    def test_in_the_background_holds_what_was_when_it_was_called(self, tmp_path):
+    def test_in_the_background_holds_what_was_when_it_was_called(self, tmp_path, monkeypatch):
+        write, changed = checkpoint.store.Writer.write_data, threading.Event()
+        monkeypatch.setattr(checkpoint.store.Writer, "write_data", lambda *a: changed.wait(60) and write(*a))
         for persistent in (False, True):
             model, optimizer = trained(persistent=persistent)
             expected = bits(model, optimizer)
             path = tmp_path / str(persistent)
             saving = checkpoint.async_save(path, 2, {"model": model, "optimizer": optimizer})
             train(model, optimizer, 2, 4)
+            changed.set()
             assert saving.result() == folder(path, 2)
             assert saving.done()
             assert load(path, persistent=persistent) == (2, expected)
+            changed.clear()
 
     def test_a_failure_in_the_background_is_raised_by_the_next_save(self, tmp_path, monkeypatch):
         model, optimizer = trained()
