@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.distributed.plain import as_part_of, follows_rowwise, named_buffers, named_parameters, part
+from hybridtensor.distributed.plain import as_part_of, follows_rowwise, named_buffers, named_parameters
+from hybridtensor.distributed.torch_compat import local
 from hybridtensor.formats import get_format
 from hybridtensor.optim import MasterWeights
 from hybridtensor.state import Context
@@ -74,7 +75,7 @@ def export_safetensors(
     weights: dict[str, Any] = {}
     with torch.no_grad():
         for name, value, first in _named(model):
-            weight = part(value)
+            weight = local(value)
             if first != name:
                 metadata[name] = first
             elif dtype == "quantized" and isinstance(weight, (MasterWeight, HybridTensor)):
@@ -99,11 +100,11 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
     """Return the whole tensor, in ``dtype`` if it is a floating-point one."""
-    weight = part(value).detach()
+    weight = local(value).detach()
     if isinstance(weight, HybridTensor):
-        original = part(value).original
+        original = local(value).original
         weight = weight.dequantize() if original is None else original
-        weight = part(masters.get(id(value), weight))
+        weight = local(masters.get(id(value), weight))
     elif isinstance(weight, MasterWeight):
         weight = weight.master
     if dtype is not None and weight.is_floating_point():
@@ -111,7 +112,7 @@ def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtyp
     whole: Tensor = weight
     if isinstance(value, DTensor):
         whole = as_part_of(value, weight, tuple(value.shape)).full_tensor()
-    return whole.clone() if whole is part(value) or whole is getattr(part(value), "master", None) else whole
+    return whole
 
 
 def _add_faces(tensors: dict[str, Tensor], name: str, value: Any, columnwise: bool) -> dict[str, Any]:

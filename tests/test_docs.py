@@ -27,6 +27,14 @@ def test_code_runs(capsys):
     exec(last, scope | {"model": small})
 
 
+def test_code_of_the_checkpoints_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)[0], scope)
+    assert scope["step"] == 200
+    assert (tmp_path / "runs" / "model.safetensors").exists()
+
+
 def test_the_number_of_recipes_and_all_words_are_told():
     assert f"{['sixteen', 'seventeen', 'eighteen'][len(ht.recipes.RECIPES) - 16]} named recipes" in README
     for word in [*WORDS, *CHANGES, *POLICIES]:

@@ -18,14 +18,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def part(tensor: Any) -> Any:
-    """Return this rank's part of a DTensor; anything else as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
@@ -62,7 +58,7 @@ def plain(state: Any) -> Any:
         ValueError: If a shard of a persistent weight ends inside a block of its format.
     """
     if isinstance(state, Tensor):
-        return faces(state) if isinstance(part(state), HybridTensor) else plain_weight(state)
+        return faces(state) if isinstance(local(state), HybridTensor) else plain_weight(state)
     if isinstance(state, Mapping):
         return {name: plain(value) for name, value in state.items()}
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
@@ -72,7 +68,7 @@ def plain(state: Any) -> Any:
 
 def plain_weight(value: Tensor) -> Tensor:
     """Return the plain tensor of a master weight, or a DTensor of it; anything else as it is."""
-    own = part(value)
+    own = local(value)
     if not isinstance(own, MasterWeight):
         return value
     master = own.master.detach()
@@ -97,7 +93,7 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 def faces(value: Tensor) -> dict[str, Any]:
     """Return the tensors of the faces of a persistent weight, without those of a face that ``followers`` names."""
-    weight = part(value)
+    weight = local(value)
     found = {}
     for direction in weight.inner_names:
         face = getattr(weight, direction)
@@ -111,7 +107,7 @@ def followers(value: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 
     Usually nothing: a columnwise face that holds the rowwise values shares their memory, unless it was copied.
     """
-    weight = part(value)
+    weight = local(value)
     if not follows_rowwise(weight):
         return {}
     follower = weight.columnwise if isinstance(weight.rowwise, IdentityTensor) else weight.columnwise.source

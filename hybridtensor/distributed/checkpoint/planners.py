@@ -12,6 +12,7 @@ has their plain tensors. Of persistent weights every tensor of every face is sto
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
-from hybridtensor.distributed.plain import followers, part, plain
+from hybridtensor.distributed.plain import followers, plain
+from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses import HybridTensor
 
 
@@ -81,15 +83,15 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """See ``LoadPlanner``."""
-        super().set_up_planner(plain(state_dict), metadata, is_coordinator)
-        for name, value in self.state_dict.items():
-            if isinstance(value, Tensor) and value.is_meta:
+        for name, value in _tensors(state_dict, ""):
+            if value.is_meta:
                 raise ValueError(
                     f"checkpoint: tensors with memory are required, got {name} on meta; call to_empty first"
                 )
+        super().set_up_planner(plain(state_dict), metadata, is_coordinator)
         self.original_state_dict = state_dict
-        self._followers: dict[str, tuple[Tensor, Tensor]] = {}
-        _collect_followers(state_dict, "", self._followers)
+        persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]
+        self._followers = {f"{n}.{rest}": pair for n, value in persistent for rest, pair in followers(value).items()}
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
@@ -140,12 +142,11 @@ def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
     return stored == wanted or (casts and stored in high and wanted in high)
 
 
-def _collect_followers(state: Any, prefix: str, found: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Find what must be copied after loading, by the names that things are stored under."""
+def _tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a state under the names that they are stored under."""
     if isinstance(state, Tensor):
-        if isinstance(part(state), HybridTensor):
-            found.update({f"{prefix}{name}": pair for name, pair in followers(state).items()})
+        yield name, state
         return
     pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
-    for name, value in pairs:
-        _collect_followers(value, f"{prefix}{name}.", found)
+    for key, value in pairs:
+        yield from _tensors(value, f"{name}.{key}" if name else str(key))

@@ -19,12 +19,12 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 class Ranks:
     """The ranks of a process group, or this process alone.
 
-    They talk through a gloo group of their own, which stays for the next time: ending one while a rank still reads what
-    another sent can lose it. A rank that loses another one does end it, and so lets go of all others at once.
+    All ranks talk through a gloo group of their own, which stays for the next time: ending one while a rank still reads
+    what another sent can lose it. A rank that loses another one does end it, and so lets go of all others at once.
 
     Args:
         who: What they do, for errors.
-        group: Process group; None is all ranks.
+        group: Process group, which they then talk through, with its own timeout; None is all ranks.
         timeout: How long to wait for a rank.
 
     Attributes:
@@ -41,15 +41,16 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size > 1:
-            parent: Any = dist.group.WORLD if group is None else group
-            self._known = _groups.setdefault(parent, {})
-            self._group = self._known.get(timeout)
-            if self._group is None:
-                self._group = self._known[timeout] = self._new_group(dist.get_process_group_ranks(parent))
+            self._group = group
+            if group is None:
+                self._known = _groups.setdefault(dist.group.WORLD, {})
+                self._group = self._known.get(timeout)
+                if self._group is None:
+                    self._group = self._known[timeout] = self._new_group()
 
-    def _new_group(self, members: list[int]) -> Any:
+    def _new_group(self) -> Any:
         try:
-            return dist.new_group(members, self._timeout, backend="gloo", use_local_synchronization=True)
+            return dist.new_group(timeout=self._timeout, backend="gloo")
         except RuntimeError as error:
             self._lost(error)
 
@@ -104,8 +105,7 @@ class Ranks:
         return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
 
     def _lost(self, error: BaseException) -> NoReturn:
-        group, self._group = self._group, None
-        self._known.pop(self._timeout, None)
+        group = self._known.pop(self._timeout, None)
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)

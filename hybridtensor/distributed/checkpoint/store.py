@@ -121,7 +121,7 @@ def save(
             (not with delayed scales or random rounding) are quantized again when loaded: the same bits, if a step was
             taken since the last ``set_config_``.
         overwrite: Replace a step that is there. A damaged one is replaced anyway.
-        group: Process group; None is all ranks.
+        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Returns:
@@ -320,7 +320,7 @@ def load(
         step: Load this one, and no other.
         any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
             loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
-        group: Process group; None is all ranks.
+        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Raises:
@@ -362,6 +362,7 @@ def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLo
     """Return how to load a step, after checking everything that can be without changing anything."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
+    training.check_entries(manifest)
     different = training.differences(manifest)
     if different and not any_recipe:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
@@ -369,7 +370,7 @@ def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLo
             f"checkpoint.load: a checkpoint of the same recipes is required, got {path.name} with "
             f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
         )
-    restoration = training.restoration(manifest, metadata)
+    restoration = Restoration(training, manifest, metadata)
     planner = HybridLoadPlanner()
     planner.set_up_planner(restoration.target, metadata)
     _check(path, planner, restoration, metadata, any_recipe)

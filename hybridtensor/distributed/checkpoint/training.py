@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.distributed.checkpoint.manifest import Manifest, Weight
 from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
 from hybridtensor.distributed.checkpoint.planners import Opaque
-from hybridtensor.distributed.plain import as_part_of, named_parameters, part
+from hybridtensor.distributed.plain import as_part_of, named_parameters
+from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 _STATE = "quantization_state"
@@ -70,7 +71,7 @@ class Training:
     def _note_weights(self) -> None:
         for entry, parameters in self._parameters.items():
             for name, parameter in parameters.items():
-                weight = part(parameter)
+                weight = local(parameter)
                 if not isinstance(weight, (MasterWeight, HybridTensor)):
                     continue
                 if weight.config is None:
@@ -111,7 +112,7 @@ class Training:
 
     def _rebuilt(self, entry: str, name: str, value: Any) -> bool:
         """Whether the faces of a weight follow from its master alone."""
-        weight = part(value)
+        weight = local(value)
         return (
             isinstance(weight, HybridTensor)
             and weight.config.weight.repeatable
@@ -137,12 +138,8 @@ class Training:
             if stored.get(name) != self.weights.get(name)
         ]
 
-    def restoration(self, manifest: Manifest, metadata: Metadata) -> Restoration:
-        """Return how to load a checkpoint.
-
-        Raises:
-            ValueError: If it lacks an entry, has one of another kind, or optimizers with other groups.
-        """
+    def check_entries(self, manifest: Manifest) -> None:
+        """Raise ValueError if a checkpoint lacks an entry, has one of another kind, or optimizers with other groups."""
         for name, kind in self.kinds.items():
             if manifest.entries.get(name) != kind:
                 raise ValueError(
@@ -150,7 +147,6 @@ class Training:
                 )
         for name, optimizer in self.optimizers.items():
             optimizer.check_groups(manifest.groups.get(name))
-        return Restoration(self, manifest, metadata)
 
 
 class Restoration:
@@ -168,6 +164,9 @@ class Restoration:
     def __init__(self, training: Training, manifest: Manifest, metadata: Metadata) -> None:
         self.training = training
         self._stored = set(metadata.state_dict_metadata)
+        named = [flat.partition(".masters.") for flat in self._stored if ".masters." in flat]
+        self._masters = {name: entry for entry, _, name in named if manifest.entries.get(entry) == "optimizer"}
+        self._with_faces = {flat.rpartition(f".{d}.")[0] for flat in self._stored for d in ("rowwise", "columnwise")}
         self._weights = manifest.weights
         self._loaded: dict[str, dict[str, Any]] = {}  # by module, what load_state_dict gets
         self._after: list[Callable[[], None]] = []
@@ -197,7 +196,7 @@ class Restoration:
         layer, _, rest = name.rpartition(f"{_STATE}.")
         if rest and not self._same(f"{entry}.{layer}weight"):
             return  # load_state_dict starts it afresh
-        if isinstance(part(value), HybridTensor):
+        if isinstance(local(value), HybridTensor):
             self._add_persistent(entry, name, value)
         else:
             self._loaded[entry][name] = value
@@ -217,29 +216,23 @@ class Restoration:
 
     def _stored_master(self, entry: str, name: str) -> tuple[str, str] | None:
         """Return where the checkpoint has a master of a weight: optimizer and name there."""
-        candidates = {
+        candidates: set[Any] = {
             name,
             f"{entry}.{name}",
             self.training._name_of.get(id(self.training._parameters[entry].get(name))),
         }
-        for flat in sorted(self._stored):
-            optimizer, _, rest = flat.partition(".masters.")
-            if rest in candidates and "." not in optimizer:
-                return optimizer, rest
-        return None
+        return next(((self._masters[n], n) for n in sorted(candidates & self._masters.keys())), None)
 
     def _add_persistent(self, entry: str, name: str, value: Tensor) -> None:
         """Load the faces, or rebuild them from masters or other values."""
         full = f"{entry}.{name}"
         parameter = self.training._parameters[entry][name]
         master = self.training._master(entry, name)
-        if self._same(full) and any(
-            key.startswith((f"{full}.rowwise.", f"{full}.columnwise.")) for key in self._stored
-        ):
+        if self._same(full) and full in self._with_faces:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
             self._after.append(lambda: _forget_original(parameter))
-        elif master is not None and self._stored_master(entry, name) is not None:
+        elif master is not None and any(master is m for t in self.target.values() for m in _masters(t)):
             self._after.append(lambda: _refresh(parameter, master))
         else:
             values = _memory_like(value, torch.float32 if master is not None else value.dtype)
@@ -301,27 +294,33 @@ def _has_parts(value: Any) -> bool:
     return isinstance(value, list) and any(map(_has_parts, value))
 
 
+def _masters(target: Any) -> Iterator[Any]:
+    """Yield the masters among what is loaded into one entry."""
+    if isinstance(target, dict) and isinstance(target.get("masters"), dict):
+        yield from target["masters"].values()
+
+
 def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return memory for the values of a persistent weight."""
-    own = part(value)
+    own = local(value)
     local = torch.zeros(own.shape, dtype=dtype, device=own.device)
     return as_part_of(value, local, tuple(value.shape)) if isinstance(value, DTensor) else local
 
 
 def _forget_original(parameter: Any) -> None:
-    part(parameter).original = None
+    local(parameter).original = None
 
 
 def _refresh(parameter: Any, master: Tensor) -> None:
     """Quantize a persistent weight from its master."""
-    part(parameter).refresh_(part(master))
+    local(parameter).refresh_(local(master))
 
 
 def _take_values(parameter: Any, values: Tensor, master: Tensor | None) -> None:
     """Quantize a persistent weight from values, which its master gets too."""
-    weight, own = part(parameter), part(values)
+    weight, own = local(parameter), local(values)
     if master is not None:
-        part(master).copy_(own)
+        local(master).copy_(own)
     weight.refresh_(own)
     if weight.original is not None:
         weight.original = own.clone()

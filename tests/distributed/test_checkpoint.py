@@ -1,0 +1,432 @@
+"""A folder of checkpoints: what is loaded is what was written, whatever happened to the run and the disk."""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpointing import bits, make, train
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import verify as command
+from hybridtensor.distributed import checkpoint
+
+CASES = [
+    (recipe, persistent, faces)
+    for recipe in ht.recipes.RECIPES
+    for persistent, faces in ((False, True), (True, True), (True, False))
+]
+
+
+def trained(spec="fp8", persistent=False, steps=2):
+    model, optimizer = make(spec, persistent)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def saved(path, *steps, spec="fp8", persistent=False, **options):
+    """Save some steps of a run, and return the bits of each."""
+    model, optimizer = make(spec, persistent)
+    found, done = {}, 0
+    for step in steps:
+        train(model, optimizer, done, step)
+        done = step
+        checkpoint.save(path, step, {"model": model, "optimizer": optimizer}, **options)
+        found[step] = bits(model, optimizer)
+    return found
+
+
+def load(path, spec="fp8", persistent=False, **options):
+    """Load into a fresh run; return the step and its bits."""
+    model, optimizer = make(spec, persistent, seed=1)
+    step = checkpoint.load(path, {"model": model, "optimizer": optimizer}, **options)
+    return step, bits(model, optimizer)
+
+
+def folder(path, step):
+    return path / f"step_{step:08d}"
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize(("recipe", "persistent", "faces"), CASES)
+    def test_of_every_recipe_is_bitwise(self, recipe, persistent, faces, tmp_path):
+        expected = saved(tmp_path, 1, spec=recipe, persistent=persistent, faces=faces)
+        assert load(tmp_path, recipe, persistent) == (1, expected[1])
+
+    def test_masters_only_stores_no_face_that_follows(self, tmp_path):
+        for spec, stored in (("fp8", False), ("fp8_delayed", True)):
+            saved(tmp_path / spec, 1, spec=spec, persistent=True, faces=False)
+            metadata = checkpoint.SafeReader(folder(tmp_path / spec, 1)).read_metadata()
+            assert any("rowwise" in name for name in metadata.state_dict_metadata) is stored
+
+    def test_of_everything_that_a_run_has(self, tmp_path):
+        model, optimizer = trained()
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 80])
+        train(model, optimizer, 2, 3)
+        scheduler.step()
+        state = {
+            "model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": torch.get_rng_state(),
+            "seen": 7, "names": ["a", "b"], "counts": {3: (1, 2)}, "nested": {"t": [torch.ones(2)], "n": 1.5},
+        }  # fmt: skip
+        checkpoint.save(tmp_path, 1, state)
+        other, other_optimizer = make("fp8", seed=1)
+        again = torch.optim.lr_scheduler.MultiStepLR(other_optimizer, [1, 80])
+        fresh = {
+            "model": other, "optimizer": other_optimizer, "scheduler": again, "rng": torch.zeros_like(state["rng"]),
+            "seen": 0, "names": None, "counts": None, "nested": {"t": [torch.zeros(2)], "n": 0.0},
+        }  # fmt: skip
+        inside = fresh["nested"]["t"][0]
+        checkpoint.load(tmp_path, fresh)
+        assert bits(other, other_optimizer) == bits(model, optimizer)
+        assert again.state_dict() == scheduler.state_dict()
+        assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+        assert fresh["names"] == ["a", "b"]
+        assert (fresh["seen"], fresh["counts"], fresh["nested"]["n"]) == (7, {3: (1, 2)}, 1.5)
+        assert torch.equal(inside, torch.ones(2))
+        assert torch.equal(fresh["rng"], state["rng"])
+
+    def test_some_entries_can_be_left_out(self, tmp_path):
+        expected, _ = trained()
+        saved(tmp_path, 2)
+        model, _ = make("fp8", seed=1)
+        checkpoint.load(tmp_path, {"model": model})
+        assert bits(model) == bits(expected)
+
+    def test_it_is_a_checkpoint_of_torch(self, tmp_path):
+        model, _ = trained()
+        saved(tmp_path, 2)
+        plain, _ = make(None, seed=1)
+        state = {"model": plain.state_dict()}
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(state, checkpoint_id=folder(tmp_path, 2))
+        assert torch.equal(plain[0].weight, model[0].weight.dequantize())
+
+    def test_wrappers_of_the_model_do_not_matter(self, tmp_path):
+        model, optimizer = trained()
+        checkpoint.save(tmp_path, 1, {"model": torch.compile(model), "optimizer": optimizer})
+        assert load(tmp_path) == (1, bits(model, optimizer))
+
+    def test_in_the_background_holds_what_was_when_it_was_called(self, tmp_path, monkeypatch):
+        write, changed = checkpoint.store.Writer.write_data, threading.Event()
+        monkeypatch.setattr(checkpoint.store.Writer, "write_data", lambda *a: changed.wait(60) and write(*a))
+        for persistent in (False, True):
+            model, optimizer = trained(persistent=persistent)
+            expected = bits(model, optimizer)
+            path = tmp_path / str(persistent)
+            saving = checkpoint.async_save(path, 2, {"model": model, "optimizer": optimizer})
+            train(model, optimizer, 2, 4)
+            changed.set()
+            assert saving.result() == folder(path, 2)
+            assert saving.done()
+            assert load(path, persistent=persistent) == (2, expected)
+            changed.clear()
+
+    def test_a_failure_in_the_background_is_raised_by_the_next_save(self, tmp_path, monkeypatch):
+        model, optimizer = trained()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.store.Writer, "finish", full_disk)
+            checkpoint.async_save(tmp_path, 1, {"model": model})
+            with pytest.raises(RuntimeError, match="No space left"):
+                checkpoint.save(tmp_path, 2, {"model": model})
+        assert checkpoint.verify(tmp_path) == {}
+        checkpoint.save(tmp_path, 3, {"model": model, "optimizer": optimizer})
+        assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def full_disk(*args):
+    raise OSError(28, "No space left on device")
+
+
+class TestRecipes:
+    def test_another_one_is_an_error(self, tmp_path):
+        saved(tmp_path, 1, spec="fp8")
+        for spec, persistent, told in (
+            ("mxfp8", False, "mxfp8 (master)"), ("fp8", True, "fp8 (persistent)"), (None, False, "not quantized"),
+        ):  # fmt: skip
+            model, optimizer = make(spec, persistent, seed=1)
+            before = bits(model, optimizer)
+            with pytest.raises(ValueError, match="a checkpoint of the same recipes is required") as raised:
+                checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer})
+            assert f"model.0.weight: fp8 (master) there, {told} here" in str(raised.value)
+            assert "pass any_recipe=True" in str(raised.value)
+            assert bits(model, optimizer) == before
+
+    @pytest.mark.parametrize("source", [None, "fp8", "fp8_delayed", ("fp8", True)], ids=str)
+    @pytest.mark.parametrize("target", [None, "mxfp8", "fp8_delayed", ("mxfp8", True)], ids=str)
+    def test_any_loads_the_values_if_asked_for(self, source, target, tmp_path):
+        source, target = (x if isinstance(x, tuple) else (x, False) for x in (source, target))
+        model, optimizer = trained(*source)
+        checkpoint.save(tmp_path, 1, {"model": model, "optimizer": optimizer})
+        values = [p.detach() if type(p) is nn.Parameter else p.dequantize() for p in model.parameters()]
+        if source[1]:
+            values = [optimizer.masters().get(p, p).detach() for p in model.parameters()]
+        other, other_optimizer = trained(*target, steps=3)
+        checkpoint.load(tmp_path, {"model": other, "optimizer": other_optimizer}, any_recipe=True)
+        expected, _ = make(None, seed=5)
+        with torch.no_grad():
+            for parameter, value in zip(expected.parameters(), values, strict=True):
+                parameter.copy_(value)
+        if target[0] is not None:
+            ht.quantize_(expected, target[0], persistent=target[1])
+        if source != target:  # what quantizers remember starts afresh
+            assert bits(other) == bits(expected)
+        if target[1]:
+            masters = other_optimizer.masters().values()
+            assert all(torch.equal(m, v) for m, v in zip(masters, values[::2], strict=True))
+        other(torch.ones(32, 32))
+
+    def test_a_persistent_one_needs_values(self, tmp_path):
+        model, _ = make("fp8", True)
+        checkpoint.save(tmp_path, 1, {"model": model})
+        with pytest.raises(ValueError, match=r"model.0.weight is not in it"):
+            checkpoint.load(tmp_path, {"model": make("mxfp8")[0]}, any_recipe=True)
+
+
+class TestMisfits:
+    def check(self, path, state, message, **options):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.load(path, state, **options)
+
+    def test_are_errors_before_anything_is_written(self, tmp_path):
+        saved(tmp_path, 1)
+        model, optimizer = make("fp8")
+        self.check(tmp_path, {"other": model}, r"an entry 'other' \(module\) is required")
+        self.check(tmp_path, {"model": optimizer, "m": model}, r"an entry 'model' \(optimizer\) is required")
+        wide = ht.quantize_(nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32)), "fp8")
+        before = bits(wide)
+        self.check(tmp_path, {"model": wide}, r"model.0.weight is \(64, 32\) in it, \(128, 32\) here")
+        assert bits(wide) == before
+        self.check(tmp_path, {"model": model.bfloat16()}, "model.0.weight is torch.float32 in it, torch.bfloat16 here")
+        checkpoint.load(tmp_path, {"model": model}, any_recipe=True)
+        narrow, _ = make("fp8")
+        narrow[0].bias = None
+        self.check(tmp_path, {"model": narrow}, "model.0.bias is not here")
+        narrow.append(nn.LayerNorm(32))
+        self.check(tmp_path, {"model": narrow}, "model.3.weight is not in it; model.3.bias is not in it; model.0.bias")
+        model, _ = make("fp8")
+        two = torch.optim.AdamW([{"params": p} for p in model.parameters()])
+        self.check(tmp_path, {"model": model, "optimizer": two}, "parameter groups of 'optimizer' as in the checkpoint")
+
+    def test_of_arguments(self, tmp_path):
+        model, optimizer = make("fp8")
+        cases = [
+            (ValueError, "names without dots are required, got \\[\\]", 1, {}),
+            (ValueError, "names without dots", 1, {"a.b": model}),
+            (TypeError, "a dictionary from names to modules.*got Sequential", 1, model),
+            (TypeError, "the number of a step is required, got 1.5", 1.5, {"model": model}),
+            (TypeError, "the number of a step is required, got True", True, {"model": model}),
+            (ValueError, "0 or more, is required, got -1", -1, {"model": model}),
+            (ValueError, "the model of every parameter of 'o' is required", 1, {"o": optimizer}),
+        ]
+        for kind, message, step, state in cases:
+            with pytest.raises(kind, match=message):
+                checkpoint.save(tmp_path, step, state)
+        with pytest.raises(TypeError, match="a folder is required, got 3"):
+            checkpoint.save(3, 1, {"model": model})
+        assert not list(tmp_path.iterdir())
+
+    def test_a_good_step_is_not_replaced_unless_asked_for(self, tmp_path):
+        expected = saved(tmp_path, 1, 2)
+        model, optimizer = make("fp8", seed=3)
+        state = {"model": model, "optimizer": optimizer}
+        with pytest.raises(ValueError, match=r"a step that is not there yet is required, got 1 .*overwrite=True"):
+            checkpoint.save(tmp_path, 1, state)
+        assert load(tmp_path, step=1)[1] == expected[1]
+        checkpoint.save(tmp_path, 1, state, overwrite=True)
+        assert load(tmp_path, step=1)[1] == bits(model, optimizer)
+        flip(folder(tmp_path, 2) / "__0_0.distcp")
+        checkpoint.save(tmp_path, 2, state)
+        assert checkpoint.verify(tmp_path) == {2: [], 1: []}
+
+
+def flip(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+class TestDamage:
+    @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+    @pytest.mark.parametrize("harm", ["flipped", "missing", "short"])
+    def test_is_found_and_the_last_good_step_loaded(self, name, harm, tmp_path):
+        expected = saved(tmp_path, 1, 2)
+        path = folder(tmp_path, 2) / name
+        if harm == "flipped":
+            flip(path)
+        elif harm == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-5])
+        wrong = checkpoint.verify(tmp_path)
+        assert name in wrong[2][0]
+        assert not wrong[1]
+        assert checkpoint.latest(tmp_path) == 1
+        with pytest.warns(UserWarning, match=f"{name}.*; loading step 1"):
+            assert load(tmp_path) == (1, expected[1])
+        with pytest.raises(RuntimeError, match="step 2 that is what was written is required"):
+            load(tmp_path, step=2)
+
+    def test_of_any_bit_of_the_manifest_is_found(self, tmp_path):
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1) / "manifest.json"
+        good = path.read_bytes()
+        for at in range(0, len(good) - 1, 7):
+            flip(path, at)
+            try:
+                harmless = json.loads(path.read_bytes()) == json.loads(good)  # white space
+            except ValueError:
+                harmless = False
+            assert harmless or checkpoint.latest(tmp_path) is None, at
+            path.write_bytes(good)
+
+    def test_of_all_steps_is_told(self, tmp_path):
+        with pytest.raises(RuntimeError, match=r"a step that is what was written is required in .*, got none"):
+            load(tmp_path / "nothing")
+        saved(tmp_path, 1)
+        folder(tmp_path, 1).rename(folder(tmp_path, 5))
+        with pytest.raises(RuntimeError, match="the manifest is that of step 1"):
+            load(tmp_path)
+        assert checkpoint.latest(tmp_path) is None
+
+    def test_a_full_disk_keeps_the_last_good_step(self, tmp_path):
+        expected = saved(tmp_path, 1)
+        model, optimizer = trained()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a file cannot grow: what a full disk does too
+        try:
+            with pytest.raises(RuntimeError, match="File too large"):
+                checkpoint.save(tmp_path, 2, {"model": model, "optimizer": optimizer})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+        assert load(tmp_path) == (1, expected[1])
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hacked",)
+
+
+class TestHostile:
+    def forge(self, path, name, data):
+        """Put other bytes into a step, and make its manifest agree."""
+        (path / name).write_bytes(data)
+        manifest = checkpoint.manifest.Manifest.read(path)
+        manifest.files[name] = checkpoint.manifest.digest_file(path / name)
+        (path / "manifest.json").write_text(manifest.to_json())
+
+    @pytest.mark.parametrize("where", ["whole", "inside"])
+    def test_metadata_runs_nothing(self, where, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        metadata.planner_data = {"a": Hostile()}
+        self.forge(path, ".metadata", pickle.dumps(Hostile() if where == "whole" else metadata))
+        assert "a pickle that asks for posix.system" in checkpoint.verify(tmp_path)[1][0]
+        with pytest.raises(RuntimeError, match="do not use this checkpoint"):
+            load(tmp_path)
+        state = {"model": make("fp8")[0].state_dict()}
+        with warnings.catch_warnings(action="ignore"), pytest.raises(BaseException, match="do not use this checkpoint"):
+            dcp.load(state, storage_reader=checkpoint.SafeReader(path))
+        assert not (tmp_path / "hacked").exists()
+
+    def test_values_run_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save({"seen": Hostile()}, checkpoint_id=tmp_path / "plain")
+        with pytest.raises(BaseException, match="Weights only load failed"), warnings.catch_warnings(action="ignore"):
+            dcp.load({"seen": 0}, checkpoint_id=tmp_path / "plain", planner=checkpoint.HybridLoadPlanner())
+        assert not (tmp_path / "hacked").exists()
+
+    def test_files_elsewhere_are_not_read(self, tmp_path):
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        for info in metadata.storage_data.values():
+            info.relative_path = "../secret"
+        self.forge(path, ".metadata", pickle.dumps(metadata))
+        assert "files of the checkpoint are required, got '../secret'" in checkpoint.verify(tmp_path)[1][0]
+
+    @pytest.mark.parametrize("thing", [torch.nn.Linear, os.getcwd, eval, torch.load, pickle.loads], ids=str)
+    def test_only_records_are_admitted(self, thing, tmp_path):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(thing))
+        with pytest.raises(ValueError, match="got a pickle that asks for"):
+            checkpoint.SafeReader(tmp_path).read_metadata()
+
+
+KILLED = """
+import os, random, signal, sys, time, torch
+from checkpointing import bits, make, train
+from hybridtensor.distributed import checkpoint
+torch.set_num_threads(1)
+folder = sys.argv[1]
+random.seed(0)
+model, optimizer = make("nvfp4")
+seen, partial = 0, 0
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        step = (checkpoint.latest(folder) or 0) + 1
+        while True:
+            with torch.no_grad():
+                model[0].weight.fill_(step)
+            checkpoint.save(folder, step, {"model": model, "optimizer": optimizer, "step": step})
+            step += 1
+    time.sleep(0.02 + random.random() * 0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    newest = checkpoint.latest(folder)
+    if newest is not None:
+        state = {"model": make("nvfp4", seed=1)[0], "step": 0}
+        assert checkpoint.load(folder, state) == newest == state["step"] >= seen
+        assert (state["model"][0].weight.master == newest).all()
+        seen = newest
+    assert not any(checkpoint.verify(folder).values())
+    partial += any("partial" in name for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
+print(seen, partial)
+"""
+
+
+def test_killed_at_any_moment_the_last_good_step_loads(tmp_path):
+    helpers = os.path.join(os.path.dirname(__file__), os.pardir, "helpers")
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path / "run"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([helpers, *sys.path])},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    steps, interrupted = map(int, run.stdout.split())
+    assert steps > 5
+    assert interrupted > 5
+
+
+class TestCommand:
+    def test_tells_every_step(self, tmp_path, capsys):
+        saved(tmp_path, 1, 2)
+        assert command.main([str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "step 2: good\nstep 1: good\n"
+        flip(folder(tmp_path, 2) / "__0_0.distcp")
+        assert command.main([str(tmp_path)]) == 1
+        assert "step 2: DAMAGED\n  step_00000002: __0_0.distcp has other contents" in capsys.readouterr().out
+        assert command.main([str(folder(tmp_path, 1))]) == 0
+        assert command.main([str(tmp_path / "nothing")]) == 2
+        assert "no checkpoint" in capsys.readouterr().err
+
+    def test_runs_as_a_module(self, tmp_path):
+        saved(tmp_path, 1)
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "hybridtensor.verify", tmp_path], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert (run.returncode, run.stdout, run.stderr) == (0, "step 1: good\n", "")

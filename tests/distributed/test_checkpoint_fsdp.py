@@ -1,0 +1,88 @@
+"""Under FSDP2: any number of ranks goes on, bit for bit, with what any number saved."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointing import bits
+from processes import run
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
+from hybridtensor.distributed.plain import part
+from hybridtensor.subclasses.wrapper import InterceptingTensor, flatten
+
+SIZES = (1, 2, 3, 4)
+pytestmark = pytest.mark.skipif(
+    not hasattr(InterceptingTensor, "gathering"), reason="converted weights cannot be wrapped by fully_shard here"
+)
+
+
+def make(persistent, mesh, seed=0):
+    """Return one sharded layer of every recipe, and their optimizer."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({recipe: nn.Linear(32, 1536, bias=False) for recipe in ht.recipes.RECIPES})
+    for recipe in ht.recipes.RECIPES:
+        ht.quantize_(model[recipe], recipe, persistent=persistent, filter_fn=lambda *_: True)
+        if mesh is not None:
+            fully_shard(model[recipe], mesh=mesh)
+    cls = ht.optim.MasterWeights if persistent else lambda c, p, **k: c(p, **k)
+    return model, cls(torch.optim.AdamW, model.parameters(), lr=0.01)
+
+
+def train(model, optimizer):
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    optimizer.zero_grad()
+    for layer in model.values():
+        layer(x).square().mean().backward()
+    optimizer.step()
+    ht.step_(model)
+
+
+def parts(model, optimizer):
+    """Return the bytes of what this rank holds."""
+    held = [t for p in model.parameters() for t in flatten(part(p).detach())[0]]
+    inner = getattr(optimizer, "inner", optimizer)
+    held += [part(value) for state in inner.state.values() for value in state.values()]
+    return [bits_of.contiguous().reshape(-1).view(torch.uint8).clone() for bits_of in held]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def matrix(rank, path, persistent):
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in SIZES}
+    for size in SIZES:  # what each number of ranks should have, from training on one, loaded and saved again
+        if rank < size:
+            model, optimizer = make(persistent, meshes[size])
+            ht.set_data_parallel_group_(model, groups[size])
+            if size == 1:
+                train(model, optimizer)
+            else:
+                checkpoint.load(f"{path}/1", {"model": model, "optimizer": optimizer}, group=groups[size])
+            checkpoint.save(f"{path}/{size}", size, {"model": model, "optimizer": optimizer}, group=groups[size])
+        dist.barrier()
+    for size in SIZES:
+        if rank < size:
+            found = []
+            for saved in SIZES:
+                model, optimizer = make(persistent, meshes[size], seed=1)
+                state = {"model": model, "optimizer": optimizer}
+                assert checkpoint.load(f"{path}/{saved}", state, group=groups[size]) == saved
+                found.append(parts(model, optimizer))
+            assert all(same(found[0], other) for other in found[1:])
+    if rank == 0:
+        whole, optimizer = make(persistent, None, seed=1)
+        checkpoint.load(f"{path}/1", {"model": whole, "optimizer": optimizer}, group=groups[1])
+        again, other = make(persistent, None, seed=2)
+        checkpoint.load(f"{path}/4", {"model": again, "optimizer": other}, group=groups[1])
+        assert bits(whole, optimizer) == bits(again, other)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+def test_reshard_every_recipe_bitwise(persistent, tmp_path):
+    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent)

@@ -1,0 +1,196 @@
+"""Whatever saves a converted model, plain tensors are what it saves, and plain models load them."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointing import bits, make, train
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
+
+RECIPES = list(ht.recipes.RECIPES)
+PAIRS = [("fp8", None), (None, "mxfp8"), ("fp8_rowwise", "fp8")]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def weights(model):
+    return {name: p.dequantize() if isinstance(p, ht.MasterWeight) else p for name, p in model.named_parameters()}
+
+
+def same_weights(a, b):
+    return all(torch.equal(v, weights(b)[name]) for name, v in weights(a).items())
+
+
+class TestStateDict:
+    def test_holds_plain_tensors_in_the_weights_memory(self):
+        model, _ = make("fp8")
+        state = model.state_dict()
+        assert {type(value) for value in state.values()} == {torch.Tensor}
+        x = torch.ones(2, 32)
+        y = model(x)  # caches faces, which the write must not leave behind
+        state["0.weight"].zero_()
+        assert not model[0].weight.master.any()
+        assert not torch.equal(model(x), y)
+
+    def test_with_keep_vars_holds_the_parameters(self):
+        model, _ = make("fp8")
+        assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+    def test_of_what_is_tied_to_a_layer_too(self):
+        model = nn.ModuleDict({"embed": nn.Embedding(32, 32), "out": nn.Linear(32, 32)})
+        model["out"].weight = model["embed"].weight
+        ht.quantize_(model, "fp8")
+        assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+
+    @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+    def test_torch_save_stores_plain_tensors(self, source, target):
+        model, _ = make(source)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        assert b"hybridtensor" not in buffer.getvalue()
+        buffer.seek(0)
+        other, _ = make(target, seed=1)
+        other.load_state_dict(torch.load(buffer, weights_only=True))
+        assert same_weights(model, other)
+
+
+class TestDistributedCheckpoint:
+    @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+    @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+    def test_get_and_set_state_dict(self, source, target, full, alone):
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        (model, optimizer), (other, other_optimizer) = make(source), make(target, seed=1)
+        train(model, optimizer, 0, 2)
+        state = get_model_state_dict(model, options=options)
+        assert {type(value) for value in state.values()} == {torch.Tensor}
+        set_model_state_dict(other, state, options=options)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        assert {type(v) for of in state["state"].values() for v in of.values()} == {torch.Tensor}
+        set_optimizer_state_dict(other, other_optimizer, state, options=options)
+        assert same_weights(model, other)
+        assert all(
+            torch.equal(v, other_optimizer.state[q][key])
+            for p, q in zip(model.parameters(), other.parameters(), strict=True)
+            for key, v in optimizer.state[p].items()
+        )
+
+    def test_async_save_holds_what_was_when_it_was_called(self, alone, tmp_path):
+        model, _ = make("fp8")
+        before = {name: value.detach().clone() for name, value in weights(model).items()}
+        saving = dcp.async_save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        saving.result()
+        plain, _ = make(None, seed=1)
+        state = {"model": plain.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        assert all(torch.equal(plain.get_parameter(name), value) for name, value in before.items())
+
+
+def persistent(recipe, seed=0):
+    torch.manual_seed(seed)
+    return ht.quantize_(nn.Linear(128, 256), recipe, persistent=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_planners_store_faces_as_plain_tensors_and_load_them_in_place(recipe, alone, tmp_path):
+    model, other = persistent(recipe), persistent(recipe, seed=1)
+    expected = bits(model)
+    assert bits(other) != expected
+    saved = {"model": model.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "sync", planner=checkpoint.HybridSavePlanner())
+    saving = dcp.async_save(checkpoint.plain(saved), checkpoint_id=tmp_path / "async")
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    saving.result()
+    for name in ("sync", "async"):
+        assert b"hybridtensor" not in b"".join(path.read_bytes() for path in (tmp_path / name).iterdir())
+        state = {"model": persistent(recipe, seed=2).state_dict()}
+        target = other.state_dict()
+        state = {"model": target}
+        address = target["weight"].data_ptr()
+        dcp.load(state, checkpoint_id=tmp_path / name, planner=checkpoint.HybridLoadPlanner())
+        assert state["model"]["weight"].data_ptr() == address
+        assert bits(other) == expected
+        with torch.no_grad():
+            other.weight.fill_(1.0)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_dequantized_backward", "bf16"])
+def test_faces_that_share_bytes_are_stored_once(recipe, alone, tmp_path):
+    model = persistent(recipe)
+    stored = checkpoint.plain(model.state_dict())["weight"]
+    assert list(stored) == ["rowwise"]
+    dcp.save({"w": model.weight.detach()}, checkpoint_id=tmp_path, planner=checkpoint.HybridSavePlanner())
+    copied = persistent(recipe, seed=1).weight.detach().clone()  # a copy's faces have memory of their own
+    dcp.load({"w": copied}, checkpoint_id=tmp_path, planner=checkpoint.HybridLoadPlanner())
+    assert torch.equal(copied.columnwise.dequantize(), model.weight.columnwise.dequantize())
+
+
+def test_planners_refuse_what_has_no_memory(alone, tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    planner = checkpoint.HybridLoadPlanner()
+    with pytest.raises(ValueError, match="tensors with memory are required, got w on meta; call to_empty first"):
+        planner.set_up_planner({"w": torch.empty(2, device="meta")})
+
+
+RESUME = """
+import sys, torch
+from checkpointing import bits, make, train
+from hybridtensor.distributed import checkpoint
+torch.set_num_threads(1)
+folder, out = sys.argv[1:]
+results = {}
+for spec, persistent in %s:
+    model, optimizer = make(spec, persistent, seed=1)
+    name = f"{folder}/{spec.replace('/', '-')}-{persistent}"
+    assert checkpoint.load(name, {"model": model, "optimizer": optimizer}) == 25
+    losses = train(model, optimizer, 25, 50)
+    results[spec, persistent] = losses, bits(model, optimizer)
+torch.save(results, out)
+"""
+
+
+def test_a_new_process_goes_on_bit_for_bit(tmp_path):
+    """With delayed scales, random rounding and the optimizer's state."""
+    cases = [(spec, p) for spec in ("fp8_delayed", "nvfp4", "fp8/mxfp8/bf16") for p in (False, True)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = {}
+    for spec, persistent in cases:
+        model, optimizer = make(spec, persistent)
+        losses = train(model, optimizer, 0, 25)
+        folder = tmp_path / f"{spec.replace('/', '-')}-{persistent}"
+        checkpoint.save(folder, 25, {"model": model, "optimizer": optimizer}, faces=spec != "nvfp4")
+        losses = train(model, optimizer, 25, 50)
+        expected[spec, persistent] = losses, bits(model, optimizer)
+    torch.set_num_threads(threads)
+    helpers = os.path.join(os.path.dirname(__file__), os.pardir, "helpers")
+    path = os.pathsep.join([helpers, *sys.path])
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", RESUME % cases, tmp_path, tmp_path / "out"],
+        check=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert torch.load(tmp_path / "out", weights_only=True) == expected
