@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.planners import Opaque
-from hybridtensor.distributed.plain import as_part_of, part
+from hybridtensor.distributed.plain import as_part_of
+from hybridtensor.distributed.torch_compat import local
 from hybridtensor.optim import MasterWeights
 
 
@@ -81,14 +82,14 @@ class NamedOptimizer:
     def _memory(self, name: str, key: str, stored: TensorStorageMetadata) -> Tensor:
         """Return memory for one tensor: sharded as its parameter is, if it has the same shape."""
         parameter = self.parameters[name]
-        own, dtype, size = part(parameter), stored.properties.dtype, tuple(stored.size)
+        own, dtype, size = local(parameter), stored.properties.dtype, tuple(stored.size)
         present = self.inner.state.get(parameter, {}).get(key)
         if isinstance(present, Tensor) and tuple(present.shape) == size:
-            local = torch.zeros(part(present).shape, dtype=dtype, device=part(present).device)
-            return as_part_of(present, local, size) if isinstance(present, DTensor) else local
+            mine = torch.zeros(local(present).shape, dtype=dtype, device=local(present).device)
+            return as_part_of(present, mine, size) if isinstance(present, DTensor) else mine
         if size == tuple(parameter.shape):
-            local = torch.zeros(own.shape, dtype=dtype, device=own.device)
-            return as_part_of(parameter, local, size) if isinstance(parameter, DTensor) else local
+            mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
+            return as_part_of(parameter, mine, size) if isinstance(parameter, DTensor) else mine
         return torch.zeros(size, dtype=dtype, device=own.device if size else "cpu")
 
     def restore(self, loaded: dict[str, Any]) -> None:

@@ -303,8 +303,8 @@ def _masters(target: Any) -> Iterator[Any]:
 def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return memory for the values of a persistent weight."""
     own = local(value)
-    local = torch.zeros(own.shape, dtype=dtype, device=own.device)
-    return as_part_of(value, local, tuple(value.shape)) if isinstance(value, DTensor) else local
+    mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
+    return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
 
 
 def _forget_original(parameter: Any) -> None:
