@@ -359,7 +359,9 @@ class TestHostile:
         self.forge(path, ".metadata", pickle.dumps(metadata))
         assert "files of the checkpoint are required, got '../secret'" in checkpoint.verify(tmp_path)[1][0]
 
-    @pytest.mark.parametrize("thing", [torch.nn.Linear, os.getcwd, eval, torch.load, pickle.loads], ids=str)
+    @pytest.mark.parametrize(
+        "thing", [torch.nn.Linear, os.getcwd, eval, torch.load, pickle.loads], ids=lambda thing: thing.__name__
+    )
     def test_only_records_are_admitted(self, thing, tmp_path):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(thing))
         with pytest.raises(ValueError, match="got a pickle that asks for"):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
-from hybridtensor.distributed.plain import part
+from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses.wrapper import InterceptingTensor, flatten
 
 SIZES = (1, 2, 3, 4)
@@ -43,9 +43,9 @@ def train(model, optimizer):
 
 def parts(model, optimizer):
     """Return the bytes of what this rank holds."""
-    held = [t for p in model.parameters() for t in flatten(part(p).detach())[0]]
+    held = [t for p in model.parameters() for t in flatten(local(p).detach())[0]]
     inner = getattr(optimizer, "inner", optimizer)
-    held += [part(value) for state in inner.state.values() for value in state.values()]
+    held += [local(value) for state in inner.state.values() for value in state.values()]
     return [bits_of.contiguous().reshape(-1).view(torch.uint8).clone() for bits_of in held]
 
 
