@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from data import Bytes, load_text
 from model import SIZES
+from ranks import become_ranks, check_ranks, is_started, joined, without_rank
 from report import plot, table, write_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -45,7 +46,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for plots, numbers, checkpoints")
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--fsdp", type=int, metavar="N", help="shard the model over N ranks (FSDP2), which this starts")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the runs in --out for some steps, on any number of ranks"
+    )
     arguments = parser.parse_args(argv)
     names = [name for given in arguments.recipes for name in given.split(",") if name]
     arguments.recipes = [BASELINE, *dict.fromkeys(name for name in names if name != BASELINE)]
@@ -53,6 +57,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         check_values(arguments)
         arguments.size = arguments.size or ("medium" if arguments.device.startswith("cuda") else "small")
         size = SIZES[arguments.size]
+        check_checkpoints(arguments)
+        check_ranks(arguments.fsdp, torch.device(arguments.device), size.batch)
         text = load_text(arguments.data, without=arguments.out)
         arguments.text = Bytes(text, context=size.context, batch=size.batch, seed=arguments.seed)
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -77,6 +83,16 @@ def check_values(arguments: argparse.Namespace) -> None:
     torch.empty(0, device=device)
 
 
+def check_checkpoints(arguments: argparse.Namespace) -> None:
+    """Raise where there is nothing to resume from."""
+    missing = [name for name in arguments.recipes if not checkpoint_of(arguments.out, name).is_dir()]
+    if arguments.resume and missing:
+        raise ValueError(
+            f"--resume: checkpoints of all --recipes are required, got none of {', '.join(missing)} in "
+            f"{arguments.out}; run without --resume first"
+        )
+
+
 def progress_bar(console: Console) -> Progress:
     """Return the live display; where there is no terminal, lines are printed instead."""
     return Progress(
@@ -89,7 +105,7 @@ def progress_bar(console: Console) -> Progress:
 
 def train(recipe: str, plan: Plan, data: Bytes, checkpoint: Path, progress: Progress) -> Result:
     """Train by one recipe, saving in the middle."""
-    run, middle = Run(recipe, plan, data), plan.steps // 2
+    run, middle = Run(recipe, plan, data, measure=True), plan.steps // 2
     task = progress.add_task(recipe, total=plan.steps, loss=float("nan"), rate=0.0)
 
     def report(step: int, loss: float, rate: float) -> None:
@@ -99,7 +115,6 @@ def train(recipe: str, plan: Plan, data: Bytes, checkpoint: Path, progress: Prog
             line = f"{recipe:>26}  step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s"
             progress.console.print(line, soft_wrap=True)
 
-    run.measure_saved()
     run.train(0, middle, report)
     run.save(checkpoint, middle)
     run.validate(middle)
@@ -108,27 +123,34 @@ def train(recipe: str, plan: Plan, data: Bytes, checkpoint: Path, progress: Prog
     return run.result
 
 
-def resume(recipes: list[str], plan: Plan, data: Bytes, out: Path) -> None:
-    """Continue every run from its checkpoint for some steps, and write the losses; runs in a process of its own."""
-    losses = {}
+def resume(recipes: list[str], plan: Plan, data: Bytes, out: Path, console: Console) -> None:
+    """Continue every run from its checkpoint for some steps, and write its weights and losses."""
+    resumed = {}
     for recipe in recipes:
         run = Run(recipe, plan, data)
         first = run.load(checkpoint_of(out, recipe))
+        weights = run.digest()
         run.train(first, min(first + RESUMED_STEPS, plan.steps), lambda step, loss, rate: None)
-        losses[recipe] = [loss.hex() for loss in run.result.losses]
-    (out / "resumed.json").write_text(json.dumps(losses))
+        resumed[recipe] = {"weights": weights, "losses": [loss.hex() for loss in run.result.losses]}
+        last, loss = first + len(run.result.losses), run.result.losses[-1]
+        console.print(f"{recipe:>26}  resumed at step {first}, loss {loss:.4f} at step {last}", soft_wrap=True)
+    if plan.rank.number == 0:
+        (out / "resumed.json").write_text(json.dumps(resumed))
+        console.print(f"wrote {out / 'resumed.json'}", soft_wrap=True)
 
 
 def check_resume(results: list[Result], plan: Plan, out: Path, console: Console) -> dict[str, bool]:
     """Resume in a new process and compare its losses with those of the uninterrupted runs, bit for bit."""
     filters = [f"-W{option}" for option in sys.warnoptions]
-    subprocess.run([sys.executable, *filters, *sys.argv, "--resume"], check=True)
+    again = [sys.executable, *filters, *sys.argv, "--resume"]
+    subprocess.run(again, check=True, env=without_rank(), stdout=subprocess.DEVNULL)
     resumed = json.loads((out / "resumed.json").read_text())
     same = {}
     for r in results:
-        losses, first = resumed[r.recipe], plan.steps // 2
+        losses, first = resumed[r.recipe]["losses"], plan.steps // 2
         expected = r.losses[first : first + len(losses)]
         same[r.recipe] = losses == [loss.hex() for loss in expected] and not any(map(math.isnan, expected))
+        same[r.recipe] &= resumed[r.recipe]["weights"] == r.saved_weights
         verdict = "bitwise the same" if same[r.recipe] else "[bold red]DIFFERENT[/]"
         line = f"{r.recipe:>26}  resumed at step {first} in a new process: {len(losses)} losses {verdict}"
         console.print(line, soft_wrap=True)
@@ -149,33 +171,51 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Run the demo."""
     arguments = parse_arguments()
+    if arguments.fsdp is not None and not is_started():
+        become_ranks(arguments.fsdp)
     out, size = arguments.out, SIZES[arguments.size]
-    rate = arguments.lr or size.learning_rate
-    plan = Plan(size, arguments.steps, arguments.seed, arguments.device, rate, arguments.compile)
-    if plan.compile:
+    if arguments.compile:
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own use of what it deprecated
     torch.use_deterministic_algorithms(True)  # so that a resumed run can be compared bit for bit
     torch.utils.deterministic.fill_uninitialized_memory = False
-    if arguments.resume:
-        resume(arguments.recipes, plan, arguments.text, out)
-        return 0
-    console = Console()
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    device = (
-        torch.cuda.get_device_name(plan.device) if plan.device.startswith("cuda") else platform.processor() or "CPU"
-    )
-    total = len(arguments.text.train) + len(arguments.text.validation)
-    console.print(f"{total / 1e6:.1f} MB of text, {plan.steps} steps of {plan.size} on {device}", soft_wrap=True)
+    with joined(arguments.fsdp, arguments.device) as (rank, own):
+        console = Console(quiet=rank.number > 0)
+        rate = arguments.lr or size.learning_rate
+        plan = Plan(size, arguments.steps, arguments.seed, own, rate, arguments.compile, rank)
+        if arguments.resume:
+            resume(arguments.recipes, plan, arguments.text, out, console)
+            return 0
+        results = train_all(arguments, plan, console)
+    return finish(results, arguments, plan, console) if rank.number == 0 else 0
+
+
+def train_all(arguments: argparse.Namespace, plan: Plan, console: Console) -> list[Result]:
+    """Train by every recipe."""
+    out, text = arguments.out, arguments.text
+    if plan.rank.number == 0:
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    total, ranks = len(text.train) + len(text.validation), f", {plan.rank.size} ranks" if plan.rank.sharded else ""
+    line = f"{total / 1e6:.1f} MB of text, {plan.steps} steps of {plan.size} on {device_name(plan)}{ranks}"
+    console.print(line, soft_wrap=True)
     with progress_bar(console) as progress:
-        results = [
-            train(recipe, plan, arguments.text, checkpoint_of(out, recipe), progress) for recipe in arguments.recipes
-        ]
+        return [train(recipe, plan, text, checkpoint_of(out, recipe), progress) for recipe in arguments.recipes]
+
+
+def finish(results: list[Result], arguments: argparse.Namespace, plan: Plan, console: Console) -> int:
+    """Check that the runs resume, and show and write what they gave."""
+    out, device = arguments.out, device_name(plan)
     resumed = check_resume(results, plan, out, console)
     console.print(table(results, device))
     plot(results, out / "losses.png")
     write_json(results, plan, options_of(arguments), device, resumed, out / "results.json")
     console.print(f"wrote {out / 'losses.png'}, {out / 'results.json'} and {out / 'checkpoints'}", soft_wrap=True)
     return 0 if all(resumed.values()) else 1
+
+
+def device_name(plan: Plan) -> str:
+    """Return what the runs run on."""
+    on_gpu = plan.device.startswith("cuda")
+    return torch.cuda.get_device_name(plan.device) if on_gpu else platform.processor() or "CPU"
 
 
 if __name__ == "__main__":

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from data import Bytes
 from model import Size, Transformer
+from ranks import Rank
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
 from hybridtensor.testing import SavedTensors, saved_by, saved_for_backward
 
 BASELINE = "bf16"
@@ -34,6 +34,7 @@ class Plan:
     device: str
     learning_rate: float
     compile: bool
+    rank: Rank = Rank()  # noqa: RUF009  a frozen value
 
     def rate(self, step: int) -> float:
         """Return the learning rate: a tenth of the steps up, then a cosine down to a tenth."""
@@ -56,12 +57,13 @@ class Result:
     tokens_per_second: float = 0.0
     activation_bytes: int = 0
     linear_input_bytes: int = 0
+    saved_weights: str | None = None
 
 
 class Run:
-    """A model, its optimizer and its text."""
+    """A model, its optimizer and its text; ``measure`` counts what is saved for backward before it is sharded."""
 
-    def __init__(self, recipe: str, plan: Plan, data: Bytes) -> None:
+    def __init__(self, recipe: str, plan: Plan, data: Bytes, *, measure: bool = False) -> None:
         torch.manual_seed(plan.seed)
         self.plan, self.data = plan, data
         model = Transformer(plan.size).to(plan.device)
@@ -71,12 +73,18 @@ class Run:
             config = ht.recipes.from_name(recipe)
         self.result = Result(recipe, str(config or BASELINE), config.fingerprint() if config else None)
         self.model = model
+        if measure:
+            self.measure_saved()
+        if plan.compile and plan.rank.sharded:  # FSDP2 gathers between the blocks
+            for block in model.blocks:
+                block.compile()
+        plan.rank.shard(model, torch.device(plan.device))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95))
-        self.forward: Callable[..., Tensor] = torch.compile(model) if plan.compile else model
+        self.forward: Callable[..., Tensor] = torch.compile(model) if plan.compile and not plan.rank.sharded else model
 
     def loss(self, batch: tuple[Tensor, Tensor], forward: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the loss of one batch, computed in bfloat16 from fp32 weights."""
-        tokens, targets = (t.to(self.plan.device, non_blocking=True) for t in batch)
+        """Return the loss of this rank's rows of one batch, computed in bfloat16 from fp32 weights."""
+        tokens, targets = (self.plan.rank.part(t).to(self.plan.device, non_blocking=True) for t in batch)
         with torch.autocast(torch.device(self.plan.device).type, torch.bfloat16):
             return (forward or self.forward)(tokens, targets)
 
@@ -92,7 +100,7 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             ht.step_(self.model)  # for recipes with state: delayed scaling, random rounding
-            self.result.losses.append(loss.item())
+            self.result.losses.append(self.plan.rank.mean(loss))
             rate = (step + 1 - first) * size.batch * size.context / (time.perf_counter() - started)
             report(step, self.result.losses[-1], rate)
 
@@ -100,7 +108,7 @@ class Run:
     def validate(self, step: int) -> float:
         """Return the validation loss in nats per byte, and note it."""
         batches = self.data.validation_batches(VALIDATION_BATCHES)
-        loss = sum(self.loss(batch).item() for batch in batches) / len(batches)
+        loss = sum(self.plan.rank.mean(self.loss(batch)) for batch in batches) / len(batches)
         self.result.validation.append((step, loss))
         return loss
 
@@ -121,19 +129,21 @@ class Run:
 
     def save(self, directory: Path, step: int) -> None:
         """Write a checkpoint: plain tensors, which a model without quantization could load too."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(step)}
-        with _one_process():
-            dcp.save(state, checkpoint_id=directory)
+        checkpoint.save(directory, step, {"model": self.model, "optimizer": self.optimizer})
+        self.result.saved_weights = self.digest()
 
     def load(self, directory: Path) -> int:
-        """Read a checkpoint and return its step."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
-        with _one_process():
-            dcp.load(state, checkpoint_id=directory)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return int(state["step"])
+        """Read a checkpoint that any number of ranks wrote, and return its step."""
+        return checkpoint.load(directory, {"model": self.model, "optimizer": self.optimizer})
+
+    @torch.no_grad()
+    def digest(self) -> str:
+        """Return a digest of weights and quantization state, the same on any number of ranks if their bits are."""
+        digest = hashlib.sha256()
+        for name, value in checkpoint.plain(self.model.state_dict()).items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            digest.update(name.encode() + whole.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def _is_cast_of_leaf(tensor: Tensor) -> bool:
@@ -142,11 +152,3 @@ def _is_cast_of_leaf(tensor: Tensor) -> bool:
     while node is not None and node.name() in ("ToCopyBackward0", "TBackward0"):
         node = node.next_functions[0][0]
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Mute the checkpointer's remark that there is only one process: here that is the intent."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

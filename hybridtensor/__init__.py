@@ -1,6 +1,6 @@
 """Low-precision training in PyTorch where each matrix product may have its own number format."""
 
-from hybridtensor import distributed, formats, linear, optim, recipes
+from hybridtensor import distributed, formats, linear, offload, optim, recipes
 from hybridtensor.config import HybridConfig, QuantizerRole
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
@@ -42,6 +42,7 @@ __all__ = [
     "formats",
     "linear",
     "load_safetensors",
+    "offload",
     "optim",
     "quantize_",
     "recipes",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import hybridtensor as ht
 
@@ -48,6 +49,37 @@ def test_accepts_every_recipe(tmp_path):
     assert len({tuple(r["losses"]) for r in record["results"]}) > len(names) // 2  # some share a forward
 
 
+def test_shards_over_ranks_and_resumes_on_any_number(tmp_path):
+    """A digest of all weights as they were when saved equals that of what is loaded, on one rank and on none."""
+    options = ["--size", "tiny", "--steps", 2, "--data", TRAIN.parent, "--recipes", "fp8_delayed", "--out", tmp_path]
+    run = demo(*options, "--fsdp", 2)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("losses bitwise the same") == 2
+    assert run.stdout.count("2 ranks") == 1
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+    record = json.loads((tmp_path / "results.json").read_text())
+    saved = {r["recipe"]: r["saved_weights"] for r in record["results"]}
+    assert len(set(saved.values())) == 2
+    for ranks in (["--fsdp", 1], []):
+        run = demo(*options, *ranks, "--resume")
+        assert run.returncode == 0, run.stderr
+        resumed = json.loads((tmp_path / "resumed.json").read_text())
+        assert {recipe: r["weights"] for recipe, r in resumed.items()} == saved
+
+
+def test_ranks_that_are_not_possible_are_refused(monkeypatch):
+    from ranks import check_ranks
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_ranks(2, torch.device("cuda"), 4)
+    with pytest.raises(ValueError, match="at most a rank per GPU is required, got 4 for 2"):
+        check_ranks(4, torch.device("cuda"), 4)
+    with pytest.raises(ValueError, match="--fsdp: at least 1 rank is required, got 0"):
+        check_ranks(0, torch.device("cpu"), 4)
+    with pytest.raises(ValueError, match="--fsdp: a device without a number is required, got --device cuda:1"):
+        check_ranks(2, torch.device("cuda:1"), 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,8 +88,10 @@ def test_accepts_every_recipe(tmp_path):
         (["--data", "nowhere"], "a file or folder is required, got nowhere"),
         (["--data", TRAIN, "--size", "large"], "bytes are required for sequences of 1024"),
         (["--size", "huge"], "invalid choice: 'huge'"),
+        (["--size", "tiny", "--fsdp", "3"], "--fsdp: a number that divides the batch of 4 is required, got 3"),
+        (["--resume", "--out", TRAIN.parent / "none"], "--resume: checkpoints of all --recipes are required, got none"),
     ],
-    ids=["recipe", "steps", "data", "short", "size"],
+    ids=["recipe", "steps", "data", "short", "size", "batch", "resume"],
 )
 def test_bad_arguments_end_with_one_line(arguments, message):
     run = demo(*arguments)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.ops.operand import take_apart
-from hybridtensor.subclasses import MasterWeight
+from hybridtensor.offload import held_by
 from hybridtensor.subclasses.wrapper import flatten
 
 
@@ -23,18 +22,9 @@ class SavedTensors:
 
     def nbytes(self, *, without: Iterable[Tensor] = ()) -> int:
         """Return the bytes of the distinct storages, less those that hold one of ``without`` (or its cached faces)."""
-        excluded = {t.untyped_storage().data_ptr() for tensor in without for t in _held(tensor)}
+        excluded = {t.untyped_storage().data_ptr() for tensor in without for t in held_by(tensor)}
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors}
         return sum(size for address, size in storages.items() if address not in excluded)
-
-
-def _held(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
-    plain, _ = flatten(tensor)
-    if isinstance(tensor, MasterWeight) and tensor._cached is not None:
-        for operand in tensor._cached[1:]:
-            plain += take_apart(operand)[0]
-    return plain
 
 
 @contextmanager

@@ -1,0 +1,318 @@
+"""Move what blocks save for backward to host memory, block by block, while the next block computes.
+
+::
+
+    with offload_activations(model.blocks):
+        loss = model(tokens)
+    loss.backward()
+
+Whole storages travel, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all layers that share it.
+On a GPU the copies run on a stream of their own: a block's memory is given back when the next block has ended, and when
+backward enters a block, what the one before it needs is already on its way. On a CPU the copies are made at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hybridtensor.ops.operand import take_apart
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses.wrapper import flatten
+
+
+@dataclass
+class Traffic:
+    """Bytes that were copied."""
+
+    to_host: int = 0
+    to_device: int = 0
+
+
+@contextmanager
+def offload_activations(
+    blocks: Iterable[nn.Module], *, keep_last: int = 1, min_bytes: int = 1024, pin_memory: bool | None = None
+) -> Iterator[Traffic]:
+    """Offload what ``blocks`` save for backward while the context is open: put it around the model's forward.
+
+    Parameters, buffers and cached faces of weights stay where they are, and so does what is saved outside of blocks,
+    tensor subclasses, and what checkpoints inside of blocks keep. Gradients are bitwise those without.
+
+    Args:
+        blocks: Modules that run one after the other, for example ``model.blocks``; none inside of another. They are
+            eager: compile what is inside of them.
+        keep_last: How many of the last blocks keep theirs, as backward begins with them.
+        min_bytes: Smaller storages stay, as copying them saves nothing.
+        pin_memory: Whether host memory is page-locked; None is where the blocks are on a GPU. Without, copies do not
+            overlap with computing.
+
+    Returns:
+        What travelled; counted on while backward runs.
+
+    Raises:
+        TypeError: If ``blocks`` are not modules, or a number is none.
+        ValueError: If there are no blocks, one is there twice or inside of another, or a number is negative.
+        RuntimeError: In backward, if a tensor was changed in place after it was saved and before it was copied.
+    """
+    modules = _checked(blocks, keep_last, min_bytes)
+    offload = _Offload(min_bytes, pin_memory)
+    hooks: list[Any] = []
+    try:
+        for block in modules[: max(0, len(modules) - keep_last)]:
+            hooks.append(block.register_forward_pre_hook(offload.enter))
+            hooks.append(block.register_forward_hook(offload.leave, always_call=True))
+        yield offload.traffic
+    finally:
+        for hook in hooks:
+            hook.remove()
+        offload.close()
+
+
+def held_by(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
+    plain, _ = flatten(tensor)
+    if isinstance(tensor, MasterWeight) and tensor._cached is not None:
+        for operand in tensor._cached[1:]:
+            plain += take_apart(operand)[0]
+    return plain
+
+
+class _Memory:
+    """One storage that is saved: on the device, on the host, or both."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.version = tensor.device, tensor._version
+        self.weak = StorageWeakRef(
+            tensor.untyped_storage()
+        )  # while it lives, the number of no other storage is the same
+        self.source: Tensor | None = tensor.detach()  # until the copy has ended
+        self.host: Tensor | None = None
+        self.fetched: Tensor | None = None
+        self.copied: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # computes here, after this copy
+        self.changed = False
+
+    def wait(self) -> None:
+        """Let what is computed from now on come after the last copy; only then may memory be given back."""
+        if self.copied is not None:
+            stream, event = self.copied
+            stream.wait_event(event)
+
+    __del__ = wait
+
+    def release(self) -> None:
+        """Let go of the storage, after its copy to the host."""
+        if self.source is not None and self.host is not None:
+            self.wait()
+            self.changed |= self.source._version != self.version
+            self.source = None
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return the storage, or its copy on the device."""
+        if self.changed:
+            raise RuntimeError(
+                "offload_activations: saved tensors that stay what they are until they are copied are required, got "
+                "one that was changed in place; use the operator that is not in place"
+            )
+        there = self.source if self.source is not None else self.fetched
+        if there is None:
+            raise RuntimeError("offload_activations: memory that was fetched is required, got none")
+        return there.untyped_storage()
+
+
+@dataclass(eq=False)
+class _Group:
+    """What one call of a block saved. Memory lives as long as autograd holds on to what is in it."""
+
+    previous: _Group | None
+    devices: set[torch.device]  # what is saved elsewhere, a number on the host for instance, stays there
+    held: set[int]
+    memories: list[weakref.ref[_Memory]] = field(default_factory=list)
+    next: weakref.ref[_Group] | None = None
+
+    def alive(self) -> list[_Memory]:
+        """Return the memory that is still needed."""
+        return [memory for memory in (ref() for ref in self.memories) if memory is not None]
+
+
+@dataclass
+class _Saved:
+    """What autograd keeps instead of a tensor: how the tensor lies in memory."""
+
+    memory: _Memory
+    group: _Group
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Offload:
+    """The groups of one context and the copies between device and host."""
+
+    def __init__(self, min_bytes: int, pin_memory: bool | None) -> None:
+        self.traffic, self.min_bytes, self.pin_memory = Traffic(), min_bytes, pin_memory
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.lock = threading.RLock()  # autograd has a thread per device
+        self.open: list[tuple[_Group, Any]] = []
+        self.last: _Group | None = None
+        self.current: _Group | None = None
+        self.known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def enter(self, block: nn.Module, args: Any) -> None:
+        """Catch what the block saves."""
+        # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
+        group = _Group(self.last, {p.device for p in block.parameters()}, _addresses(block))
+        hooks = torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, group), self.unpack)
+        hooks.__enter__()
+        self.open.append((group, hooks))
+
+    def leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        """Send what the block saved on its way, and give back what the block before it did."""
+        group, hooks = self.open.pop()
+        hooks.__exit__(None, None, None)
+        self.send(group, _addresses(block))
+        if self.last is not None:
+            self.release(self.last)
+            self.last.next = weakref.ref(group)
+        self.last = group
+
+    def close(self) -> None:
+        """Give back what is left."""
+        if self.last is not None:
+            self.release(self.last)
+        self.last = None
+
+    def pack(self, group: _Group, tensor: Tensor) -> Tensor | _Saved:
+        """Note a tensor; what is not worth a copy, or stays anyway, is kept as it is."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+            return tensor
+        storage = tensor.untyped_storage()
+        if tensor.device not in group.devices or storage.nbytes() < max(1, self.min_bytes):
+            return tensor
+        if storage.data_ptr() in group.held:
+            return tensor
+        memory = self.known.get(storage._cdata)
+        if memory is None or memory.version != tensor._version:
+            memory = self.known[storage._cdata] = _Memory(tensor)
+        if all(ref() is not memory for ref in group.memories):
+            group.memories.append(weakref.ref(memory))
+        return _Saved(memory, group, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def send(self, group: _Group, held: set[int]) -> None:
+        """Copy to the host, except what a weight holds by now."""
+        memories = [m for m in group.alive() if m.host is None and m.source is not None]
+        for memory in memories:
+            source = memory.source
+            if source is None or source.untyped_storage().nbytes() == 0:
+                continue
+            memory.changed |= source._version != memory.version
+            if memory.changed or source.untyped_storage().data_ptr() in held:
+                continue
+            memory.host = self.copy(memory, _bytes_of(source), torch.device("cpu"))
+            self.traffic.to_host += memory.host.nbytes
+
+    def release(self, group: _Group) -> None:
+        """Give memory on the device back, for work that comes after the copies."""
+        for memory in group.alive():
+            memory.release()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        """Return a tensor when backward needs it; the first of a block has its block and the previous one fetched."""
+        if not isinstance(saved, _Saved):
+            return saved
+        with self.lock:
+            if saved.group is not self.current:
+                self.come_to(saved.group)
+            memory = saved.memory
+            if memory.source is None:
+                self.fetch([memory])
+                memory.wait()
+        empty = torch.empty(0, dtype=saved.dtype, device=memory.device)
+        return empty.set_(memory.storage(), saved.offset, saved.shape, saved.stride)
+
+    def come_to(self, group: _Group) -> None:
+        """Fetch what a block and the one before it need; let go of what only a second backward would use again."""
+        self.current = group
+        needed = group.alive()
+        self.fetch(needed)
+        if group.previous is not None:
+            needed += group.previous.alive()
+            self.fetch(needed)
+        after = group.next() if group.next is not None else None
+        for memory in after.alive() if after is not None else ():
+            if all(memory is not other for other in needed):
+                memory.wait()
+                memory.fetched = None
+
+    def fetch(self, memories: list[_Memory]) -> None:
+        """Copy to the device what is not there."""
+        for memory in memories:
+            if memory.host is not None and memory.source is None and memory.fetched is None:
+                memory.fetched = self.copy(memory, memory.host, memory.device)
+                self.traffic.to_device += memory.host.nbytes
+
+    def copy(self, memory: _Memory, source: Tensor, target: torch.device) -> Tensor:
+        """Copy bytes between host and device; a GPU does it on the side, after what was asked of it before."""
+        device = memory.device
+        if device.type != "cuda":
+            return source.clone()
+        pinned = target.type == "cpu" and self.pin_memory is not False
+        made = torch.empty(source.shape, dtype=torch.uint8, device=target, pin_memory=pinned)
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        side, computing = self.streams[device], torch.cuda.current_stream(device)
+        side.wait_stream(computing)
+        with torch.cuda.stream(side):
+            made.copy_(source, non_blocking=True)
+            memory.copied = computing, side.record_event()
+        return made
+
+
+def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> list[nn.Module]:
+    """Return the blocks, after checking everything."""
+    who = "offload_activations"
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
+        raise TypeError(f"{who}: several blocks are required, got one {type(blocks).__name__}; put it in a list")
+    if not isinstance(blocks, Iterable):
+        raise TypeError(f"{who}: blocks are required, got {type(blocks).__name__}; give for example model.blocks")
+    modules = list(blocks)
+    wrong = [type(m).__name__ for m in modules if not isinstance(m, nn.Module)]
+    if wrong:
+        raise TypeError(f"{who}: modules are required, got {', '.join(wrong)}; give for example model.blocks")
+    if not modules:
+        raise ValueError(f"{who}: at least one block is required, got none")
+    below = [id(m) for block in modules for m in block.modules()]
+    if any(below.count(id(block)) > 1 for block in modules):
+        raise ValueError(f"{who}: blocks apart from each other are required, got one twice or inside of another")
+    for name, number in (("keep_last", keep_last), ("min_bytes", min_bytes)):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{who}: a number is required as {name}, got {number!r}")
+        if number < 0:
+            raise ValueError(f"{who}: 0 or more is required as {name}, got {number}")
+    return modules
+
+
+def _addresses(block: nn.Module) -> set[int]:
+    """Return the memory that parameters, buffers and cached faces hold now."""
+    tensors = [*block.parameters(), *block.buffers()]
+    plain = [t for tensor in tensors for t in held_by(getattr(tensor, "_local_tensor", tensor))]
+    return {t.untyped_storage().data_ptr() for t in plain} - {0}
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

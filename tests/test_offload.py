@@ -1,0 +1,238 @@
+"""What blocks save travels to the host and back: how many bytes, how often, when it is given back; no bit changes."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+from hybridtensor import offload
+from hybridtensor.offload import offload_activations
+from hybridtensor.testing import random_tensor
+
+RECIPES = ["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "fp8+dequantized"]
+TOKENS, WIDTH, BLOCKS = 128, 128, 4
+
+
+class Block(nn.Module):
+    """Three siblings that read one input; what they save is all that it saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) + self.k(x) + self.v(x)
+
+
+class Gated(nn.Module):
+    """Views, an output that is saved, a buffer, a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        gate, up = self.up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(gate.sigmoid() * up * self.scale)
+
+
+def make(recipe, block=Gated, device="cpu", persistent=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
+    return ht.quantize_(model, recipe, persistent=persistent) if recipe else model
+
+
+def step(model, device="cpu", retain=False, **options):
+    """Return output and gradients, with offloading where there are options."""
+    x = random_tensor(TOKENS, WIDTH, device=device).requires_grad_()
+    traffic = None
+    if options:
+        with offload_activations(model, **options) as traffic:
+            y = model(x)
+    else:
+        y = model(x)
+    for again in [True, False] if retain else [False]:
+        y.backward(random_tensor(TOKENS, WIDTH, device=device, seed=1), retain_graph=again)
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]], traffic
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
+@pytest.mark.parametrize("keep_last", [0, 1, 9])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_bit_changes(recipe, keep_last, retain, device):
+    model = make(recipe, device=device)
+    expected, _ = step(copy.deepcopy(model), device, retain)
+    got, traffic = step(copy.deepcopy(model), device, retain, keep_last=keep_last, min_bytes=0)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert (traffic.to_host > 0) == (keep_last < BLOCKS)
+    assert traffic.to_device >= traffic.to_host
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_low_precision_bytes_travel_once(persistent, device):
+    """Siblings save one face of their input, and weights none: its bytes, and the bytes of its scales."""
+    values, moved = TOKENS * WIDTH, {}
+    for recipe in (None, "fp8", "fp8_rowwise", "fp8_delayed", "mxfp8"):
+        model = make(recipe, Block, device, persistent and recipe is not None)
+        _, traffic = step(model, device, keep_last=0, min_bytes=0)
+        assert traffic.to_host == traffic.to_device
+        moved[recipe] = traffic.to_host
+    assert moved[None] == BLOCKS * 2 * values
+    assert moved["fp8"] == BLOCKS * (values + 4)
+    assert moved["fp8_delayed"] == BLOCKS * 3 * (values + 4)  # each layer has a scale of its own
+    assert moved["fp8_rowwise"] == BLOCKS * (values + 4 * WIDTH)
+    assert moved["mxfp8"] == BLOCKS * (values + values // 32)
+
+
+def test_a_tensor_that_all_blocks_save_travels_once(device):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, device=device))
+
+        def forward(self, x, table):
+            return x * self.weight + table.sin() * 0 + self.weight * table
+
+    blocks, table = [Scaled() for _ in range(3)], torch.randn(TOKENS, WIDTH, device=device)
+    with offload_activations(blocks, keep_last=0) as traffic:
+        x = table
+        for block in blocks:
+            x = block(x, table)
+    x.sum().backward()
+    assert traffic.to_host == (1 + 2) * table.nbytes  # the table, which is the first input too, and two inputs
+
+
+def test_nothing_is_left_allocated(monkeypatch):
+    made, sources = [], []
+    original = offload._Offload.copy
+
+    def spy(self, memory, source, target):
+        copied = original(self, memory, source, target)
+        made.append(weakref.ref(copied.untyped_storage()))
+        sources.append(weakref.ref(memory))
+        return copied
+
+    monkeypatch.setattr(offload._Offload, "copy", spy)
+    gc.collect()
+    gc.disable()  # no cycle may hold on to memory
+    try:
+        step(make("fp8"), keep_last=1)
+        assert len(made) > 10
+        assert not [ref for ref in made + sources if ref() is not None]
+        model = make("fp8")
+        with offload_activations(model, keep_last=0):
+            y = model(random_tensor(TOKENS, WIDTH))
+        held = [ref() for ref in sources if ref() is not None]
+        assert held
+        assert all(memory.source is None and memory.fetched is None for memory in held)  # the device has nothing
+        del held, y
+        assert not [ref for ref in made + sources if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_at_most_two_blocks_are_on_the_device(monkeypatch):
+    """In forward the block that runs and the one before it, in backward likewise."""
+    seen, groups = [], []
+    original = offload._Offload.send
+    monkeypatch.setattr(
+        offload._Offload, "send", lambda self, group, held: (groups.append(group), original(self, group, held), note())
+    )
+
+    def note():
+        copied = [[m for m in group.alive() if m.host is not None] for group in groups]  # not the weights' own faces
+        there = [any(m.source is not None or m.fetched is not None for m in memories) for memories in copied]
+        seen.append([number for number, on_device in enumerate(there) if on_device])
+
+    model = make("fp8")
+    for block in model:
+        block.register_full_backward_pre_hook(lambda *_: note())
+    with offload_activations(model, keep_last=0):
+        y = model(random_tensor(TOKENS, WIDTH).requires_grad_())
+    forward = len(seen)
+    assert seen == [[0], [0, 1], [1, 2], [2, 3]]
+    y.sum().backward()
+    assert all(len(numbers) <= 2 for numbers in seen[forward:])
+    assert seen[forward + 1] == [2]  # on its way before its block begins
+
+
+def test_a_change_in_place_is_an_error_or_of_no_effect():
+    class Changes(nn.Module):
+        def __init__(self, after):
+            super().__init__()
+            self.scale, self.after = nn.Parameter(torch.ones(WIDTH)), after
+
+        def forward(self, x):
+            y = (x * self.scale).exp()
+            return y.add_(1) if not self.after else y * self.scale
+
+    x = torch.randn(TOKENS, WIDTH)
+    block = Changes(after=False)
+    with offload_activations([block], keep_last=0):
+        y = block(x)
+    with pytest.raises(RuntimeError, match="that stay what they are until they are copied are required"):
+        y.sum().backward()
+    block = Changes(after=True)
+    block(x).sum().backward()
+    expected, block.scale.grad = block.scale.grad, None
+    value = x.clone()
+    with offload_activations([block], keep_last=0):
+        y = block(value)
+    value.zero_()  # was copied
+    y.sum().backward()
+    assert torch.equal(block.scale.grad, expected)
+
+
+def test_evaluation_errors_and_checkpoints_leave_no_trace():
+    model = make("fp8")
+    with torch.no_grad(), offload_activations(model) as traffic:
+        model(random_tensor(TOKENS, WIDTH))
+    assert traffic.to_host == 0
+    with pytest.raises(RuntimeError, match="normalized_shape"), offload_activations(model):
+        model(random_tensor(TOKENS, 64))
+    assert all(not b._forward_hooks and not b._forward_pre_hooks for b in model)
+    expected, _ = step(copy.deepcopy(model))
+    inner = model[0].down.forward
+    model[0].down.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
+    got, _ = step(model, keep_last=0)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_generic_hooks_change_no_bit(recipe):
+    """torch's own, and hooks that hand bytes on."""
+    model = make(recipe)
+    expected, _ = step(copy.deepcopy(model))
+    for hooks in (
+        torch.autograd.graph.save_on_cpu(pin_memory=False),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.dtype, t.contiguous().reshape(-1).view(torch.uint8).clone(), t.shape),
+            lambda packed: packed[1].view(packed[0]).reshape(packed[2]),
+        ),
+    ):
+        with hooks:
+            got, _ = step(copy.deepcopy(model))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (nn.Linear(2, 2), {}, TypeError, "several blocks are required, got one Linear; put it in a list"),
+        (3, {}, TypeError, "blocks are required, got int"),
+        ([3], {}, TypeError, "modules are required, got int"),
+        ([], {}, ValueError, "at least one block is required, got none"),
+        ([nn.Sequential(nn.Linear(2, 2))] * 2, {}, ValueError, "got one twice or inside of another"),
+        ([nn.Linear(2, 2)], {"keep_last": -1}, ValueError, "0 or more is required as keep_last, got -1"),
+        ([nn.Linear(2, 2)], {"min_bytes": 1.5}, TypeError, "a number is required as min_bytes, got 1.5"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message), offload_activations(arguments, **options):
+        pass
