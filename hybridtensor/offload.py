@@ -117,7 +117,7 @@ class _Memory:
 
     def storage(self) -> torch.UntypedStorage:
         """Return the storage, or its copy on the device."""
-        if self.changed:
+        if self.changed or (self.source is not None and self.source._version != self.version):
             raise RuntimeError(
                 "offload_activations: saved tensors that stay what they are until they are copied are required, got "
                 "one that was changed in place; use the operator that is not in place"
@@ -136,7 +136,6 @@ class _Group:
     devices: set[torch.device]  # what is saved elsewhere, a number on the host for instance, stays there
     held: set[int]
     memories: list[weakref.ref[_Memory]] = field(default_factory=list)
-    next: weakref.ref[_Group] | None = None
 
     def alive(self) -> list[_Memory]:
         """Return the memory that is still needed."""
@@ -164,7 +163,7 @@ class _Offload:
         self.lock = threading.RLock()  # autograd has a thread per device
         self.open: list[tuple[_Group, Any]] = []
         self.last: _Group | None = None
-        self.current: _Group | None = None
+        self.fetched: list[_Group] = []  # what backward is at, and what is fetched ahead
         self.known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -184,7 +183,6 @@ class _Offload:
         self.send(group, _addresses(block))
         if self.last is not None:
             self.release(self.last)
-            self.last.next = weakref.ref(group)
         self.last = group
 
     def close(self) -> None:
@@ -216,8 +214,7 @@ class _Offload:
             source = memory.source
             if source is None or source.untyped_storage().nbytes() == 0:
                 continue
-            memory.changed |= source._version != memory.version
-            if memory.changed or source.untyped_storage().data_ptr() in held:
+            if source.untyped_storage().data_ptr() in held:
                 continue
             memory.host = self.copy(memory, _bytes_of(source), torch.device("cpu"))
             self.traffic.to_host += memory.host.nbytes
@@ -234,7 +231,7 @@ class _Offload:
         if not isinstance(saved, _Saved):
             return saved
         with self.lock:
-            if saved.group is not self.current:
+            if not self.fetched or self.fetched[0] is not saved.group:
                 self.come_to(saved.group)
             memory = saved.memory
             if memory.source is None:
@@ -245,17 +242,13 @@ class _Offload:
 
     def come_to(self, group: _Group) -> None:
         """Fetch what a block and the one before it need; let go of what only a second backward would use again."""
-        self.current = group
-        needed = group.alive()
-        self.fetch(needed)
-        if group.previous is not None:
-            needed += group.previous.alive()
-            self.fetch(needed)
-        after = group.next() if group.next is not None else None
-        for memory in after.alive() if after is not None else ():
+        before, self.fetched = self.fetched, [group] if group.previous is None else [group, group.previous]
+        needed = [memory for each in self.fetched for memory in each.alive()]
+        for memory in (memory for each in before for memory in each.alive()):
             if all(memory is not other for other in needed):
                 memory.wait()
                 memory.fetched = None
+        self.fetch(needed)
 
     def fetch(self, memories: list[_Memory]) -> None:
         """Copy to the device what is not there."""
