@@ -1,5 +1,7 @@
 """Under FSDP2: any number of ranks goes on, bit for bit, with what any number saved."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses.wrapper import InterceptingTensor, flatten
 
 SIZES = (1, 2, 3, 4)
+EVERY_PAIR = "HYBRIDTENSOR_EVERY_PAIR" in os.environ  # of saving and loading ranks: a minute more
 pytestmark = pytest.mark.skipif(
     not hasattr(InterceptingTensor, "gathering"), reason="converted weights cannot be wrapped by fully_shard here"
 )
@@ -69,7 +72,7 @@ def matrix(rank, path, persistent):
     for size in SIZES:
         if rank < size:
             found = []
-            for saved in SIZES:
+            for saved in SIZES if EVERY_PAIR else (SIZES[-1] + 1 - size,):
                 model, optimizer = make(persistent, meshes[size], seed=1)
                 state = {"model": model, "optimizer": optimizer}
                 assert checkpoint.load(f"{path}/{saved}", state, group=groups[size]) == saved

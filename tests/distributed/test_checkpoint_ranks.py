@@ -20,6 +20,7 @@ from hybridtensor.distributed import checkpoint
 from hybridtensor.subclasses.wrapper import flatten
 
 SIZES = (1, 2, 3, 4)
+EVERY_PAIR = "HYBRIDTENSOR_EVERY_PAIR" in os.environ  # of saving and loading ranks: a minute more
 
 
 def local(tensor):
@@ -76,7 +77,7 @@ def matrix(rank, path, persistent, rows, dim):
     for size in SIZES:
         if rank < size:
             expected = parts(source, rank, size, dim)
-            for saved in SIZES:
+            for saved in SIZES if EVERY_PAIR else (SIZES[-1] + 1 - size,):
                 model = shard(layers(persistent, rows, seed=1), rank, meshes[size], dim)
                 assert parts(model) != expected
                 assert checkpoint.load(f"{path}/{saved}", {"model": model}, group=groups[size]) == saved
