@@ -61,15 +61,8 @@ def export_safetensors(
         NotImplementedError: If a quantized export is asked of a sharded model.
     """
     library = _safetensors()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export_safetensors: a module is required, got {type(model).__name__}")
-    if masters is not None and not isinstance(masters, MasterWeights):
-        raise TypeError(f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}")
-    if dtype not in (*DTYPES, "quantized"):
-        raise ValueError(f"export_safetensors: a dtype of {[*DTYPES, 'quantized']} is required, got {dtype!r}")
-    of = {
-        id(parameter): master.detach() for parameter, master in ({} if masters is None else masters.masters()).items()
-    }
+    _check(model, dtype, masters)
+    of = {} if masters is None else {id(weight): master.detach() for weight, master in masters.masters().items()}
     tensors: dict[str, Tensor] = {}
     metadata = {"format": "pt"}
     weights: dict[str, Any] = {}
@@ -88,6 +81,16 @@ def export_safetensors(
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         _write(library, {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata, target)
     return target
+
+
+def _check(model: nn.Module, dtype: str, masters: MasterWeights | None) -> None:
+    """Raise for arguments that cannot be exported."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export_safetensors: a module is required, got {type(model).__name__}")
+    if masters is not None and not isinstance(masters, MasterWeights):
+        raise TypeError(f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}")
+    if dtype not in (*DTYPES, "quantized"):
+        raise ValueError(f"export_safetensors: a dtype of {[*DTYPES, 'quantized']} is required, got {dtype!r}")
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Any, str]]:

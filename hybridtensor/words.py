@@ -130,6 +130,7 @@ def _merge(rowwise: Quantizer, columnwise: Quantizer, source: str = "original") 
 
 
 def simplified(quantizer: Quantizer) -> Quantizer:
+    """Return the shortest quantizer that makes the same faces; see ``HybridQuantizer.simplified``."""
     return quantizer.simplified() if isinstance(quantizer, HybridQuantizer) else quantizer
 
 

@@ -1,4 +1,4 @@
-"""The kernels of ``ops.quantize``: measure a matrix, and cast it into one or both faces in one read.
+"""The kernel of ``ops.quantize``: cast a matrix into one or both faces in one read.
 
 Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``,
 so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
@@ -26,6 +26,17 @@ from hybridtensor.kernels.numbers import (
     reciprocal,
 )
 from hybridtensor.kernels.random import uniform16
+from hybridtensor.kernels.tiles import (
+    as_columns,
+    as_rows,
+    block_max,
+    blocks,
+    largest,
+    load_tile,
+    raise_to,
+    rows_of_tile,
+    spread,
+)
 
 # How a face is scaled.
 NONE = tl.constexpr(0)
@@ -36,74 +47,6 @@ BLOCK = tl.constexpr(4)  # fp32 per SIDE x 128
 MX = tl.constexpr(5)  # E8M0 per SIDE x 32
 NVFP4 = tl.constexpr(6)  # E4M3 per SIDE x 16, under an fp32 scale per tensor
 NVFP4_ROW = tl.constexpr(7)  # the same under an fp32 scale per row of the face
-
-
-@triton.jit
-def _rows_of_tile(BM: tl.constexpr, R: tl.constexpr):
-    return tl.arange(0, R)[:, None] + R * tl.arange(0, BM // R)[None, :]
-
-
-@triton.jit
-def _as_rows(tile, BM: tl.constexpr, BK: tl.constexpr):
-    """Return a tile as ``[BM, BK]``."""
-    return tl.reshape(tl.permute(tile, [1, 0, 2]), [BM, BK])
-
-
-@triton.jit
-def _as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
-    """Return a tile as ``[BK, BM]``."""
-    return tl.reshape(tl.permute(tile, [2, 1, 0]), [BK, BM])
-
-
-@triton.jit
-def _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-               V: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Load a tile ``[R, BM / R, BK]`` as fp32."""
-    rows = _rows_of_tile(BM, R)[:, :, None]
-    columns = tl.arange(0, BK)[None, None, :]
-    start = pm.to(tl.int64) * BM * stride_m + pk.to(tl.int64) * BK * stride_k
-    if WIDE:
-        offsets = rows.to(tl.int64) * stride_m + columns.to(tl.int64) * stride_k
-    else:
-        offsets = rows * stride_m + columns * stride_k
-    # The 2 is not true. It makes Triton hand out threads along columns, then groups of rows, so that the first axis,
-    # neighbouring rows, is left to each thread.
-    offsets = tl.max_contiguous(offsets, [1, 2, V])
-    if EVEN:
-        tile = tl.load(x + start + offsets)
-    else:
-        mask = (rows < M - pm * BM) & (columns < K - pk * BK)
-        tile = tl.load(x + start + offsets, mask=mask, other=0.0)
-    return tile.to(tl.float32)
-
-
-@triton.jit
-def _block_max(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
-    """Return the maximum of every block ``[SIDE, LENGTH]``, ``[P / SIDE, Q / LENGTH]``."""
-    N: tl.constexpr = Q // LENGTH
-    largest = max_of_groups(v, P, Q, LENGTH)
-    if SIDE > 1:
-        largest = tl.trans(max_of_groups(tl.trans(largest), N, P, SIDE))
-    return largest
-
-
-@triton.jit
-def _blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
-    """Return the amaxes of blocks ``[SIDE, LENGTH]``, without NaN elements, ``[P / SIDE, Q / LENGTH]``."""
-    amax = _block_max(tl.abs(v), P, Q, SIDE, LENGTH)
-    return tl.where(amax != amax, 0.0, amax)
-
-
-@triton.jit
-def _spread(blocks, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
-    """Repeat what there is per block for every element, ``[P, Q]``."""
-    if SIDE > 1:
-        shape: tl.constexpr = [P // SIDE, SIDE, Q // LENGTH]
-        blocks = tl.reshape(tl.broadcast_to(blocks[:, None, :], shape), [P, Q // LENGTH])
-    if LENGTH == Q:
-        return tl.broadcast_to(blocks, [P, Q])
-    else:
-        return tl.reshape(tl.broadcast_to(blocks[:, :, None], [P, Q // LENGTH, LENGTH]), [P, Q])
 
 
 @triton.jit
@@ -159,32 +102,6 @@ def _store_fp4(target, y, uniform, other, along, OTHER, ALONG, STOCHASTIC: tl.co
 
 
 @triton.jit
-def _raise_to(target, amax, mask):
-    """Raise fp32 maxima, which are not negative, in place; bits of such numbers are ordered as they are.
-
-    Most do not raise anything, which a look tells: writing takes turns.
-    """
-    amax = tl.where(amax != amax, 0.0, amax)
-    before = tl.load(target, mask=mask, other=0.0, cache_modifier=".cg")
-    raised = mask & (amax > before)
-    tl.atomic_max(target.to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True), mask=raised, sem="relaxed")
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _largest(v, AXIS: tl.constexpr, HW: tl.constexpr):
-    """Return the largest magnitude along an axis as bits, which are ordered as magnitudes are, with NaN above Inf."""
-    if HW:
-        return tl.reduce(tl.abs(v), AXIS, _larger).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
-
-
-@triton.jit
 def _cast_fp8(
     v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
@@ -197,7 +114,7 @@ def _cast_fp8(
         factor = tl.load(factors + slot)
         scale = tl.div_rn(1.0, factor)
         if NOTE:
-            _raise_to(amaxes + slot, tl.max(tl.max(tl.abs(v), 1), 0), slot >= 0)
+            raise_to(amaxes + slot, tl.max(tl.max(tl.abs(v), 1), 0), slot >= 0)
         y = v * factor
     elif KIND == TENSOR:
         factor, scale = encode_scale(tl.load(measured), E5M2, POW2, OVERFLOW)
@@ -206,13 +123,13 @@ def _cast_fp8(
         factor, scale = encode_scale(tl.load(measured + i, mask=i < OTHER, other=0.0), E5M2, POW2, OVERFLOW)
         y = v * factor[:, None]
     elif KIND == BLOCK:
-        factor, scale = encode_scale(_blocks(v, P, Q, SIDE, 128), E5M2, POW2, OVERFLOW)
-        y = v * _spread(factor, P, Q, SIDE, 128)
+        factor, scale = encode_scale(blocks(v, P, Q, SIDE, 128), E5M2, POW2, OVERFLOW)
+        y = v * spread(factor, P, Q, SIDE, 128)
         _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
     else:
         INVERSE: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-        exponent = e8m0_round_up(_blocks(v, P, Q, SIDE, 32) * INVERSE)
-        y = v * _spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
+        exponent = e8m0_round_up(blocks(v, P, Q, SIDE, 32) * INVERSE)
+        y = v * spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
         _store_scales(
             scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
         )
@@ -251,10 +168,10 @@ def _cast_nvfp4(v, amax, encode, codes, scales, stride_other, stride_along, unif
     scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * tl.div_rn(1.0, encode), HW), FP32_MAX)
     if not TAME:
-        nan = _block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
+        nan = block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
         scale_codes = tl.where(nan > 0, 0x7F, scale_codes)
         v = tl.where(v != v, 0.0, v)
-    y = v * _spread(factor, P, Q, SIDE, 16)
+    y = v * spread(factor, P, Q, SIDE, 16)
     _store_scales(
         scales, scale_codes.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16
     )
@@ -280,13 +197,13 @@ def _cast_face(
         if ROTATED:
             v = rotate(v, P, Q, TAME, HW)
         if TAME:
-            bits = _largest(tl.reshape(v, [P, Q // 16, 16]), 2, HW)
+            bits = largest(tl.reshape(v, [P, Q // 16, 16]), 2, HW)
             if SIDE > 1:
                 bits = tl.trans(max_of_groups(tl.trans(bits), Q // 16, P, SIDE))
             wild = tl.max(tl.max(bits, 1), 0) >= INF_BITS
             amax = bits.to(tl.float32, bitcast=True)
         else:
-            amax = _blocks(v, P, Q, SIDE, 16)
+            amax = blocks(v, P, Q, SIDE, 16)
         _cast_nvfp4(
             v, amax, _encode_level(measured, levels, other, along, OTHER, KIND == NVFP4_ROW, P), codes, scales,
             stride_other, stride_along, uniform, other, along, OTHER, ALONG,
@@ -328,21 +245,21 @@ def cast_kernel(
     tiles = tl.cdiv(K, BK)
     pm = pid // tiles
     pk = pid % tiles
-    rows = first_row + (pm * BM).to(tl.int64) + _rows_of_tile(BM, R)
+    rows = first_row + (pm * BM).to(tl.int64) + rows_of_tile(BM, R)
     wild = pid >= 0
     # First without a thought of NaN and Inf, where that saves something, then with care if there were any
     for attempt in tl.static_range(2 if ROW_KIND >= NVFP4 or COLUMN_KIND >= NVFP4 else 1):
         if wild:
             tl.debug_barrier()
-            tile = _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
+            tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
             wild = pid < 0
             if ROW_KIND != NONE:
                 uniform = tile
                 if ROW_STOCHASTIC:
                     uniform = uniform16(rows, pk * BK, K, rounding, row_stream, BM, BK, R, ALIGNED)
                 wild |= _cast_face(
-                    _as_rows(tile, BM, BK), row_codes, row_scales, row_stride_m, row_stride_k, row_levels,
-                    row_measured, factors, amaxes, row_slot, _as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
+                    as_rows(tile, BM, BK), row_codes, row_scales, row_stride_m, row_stride_k, row_levels,
+                    row_measured, factors, amaxes, row_slot, as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
                     ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, ROW_NOTE,
                     attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
                 )  # fmt: skip
@@ -351,70 +268,9 @@ def cast_kernel(
                 if COLUMN_STOCHASTIC:
                     uniform = uniform16(rows, pk * BK, K, rounding, column_stream, BM, BK, R, ALIGNED)
                 wild |= _cast_face(
-                    _as_columns(tile, BM, BK), column_codes, column_scales, column_stride_k, column_stride_m,
-                    column_levels, column_measured, factors, amaxes, column_slot, _as_columns(uniform, BM, BK),
+                    as_columns(tile, BM, BK), column_codes, column_scales, column_stride_k, column_stride_m,
+                    column_levels, column_measured, factors, amaxes, column_slot, as_columns(uniform, BM, BK),
                     pk * BK, pm * BM, K, M,
                     COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED,
                     COLUMN_STOCHASTIC, COLUMN_NOTE, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
                 )  # fmt: skip
-
-
-@triton.jit
-def _amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """Return the amax of every row of a tile of a face, ``[P]``, without NaN."""
-    if ROTATED:
-        bits = _largest(rotate(v, P, Q, True, HW), 1, HW)
-        if tl.max(bits, 0) < INF_BITS:
-            amax = bits.to(tl.float32, bitcast=True)
-        else:
-            amax = tl.max(tl.abs(rotate(v, P, Q, False, HW)), 1)
-    else:
-        amax = tl.max(tl.abs(v), 1)
-    return tl.where(amax != amax, 0.0, amax)
-
-
-@triton.jit
-def _raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
-    """Raise the amax of the tensor, or those of rows of the face, ``[P]``."""
-    if PER_ROW:
-        i = other + tl.arange(0, P)
-        _raise_to(target + i, amax, i < OTHER)
-    else:
-        _raise_to(target, tl.max(amax, 0), P > 0)
-
-
-@triton.jit
-def measure_kernel(
-    x, stride_m, stride_k, M, K, row_target, column_target,
-    ROW: tl.constexpr, ROW_PER_ROW: tl.constexpr, ROW_ROTATED: tl.constexpr,
-    COLUMN: tl.constexpr, COLUMN_PER_ROW: tl.constexpr, COLUMN_ROTATED: tl.constexpr,
-    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    V: tl.constexpr,
-):  # fmt: skip
-    """Raise the amaxes that the casts of either face need, which begin at zero."""
-    pid = tl.program_id(0)
-    tiles = tl.cdiv(K, BK)
-    pm = pid // tiles
-    pk = pid % tiles
-    tile = _load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
-    if ROW:
-        amax = _amax_of_rows(_as_rows(tile, BM, BK), ROW_ROTATED, HW, BM, BK)
-        _raise_face(row_target, amax, pm * BM, M, ROW_PER_ROW, BM)
-    if COLUMN:
-        amax = _amax_of_rows(_as_columns(tile, BM, BK), COLUMN_ROTATED, HW, BK, BM)
-        _raise_face(column_target, amax, pk * BK, K, COLUMN_PER_ROW, BK)
-
-
-@triton.jit
-def measure_flat_kernel(x, target, size, BLOCK: tl.constexpr, STEPS: tl.constexpr, ALONE: tl.constexpr):
-    """Raise the amax of a contiguous tensor, which begins at zero; write it, if this program is ``ALONE``."""
-    start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
-    amax = tl.zeros([BLOCK], tl.float32)
-    for step in tl.static_range(STEPS):
-        i = start + step * BLOCK + tl.arange(0, BLOCK)
-        amax = tl.maximum(amax, tl.abs(tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)))
-    largest = tl.max(amax, 0)
-    if ALONE:
-        tl.store(target, tl.where(largest != largest, 0.0, largest))
-    else:
-        _raise_to(target, largest, largest >= 0)

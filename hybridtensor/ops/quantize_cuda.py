@@ -191,12 +191,12 @@ class _Plan:
             programs = -(-m * k // (_FLAT_BLOCK * _FLAT_STEPS))
             alone = programs == 1
             launch = Launch(
-                "quantize", "measure_flat_kernel", programs,
+                "measure", "measure_flat_kernel", programs,
                 BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, ALONE=alone, options={"num_warps": 8},
             )  # fmt: skip
         else:
             launch = Launch(
-                "quantize", "measure_kernel", self.tiles,
+                "measure", "measure_kernel", self.tiles,
                 ROW=wanted[0], ROW_PER_ROW=row.kind in _PER_ROW, ROW_ROTATED=row.rotated,
                 COLUMN=wanted[1] and not shared, COLUMN_PER_ROW=column.kind in _PER_ROW,
                 COLUMN_ROTATED=column.rotated, HW=converts_to_fp8(key.device), options=self.options,

@@ -18,7 +18,8 @@
 
 from hybridtensor.distributed.checkpoint.metadata import SafeReader
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner, HybridSavePlanner
-from hybridtensor.distributed.checkpoint.store import Saving, async_save, latest, load, save, verify
+from hybridtensor.distributed.checkpoint.reading import latest, load, verify
+from hybridtensor.distributed.checkpoint.store import Saving, async_save, save
 from hybridtensor.distributed.plain import plain
 
 __all__ = [

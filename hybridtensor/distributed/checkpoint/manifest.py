@@ -193,3 +193,14 @@ def _file_problems(path: Path, name: str, size: int, sha: str) -> list[str]:
     if got[0] != size:
         return [f"{path.name}: {name} has {got[0]} bytes, {size} were written"]
     return [] if got[1] == sha else [f"{path.name}: {name} has other contents than were written"]
+
+
+def root_folder(directory: str | os.PathLike[str], step: int | None) -> Path:
+    """Return a folder of checkpoints, or raise for what is none, or no number of a step."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"checkpoint: a folder is required, got {directory!r}")
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        raise TypeError(f"checkpoint: the number of a step is required, got {step!r}")
+    if step is not None and step < 0:
+        raise ValueError(f"checkpoint: the number of a step, 0 or more, is required, got {step}")
+    return Path(directory)

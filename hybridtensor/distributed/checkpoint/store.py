@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import os
 import shutil
 import threading
 import uuid
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -30,16 +27,16 @@ from hybridtensor.distributed.checkpoint.manifest import (
     Manifest,
     digest_file,
     problems,
+    root_folder,
     step_path,
-    steps,
     sync_folder,
     versions,
     write_synced,
 )
-from hybridtensor.distributed.checkpoint.metadata import METADATA, SafeReader, Writer, read_metadata
-from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner, HybridSavePlanner
+from hybridtensor.distributed.checkpoint.metadata import METADATA, Writer
+from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
 from hybridtensor.distributed.checkpoint.ranks import Ranks
-from hybridtensor.distributed.checkpoint.training import Restoration, Training
+from hybridtensor.distributed.checkpoint.training import Training
 
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -132,7 +129,7 @@ def save(
         ValueError: If the step is there already, or the state cannot be saved.
         RuntimeError: If writing fails on a rank, or a rank is gone; on every rank.
     """
-    _wait_for_previous()
+    wait_for_previous()
     ranks = Ranks("checkpoint.save", group, timeout)
     with _planned(ranks, directory, step, state, faces, overwrite) as write:
         return write.run()
@@ -175,7 +172,7 @@ class Saving:
 _previous: list[Saving] = []
 
 
-def _wait_for_previous() -> None:
+def wait_for_previous() -> None:
     """Wait for the last background save, and raise what went wrong in it if nobody asked."""
     while _previous:
         saving = _previous.pop()
@@ -217,7 +214,7 @@ def async_save(
         ValueError: As ``save``.
         RuntimeError: As ``save``.
     """
-    _wait_for_previous()
+    wait_for_previous()
     ranks = Ranks("checkpoint.async_save", group, timeout)
     with _planned(ranks, directory, step, state, faces, overwrite) as write:
         ranks.each(lambda: write.planner.stage(write.plan))
@@ -234,7 +231,7 @@ def _planned(
     """Decide which rank writes what; remove the unfinished folder if anything fails."""
     folder: Path | None = None
     try:
-        root, training = ranks.each(lambda: (_root(directory, step), Training(state)))
+        root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))
         folder = ranks.first(lambda: _new_folder(root, step, overwrite))
         yield _plan(ranks, root, folder, step, training, faces)
     except BaseException:
@@ -272,16 +269,6 @@ def _plan(ranks: Ranks, root: Path, folder: Path, step: int, training: Training,
     return _Write(ranks, root, folder, manifest, writer, planner, plan, metadata)
 
 
-def _root(directory: str | os.PathLike[str], step: int | None) -> Path:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"checkpoint: a folder is required, got {directory!r}")
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-        raise TypeError(f"checkpoint: the number of a step is required, got {step!r}")
-    if step is not None and step < 0:
-        raise ValueError(f"checkpoint: the number of a step, 0 or more, is required, got {step}")
-    return Path(directory)
-
-
 def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
     """Make the hidden folder that a step is written into, and remove those that crashes left."""
     if not root.is_dir():
@@ -297,122 +284,3 @@ def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
     folder = root / f".{target.name}{_PARTIAL}{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
-
-
-def load(
-    directory: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    step: int | None = None,
-    any_recipe: bool = False,
-    group: dist.ProcessGroup | None = None,
-    timeout: datetime.timedelta = TIMEOUT,
-) -> int:
-    """Load the newest step that is what was written, on any number of ranks, into ``state``, and return its number.
-
-    Digests, recipes, names and shapes are checked before anything is written. Damaged steps are skipped with a warning.
-    Nothing in a checkpoint is executed.
-
-    Args:
-        directory: What ``save`` was given.
-        state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in place, other data is
-            replaced in this dictionary.
-        step: Load this one, and no other.
-        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
-            loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
-        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
-        timeout: How long to wait for the slowest rank.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If the checkpoint is of another recipe, or names, shapes or dtypes differ; on every rank.
-        RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on every rank.
-    """
-    _wait_for_previous()
-    ranks = Ranks("checkpoint.load", group, timeout)
-    root, training = ranks.each(lambda: (_root(directory, step), Training(state)))
-    number, path = _newest(ranks, root, step)
-    planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))
-    ranks.each(lambda: _read(path, planner, metadata))
-    ranks.each(restoration.finish)
-    return number
-
-
-def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
-    """Return the newest step that is what was written, or ``step``."""
-    found = ranks.first(lambda: steps(root))
-    if step is not None:
-        found = {number: path for number, path in found.items() if number == step}
-    reasons: list[str] = []
-    for number, path in found.items():
-        told = ranks.gather(functools.partial(problems, path, share=(ranks.rank, ranks.size)))
-        wrong = list(dict.fromkeys(text for texts in told for text in texts))
-        if not wrong:
-            for reason in reasons:
-                warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
-            return number, path
-        reasons.append("; ".join(wrong))
-    wanted = "a step" if step is None else f"step {step}"
-    raise RuntimeError(
-        f"checkpoint.load: {wanted} that is what was written is required in {root}, got {' | '.join(reasons) or 'none'}"
-    )
-
-
-def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
-    """Return how to load a step, after checking everything that can be without changing anything."""
-    manifest = Manifest.read(path)
-    metadata = read_metadata(path, manifest.files)
-    training.check_entries(manifest)
-    different = training.differences(manifest)
-    if different and not any_recipe:
-        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
-        raise ValueError(
-            f"checkpoint.load: a checkpoint of the same recipes is required, got {path.name} with "
-            f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
-        )
-    restoration = Restoration(training, manifest, metadata)
-    planner = HybridLoadPlanner()
-    planner.set_up_planner(restoration.target, metadata)
-    _check(path, planner, restoration, metadata, any_recipe)
-    return planner, restoration, metadata
-
-
-def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> None:
-    reader = SafeReader(path)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    with torch.no_grad():
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def _check(
-    path: Path, planner: HybridLoadPlanner, restoration: Restoration, metadata: Metadata, any_recipe: bool
-) -> None:
-    wrong = planner.misfits(casts=any_recipe)
-    wrong += [f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))]
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(
-            f"checkpoint.load: a checkpoint of the same names, shapes and dtypes is required, got {path.name} where "
-            f"{'; '.join(wrong[:5])}{more}; build the model and optimizer as they were"
-        )
-
-
-def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
-    """Read every step in ``directory``, or the one that it is, and return what is wrong with each, the newest first.
-
-    A step with an empty list is what was written.
-
-    Raises:
-        TypeError: If ``directory`` is not a path.
-    """
-    root = _root(directory, None)
-    found = steps(root)
-    if not found:
-        found = {number: path for number, path in steps(root.parent).items() if path.name == root.name}
-    return {number: problems(path) for number, path in found.items()}
-
-
-def latest(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number of the newest step that is what was written, or None."""
-    return next((number for number, path in steps(_root(directory, None)).items() if not problems(path)), None)

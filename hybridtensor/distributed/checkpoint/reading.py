@@ -1,0 +1,140 @@
+"""Load the newest checkpoint of a folder that is what was written, and tell which are."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hybridtensor.distributed.checkpoint.manifest import Manifest, problems, root_folder, steps
+from hybridtensor.distributed.checkpoint.metadata import SafeReader, read_metadata
+from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
+from hybridtensor.distributed.checkpoint.ranks import Ranks
+from hybridtensor.distributed.checkpoint.store import TIMEOUT, wait_for_previous
+from hybridtensor.distributed.checkpoint.training import Restoration, Training
+
+
+def load(
+    directory: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    any_recipe: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> int:
+    """Load the newest step that is what was written, on any number of ranks, into ``state``, and return its number.
+
+    Digests, recipes, names and shapes are checked before anything is written. Damaged steps are skipped with a warning.
+    Nothing in a checkpoint is executed.
+
+    Args:
+        directory: What ``save`` was given.
+        state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in place, other data is
+            replaced in this dictionary.
+        step: Load this one, and no other.
+        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
+            loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
+        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
+        timeout: How long to wait for the slowest rank.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the checkpoint is of another recipe, or names, shapes or dtypes differ; on every rank.
+        RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on every rank.
+    """
+    wait_for_previous()
+    ranks = Ranks("checkpoint.load", group, timeout)
+    root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))
+    number, path = _newest(ranks, root, step)
+    planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))
+    ranks.each(lambda: _read(path, planner, metadata))
+    ranks.each(restoration.finish)
+    return number
+
+
+def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
+    """Return the newest step that is what was written, or ``step``."""
+    found = ranks.first(lambda: steps(root))
+    if step is not None:
+        found = {number: path for number, path in found.items() if number == step}
+    reasons: list[str] = []
+    for number, path in found.items():
+        told = ranks.gather(functools.partial(problems, path, share=(ranks.rank, ranks.size)))
+        wrong = list(dict.fromkeys(text for texts in told for text in texts))
+        if not wrong:
+            for reason in reasons:
+                warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
+            return number, path
+        reasons.append("; ".join(wrong))
+    wanted = "a step" if step is None else f"step {step}"
+    raise RuntimeError(
+        f"checkpoint.load: {wanted} that is what was written is required in {root}, got {' | '.join(reasons) or 'none'}"
+    )
+
+
+def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
+    """Return how to load a step, after checking everything that can be without changing anything."""
+    manifest = Manifest.read(path)
+    metadata = read_metadata(path, manifest.files)
+    training.check_entries(manifest)
+    different = training.differences(manifest)
+    if different and not any_recipe:
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+        raise ValueError(
+            f"checkpoint.load: a checkpoint of the same recipes is required, got {path.name} with "
+            f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
+        )
+    restoration = Restoration(training, manifest, metadata)
+    planner = HybridLoadPlanner()
+    planner.set_up_planner(restoration.target, metadata)
+    _check(path, planner, restoration, metadata, any_recipe)
+    return planner, restoration, metadata
+
+
+def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> None:
+    reader = SafeReader(path)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    with torch.no_grad():
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _check(
+    path: Path, planner: HybridLoadPlanner, restoration: Restoration, metadata: Metadata, any_recipe: bool
+) -> None:
+    wrong = planner.misfits(casts=any_recipe)
+    wrong += [f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"checkpoint.load: a checkpoint of the same names, shapes and dtypes is required, got {path.name} where "
+            f"{'; '.join(wrong[:5])}{more}; build the model and optimizer as they were"
+        )
+
+
+def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
+    """Read every step in ``directory``, or the one that it is, and return what is wrong with each, the newest first.
+
+    A step with an empty list is what was written.
+
+    Raises:
+        TypeError: If ``directory`` is not a path.
+    """
+    root = root_folder(directory, None)
+    found = steps(root)
+    if not found:
+        found = {number: path for number, path in steps(root.parent).items() if path.name == root.name}
+    return {number: problems(path) for number, path in found.items()}
+
+
+def latest(directory: str | os.PathLike[str]) -> int | None:
+    """Return the number of the newest step that is what was written, or None."""
+    return next((number for number, path in steps(root_folder(directory, None)).items() if not problems(path)), None)

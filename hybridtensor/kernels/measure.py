@@ -1,0 +1,72 @@
+"""The kernels that measure a matrix before ``ops.quantize`` casts it: amaxes of the tensor, or of rows of its faces.
+
+Legend: as in ``tiles`` and ``quantize``.
+"""
+
+import triton
+import triton.language as tl
+
+from hybridtensor.kernels.hadamard import rotate
+from hybridtensor.kernels.numbers import INF_BITS
+from hybridtensor.kernels.tiles import as_columns, as_rows, largest, load_tile, raise_to
+
+
+@triton.jit
+def _amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """Return the amax of every row of a tile of a face, ``[P]``, without NaN."""
+    if ROTATED:
+        bits = largest(rotate(v, P, Q, True, HW), 1, HW)
+        if tl.max(bits, 0) < INF_BITS:
+            amax = bits.to(tl.float32, bitcast=True)
+        else:
+            amax = tl.max(tl.abs(rotate(v, P, Q, False, HW)), 1)
+    else:
+        amax = tl.max(tl.abs(v), 1)
+    return tl.where(amax != amax, 0.0, amax)
+
+
+@triton.jit
+def _raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
+    """Raise the amax of the tensor, or those of rows of the face, ``[P]``."""
+    if PER_ROW:
+        i = other + tl.arange(0, P)
+        raise_to(target + i, amax, i < OTHER)
+    else:
+        raise_to(target, tl.max(amax, 0), P > 0)
+
+
+@triton.jit
+def measure_kernel(
+    x, stride_m, stride_k, M, K, row_target, column_target,
+    ROW: tl.constexpr, ROW_PER_ROW: tl.constexpr, ROW_ROTATED: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMN_PER_ROW: tl.constexpr, COLUMN_ROTATED: tl.constexpr,
+    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """Raise the amaxes that the casts of either face need, which begin at zero."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(K, BK)
+    pm = pid // tiles
+    pk = pid % tiles
+    tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
+    if ROW:
+        amax = _amax_of_rows(as_rows(tile, BM, BK), ROW_ROTATED, HW, BM, BK)
+        _raise_face(row_target, amax, pm * BM, M, ROW_PER_ROW, BM)
+    if COLUMN:
+        amax = _amax_of_rows(as_columns(tile, BM, BK), COLUMN_ROTATED, HW, BK, BM)
+        _raise_face(column_target, amax, pk * BK, K, COLUMN_PER_ROW, BK)
+
+
+@triton.jit
+def measure_flat_kernel(x, target, size, BLOCK: tl.constexpr, STEPS: tl.constexpr, ALONE: tl.constexpr):
+    """Raise the amax of a contiguous tensor, which begins at zero; write it, if this program is ``ALONE``."""
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    amax = tl.zeros([BLOCK], tl.float32)
+    for step in tl.static_range(STEPS):
+        i = start + step * BLOCK + tl.arange(0, BLOCK)
+        amax = tl.maximum(amax, tl.abs(tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)))
+    largest = tl.max(amax, 0)
+    if ALONE:
+        tl.store(target, tl.where(largest != largest, 0.0, largest))
+    else:
+        raise_to(target, largest, largest >= 0)

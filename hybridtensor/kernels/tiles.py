@@ -1,0 +1,104 @@
+"""Tiles of a matrix: loading them, seeing them as either face does, blocks in them, and largest magnitudes.
+
+Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``,
+so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own.
+"""
+
+import triton
+import triton.language as tl
+
+from hybridtensor.kernels.numbers import max_of_groups
+
+
+@triton.jit
+def rows_of_tile(BM: tl.constexpr, R: tl.constexpr):
+    return tl.arange(0, R)[:, None] + R * tl.arange(0, BM // R)[None, :]
+
+
+@triton.jit
+def as_rows(tile, BM: tl.constexpr, BK: tl.constexpr):
+    """Return a tile as ``[BM, BK]``."""
+    return tl.reshape(tl.permute(tile, [1, 0, 2]), [BM, BK])
+
+
+@triton.jit
+def as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
+    """Return a tile as ``[BK, BM]``."""
+    return tl.reshape(tl.permute(tile, [2, 1, 0]), [BK, BM])
+
+
+@triton.jit
+def load_tile(x, stride_m, stride_k, pm, pk, M, K, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+               V: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Load a tile ``[R, BM / R, BK]`` as fp32."""
+    rows = rows_of_tile(BM, R)[:, :, None]
+    columns = tl.arange(0, BK)[None, None, :]
+    start = pm.to(tl.int64) * BM * stride_m + pk.to(tl.int64) * BK * stride_k
+    if WIDE:
+        offsets = rows.to(tl.int64) * stride_m + columns.to(tl.int64) * stride_k
+    else:
+        offsets = rows * stride_m + columns * stride_k
+    # The 2 is not true. It makes Triton hand out threads along columns, then groups of rows, so that the first axis,
+    # neighbouring rows, is left to each thread.
+    offsets = tl.max_contiguous(offsets, [1, 2, V])
+    if EVEN:
+        tile = tl.load(x + start + offsets)
+    else:
+        mask = (rows < M - pm * BM) & (columns < K - pk * BK)
+        tile = tl.load(x + start + offsets, mask=mask, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def block_max(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
+    """Return the maximum of every block ``[SIDE, LENGTH]``, ``[P / SIDE, Q / LENGTH]``."""
+    N: tl.constexpr = Q // LENGTH
+    largest = max_of_groups(v, P, Q, LENGTH)
+    if SIDE > 1:
+        largest = tl.trans(max_of_groups(tl.trans(largest), N, P, SIDE))
+    return largest
+
+
+@triton.jit
+def blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
+    """Return the amaxes of blocks ``[SIDE, LENGTH]``, without NaN elements, ``[P / SIDE, Q / LENGTH]``."""
+    amax = block_max(tl.abs(v), P, Q, SIDE, LENGTH)
+    return tl.where(amax != amax, 0.0, amax)
+
+
+@triton.jit
+def spread(blocks, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
+    """Repeat what there is per block for every element, ``[P, Q]``."""
+    if SIDE > 1:
+        shape: tl.constexpr = [P // SIDE, SIDE, Q // LENGTH]
+        blocks = tl.reshape(tl.broadcast_to(blocks[:, None, :], shape), [P, Q // LENGTH])
+    if LENGTH == Q:
+        return tl.broadcast_to(blocks, [P, Q])
+    else:
+        return tl.reshape(tl.broadcast_to(blocks[:, :, None], [P, Q // LENGTH, LENGTH]), [P, Q])
+
+
+@triton.jit
+def raise_to(target, amax, mask):
+    """Raise fp32 maxima, which are not negative, in place; bits of such numbers are ordered as they are.
+
+    Most do not raise anything, which a look tells: writing takes turns.
+    """
+    amax = tl.where(amax != amax, 0.0, amax)
+    before = tl.load(target, mask=mask, other=0.0, cache_modifier=".cg")
+    raised = mask & (amax > before)
+    tl.atomic_max(target.to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True), mask=raised, sem="relaxed")
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(v, AXIS: tl.constexpr, HW: tl.constexpr):
+    """Return the largest magnitude along an axis as bits, which are ordered as magnitudes are, with NaN above Inf."""
+    if HW:
+        return tl.reduce(tl.abs(v), AXIS, _larger).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
