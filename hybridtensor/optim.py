@@ -31,10 +31,11 @@ class MasterWeights(torch.optim.Optimizer):
         kwargs: Passed to ``optimizer_class``.
 
     Raises:
-        TypeError: If ``optimizer_class`` is not an optimizer class.
+        TypeError: If ``optimizer_class`` is not an optimizer class, or one that makes other groups of its parameters, as
+            torchao's ``CPUOffloadOptimizer`` does, which steps what its hooks have seen in backward.
     """
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **kwargs: Any) -> None:
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], /, **kwargs: Any) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"MasterWeights: an Optimizer class is required, got {optimizer_class!r}")
         given = list(params)
@@ -43,6 +44,11 @@ class MasterWeights(torch.optim.Optimizer):
         self._pairs: list[tuple[HybridTensor, nn.Parameter]] = []
         inner_groups = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **kwargs)
+        if [len(group["params"]) for group in self.inner.param_groups] != [len(group["params"]) for group in groups]:
+            raise TypeError(
+                f"MasterWeights: an optimizer that keeps its parameter groups is required, got {optimizer_class.__name__}; "
+                "give it master weights, which it steps as they are: quantize_(model, config) without persistent=True"
+            )
         super().__init__(groups, self.inner.defaults)
         self._share_groups()
 

@@ -208,8 +208,27 @@ def test_one_fp32_master_per_persistent_weight_of_a_bf16_model():
     assert ours[0].weight.dtype == torch.bfloat16
 
 
+class OneGroupEach(torch.optim.SGD):
+    """Makes groups as torchao's ``CPUOffloadOptimizer`` does."""
+
+    def __init__(self, groups):
+        super().__init__([{**group, "params": [p]} for group in groups for p in group["params"]])
+
+
+def test_torchao_offload_of_persistent_weights_is_refused(device):
+    """It steps from hooks in backward, which masters of persistent weights have no part in: nothing would happen."""
+    if device == "cpu":
+        pytest.skip("torchao's CPUOffloadOptimizer needs a GPU to offload from")
+    torchao = pytest.importorskip("torchao.optim", reason="torchao's optimizers are tested with torchao")
+    parameters = model(device=device).parameters()
+    with pytest.raises(TypeError, match="an optimizer that keeps its parameter groups is required"):
+        MasterWeights(torchao.CPUOffloadOptimizer, parameters, optimizer_class=torch.optim.AdamW, minimal_size=1)
+
+
 def test_bad_input():
     ours = ht.quantize_(model(), "fp8", persistent=True)
+    with pytest.raises(TypeError, match="that keeps its parameter groups is required, got OneGroupEach; give it master"):
+        MasterWeights(OneGroupEach, model().parameters())
     with pytest.raises(TypeError, match="an Optimizer class is required, got 'AdamW'"):
         MasterWeights("AdamW", ours.parameters())
     optimizer = MasterWeights(torch.optim.SGD, ours.parameters(), lr=0.1)
