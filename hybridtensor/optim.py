@@ -31,8 +31,8 @@ class MasterWeights(torch.optim.Optimizer):
         kwargs: Passed to ``optimizer_class``.
 
     Raises:
-        TypeError: If ``optimizer_class`` is not an optimizer class, or one that makes other groups of its parameters, as
-            torchao's ``CPUOffloadOptimizer`` does, which steps what its hooks have seen in backward.
+        TypeError: If ``optimizer_class`` is not an optimizer class, or makes other parameter groups, as torchao's
+            ``CPUOffloadOptimizer`` does, which steps what its hooks have seen in backward.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], /, **kwargs: Any) -> None:
@@ -46,8 +46,8 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner = optimizer_class(inner_groups, **kwargs)
         if [len(group["params"]) for group in self.inner.param_groups] != [len(group["params"]) for group in groups]:
             raise TypeError(
-                f"MasterWeights: an optimizer that keeps its parameter groups is required, got {optimizer_class.__name__}; "
-                "give it master weights, which it steps as they are: quantize_(model, config) without persistent=True"
+                "MasterWeights: an optimizer that keeps its parameter groups is required, got "
+                f"{optimizer_class.__name__}; give it master weights: quantize_(model, config) without persistent=True"
             )
         super().__init__(groups, self.inner.defaults)
         self._share_groups()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ else:
 def device(request: pytest.FixtureRequest) -> str:
     """Every device of this machine; the CUDA tests carry the ``gpu`` marker."""
     return str(request.param)
+
+
+@pytest.fixture
+def default_device(device: str) -> Iterator[None]:
+    """What is made without naming a device is on ``device``."""
+    with torch.device(device):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,32 +21,42 @@ def make(spec, persistent=False, seed=0):
     return ht.quantize_(model, spec, persistent=persistent) if spec else model
 
 
+def read(path):
+    return load_file(path, torch.get_default_device().type)
+
+
+def load(path):
+    return ht.load_safetensors(path, torch.get_default_device())
+
+
 def metadata(path):
     with safe_open(path, framework="pt") as file:
         return file.metadata()
 
 
+@pytest.mark.usefixtures("default_device")
 @pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4", "bf16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_high_precision_is_the_plain_model(spec, dtype, tmp_path):
     model, plain = make(spec), make(None)
     path = ht.export_safetensors(model, tmp_path / "model.safetensors", dtype)
     assert metadata(path) == {"format": "pt"}
-    read, wanted = load_file(path), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    got, wanted = read(path), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     expected = {k: v.to(wanted) if v.is_floating_point() else v for k, v in plain.state_dict().items()}
-    assert read.keys() == expected.keys()
-    assert all(torch.equal(read[k], v) and read[k].dtype == v.dtype for k, v in expected.items())
-    plain.load_state_dict(read)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in expected.items())
+    plain.load_state_dict(got)
 
 
+@pytest.mark.usefixtures("default_device")
 def test_persistent_weights_give_their_masters_or_what_they_hold(tmp_path):
     model = make("fp8", persistent=True)
     originals = make(None).state_dict()["0.weight"]
-    first = load_file(ht.export_safetensors(model, tmp_path / "a", "fp32"))["0.weight"]
+    first = read(ht.export_safetensors(model, tmp_path / "a", "fp32"))["0.weight"]
     assert torch.equal(first, originals)  # trainable ones hold on to it
     optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
-    held = load_file(ht.export_safetensors(model, tmp_path / "b", "fp32"))["0.weight"]
-    masters = load_file(ht.export_safetensors(model, tmp_path / "c", "fp32", masters=optimizer))["0.weight"]
+    held = read(ht.export_safetensors(model, tmp_path / "b", "fp32"))["0.weight"]
+    masters = read(ht.export_safetensors(model, tmp_path / "c", "fp32", masters=optimizer))["0.weight"]
     assert torch.equal(held, model[0].weight.dequantize())
     assert torch.equal(masters, originals)
     assert not torch.equal(held, masters)
@@ -56,13 +66,14 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.usefixtures("default_device")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_quantized_reads_back_bit_for_bit(recipe, tmp_path):
     persistent = make(recipe, persistent=True)
     expected = persistent[0].weight
     for model in (persistent, make(recipe)):
         path = ht.export_safetensors(model, tmp_path / "model.safetensors", "quantized", columnwise=True)
-        weight = ht.load_safetensors(path)["0.weight"]
+        weight = load(path)["0.weight"]
         pairs = zip(flatten(weight)[0], flatten(expected.detach())[0], strict=True)
         assert all(same(a.contiguous(), b.contiguous()) for a, b in pairs)
         assert str(weight.columnwise) == str(expected.columnwise)
@@ -73,10 +84,11 @@ def test_quantized_reads_back_bit_for_bit(recipe, tmp_path):
     assert torch.equal(weight.columnwise.dequantize(), expected.columnwise.dequantize())
 
 
+@pytest.mark.usefixtures("default_device")
 def test_quantized_loads_into_a_persistent_model(tmp_path):
     path = ht.export_safetensors(make("mxfp8"), tmp_path / "model.safetensors", "quantized", columnwise=True)
     model = make("mxfp8", persistent=True, seed=1)
-    model.load_state_dict(ht.load_safetensors(path))
+    model.load_state_dict(load(path))
     assert torch.equal(model[2].weight.detach(), make("mxfp8", persistent=True)[2].weight.detach())
 
 

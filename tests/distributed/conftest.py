@@ -1,7 +1,6 @@
-"""Ranks as gloo processes that stay for all tests: starting them is what takes time."""
+"""Ranks that stay for all tests: starting them is what takes time. Through gloo, and on GPUs through NCCL."""
 
 import contextlib
-import datetime
 import multiprocessing
 import traceback
 import warnings
@@ -10,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import check_devices, join
 
-TIMEOUT = datetime.timedelta(seconds=60)
+KINDS = ["cpu"]
+if torch.cuda.is_available():
+    KINDS.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 class Ranks:
     """``size`` processes in one process group; ``run(body, *args)`` calls ``body(rank, *args)`` in each."""
 
-    def __init__(self, size, directory):
-        self.size, self.directory, self.starts = size, directory, 0
+    def __init__(self, size, directory, device):
+        self.size, self.directory, self.device, self.starts = size, directory, device, 0
         self.start()
 
     def start(self):
@@ -28,7 +30,8 @@ class Ranks:
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             store = self.directory / f"store{self.starts}"
-            process = context.Process(target=serve, args=(rank, self.size, str(store), theirs), daemon=True)
+            args = (rank, self.size, str(store), self.device, theirs)
+            process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
@@ -66,12 +69,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
-def serve(rank, size, path, pipe):
+def serve(rank, size, path, device, pipe):
     """Run what comes through ``pipe`` until None comes."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size, timeout=TIMEOUT)
     while (work := pipe.recv()) is not None:
         body, args = work
         torch.manual_seed(0)
@@ -83,15 +84,18 @@ def serve(rank, size, path, pipe):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+def started(size, request, tmp_path_factory):
+    check_devices(request.param, size)
+    ranks = Ranks(size, tmp_path_factory.mktemp(f"{request.param}{size}"), request.param)
     yield ranks
     ranks.stop()
 
 
-@pytest.fixture(scope="session")
-def four(tmp_path_factory):
-    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
-    yield ranks
-    ranks.stop()
+@pytest.fixture(scope="session", params=KINDS)
+def two(request, tmp_path_factory):
+    yield from started(2, request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def four(request, tmp_path_factory):
+    yield from started(4, request, tmp_path_factory)

@@ -56,6 +56,7 @@ def folder(path, step):
     return path / f"step_{step:08d}"
 
 
+@pytest.mark.usefixtures("default_device")
 class TestRoundTrip:
     @pytest.mark.parametrize(("recipe", "persistent", "faces"), CASES)
     def test_of_every_recipe_is_bitwise(self, recipe, persistent, faces, tmp_path):
@@ -146,6 +147,7 @@ def full_disk(*args):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.usefixtures("default_device")
 class TestRecipes:
     def test_another_one_is_an_error(self, tmp_path):
         saved(tmp_path, 1, spec="fp8")

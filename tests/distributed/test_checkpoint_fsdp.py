@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import bits
-from processes import run
+from processes import generator, here, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +36,7 @@ def make(persistent, mesh, seed=0):
 
 
 def train(model, optimizer):
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(32, 32, generator=generator(3))
     optimizer.zero_grad()
     for layer in model.values():
         layer(x).square().mean().backward()
@@ -58,7 +58,7 @@ def same(a, b):
 
 def matrix(rank, path, persistent):
     groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in SIZES}
+    meshes = {size: DeviceMesh(here(), list(range(size))) for size in SIZES}
     for size in SIZES:  # what each number of ranks should have, from training on one, loaded and saved again
         if rank < size:
             model, optimizer = make(persistent, meshes[size])
@@ -87,5 +87,5 @@ def matrix(rank, path, persistent):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
-def test_reshard_every_recipe_bitwise(persistent, tmp_path):
-    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent)
+def test_reshard_every_recipe_bitwise(persistent, tmp_path, device):
+    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, device=device)

@@ -42,6 +42,7 @@ def same_weights(a, b):
     return all(torch.equal(v, weights(b)[name]) for name, v in weights(a).items())
 
 
+@pytest.mark.usefixtures("default_device")
 class TestStateDict:
     def test_holds_plain_tensors_in_the_weights_memory(self):
         model, _ = make("fp8")
@@ -75,6 +76,7 @@ class TestStateDict:
         assert same_weights(model, other)
 
 
+@pytest.mark.usefixtures("default_device")
 class TestDistributedCheckpoint:
     @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
     @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
@@ -114,6 +116,7 @@ def persistent(recipe, seed=0):
     return ht.quantize_(nn.Linear(128, 256), recipe, persistent=True)
 
 
+@pytest.mark.usefixtures("default_device")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_planners_store_faces_as_plain_tensors_and_load_them_in_place(recipe, alone, tmp_path):
     model, other = persistent(recipe), persistent(recipe, seed=1)
@@ -161,7 +164,8 @@ import sys, torch
 from checkpointing import bits, make, train
 from hybridtensor.distributed import checkpoint
 torch.set_num_threads(1)
-folder, out = sys.argv[1:]
+folder, out, device = sys.argv[1:]
+torch.set_default_device(device)
 results = {}
 for spec, persistent in %s:
     model, optimizer = make(spec, persistent, seed=1)
@@ -173,7 +177,8 @@ torch.save(results, out)
 """
 
 
-def test_a_new_process_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.usefixtures("default_device")
+def test_a_new_process_goes_on_bit_for_bit(tmp_path, device):
     """With delayed scales, random rounding and the optimizer's state."""
     cases = [(spec, p) for spec in ("fp8_delayed", "nvfp4", "fp8/mxfp8/bf16") for p in (False, True)]
     threads = torch.get_num_threads()
@@ -190,7 +195,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     helpers = os.path.join(os.path.dirname(__file__), os.pardir, "helpers")
     path = os.pathsep.join([helpers, *sys.path])
     subprocess.run(
-        [sys.executable, "-W", "error", "-c", RESUME % cases, tmp_path, tmp_path / "out"],
+        [sys.executable, "-W", "error", "-c", RESUME % cases, tmp_path, tmp_path / "out", device],
         check=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert torch.load(tmp_path / "out", weights_only=True) == expected

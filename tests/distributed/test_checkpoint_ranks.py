@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import bits, make, train
-from processes import run
+from processes import here, run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +67,7 @@ def parts(model, rank=0, size=1, dim=0):
 def matrix(rank, path, persistent, rows, dim):
     """Save on every number of ranks, load on every number."""
     groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in SIZES}
+    meshes = {size: DeviceMesh(here(), list(range(size))) for size in SIZES}
     source = layers(persistent, rows)
     for size in SIZES:
         if rank < size:
@@ -93,13 +93,13 @@ def matrix(rank, path, persistent, rows, dim):
     [(False, 224, 0), (True, 1536, 0)],
     ids=["masters, uneven shards", "persistent"],
 )
-def test_reshard_every_recipe_bitwise(persistent, rows, dim, tmp_path):
-    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, rows, dim)
+def test_reshard_every_recipe_bitwise(persistent, rows, dim, tmp_path, device):
+    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, rows, dim, device=device)
 
 
 def state_dicts_of_shards(rank):
     """Sharded and full, and from rank 0 to all."""
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = DeviceMesh(here(), [0, 1])
     source = layers(False, 96)
     model = shard(layers(False, 96), rank, mesh)
     state = get_model_state_dict(model)
@@ -135,7 +135,7 @@ def replicas_and_backgrounds(rank, path):
 
 def misaligned(rank, path):
     """Shards that end inside a block cannot be stored by themselves; every rank says so."""
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = DeviceMesh(here(), [0, 1])
     model = nn.ModuleDict({"a": ht.quantize_(nn.Linear(128, 96, bias=False), "mxfp8", persistent=True)})
     shape, stride = model["a"].weight.shape, model["a"].weight.stride()
     part = ht.quantize_(nn.Linear(128, 32, bias=False), "mxfp8", persistent=True).weight.detach()
@@ -181,8 +181,8 @@ def full_disk(*args):
     [(state_dicts_of_shards, replicas_and_backgrounds, misaligned, others_must_be_alike, one_fails_all_raise)],
     ids=lambda bodies: " ".join(body.__name__ for body in bodies),
 )
-def test_on_two_ranks(bodies, tmp_path):
-    run(everything, 2, tmp_path, bodies, str(tmp_path))
+def test_on_two_ranks(bodies, tmp_path, device):
+    run(everything, 2, tmp_path, bodies, str(tmp_path), device=device)
 
 
 def everything(rank, bodies, path):
@@ -206,9 +206,9 @@ def dies(rank, path, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_takes_nothing_along(victim, tmp_path):
+def test_a_rank_that_dies_takes_nothing_along(victim, tmp_path, device):
     codes = [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]
-    run(dies, 3, tmp_path, str(tmp_path / "run"), victim, expected=codes)
+    run(dies, 3, tmp_path, str(tmp_path / "run"), victim, device=device, expected=codes)
     model, optimizer = make("nvfp4", seed=1)
     state = {"model": model, "optimizer": optimizer}
     assert checkpoint.load(tmp_path / "run", state) == 1
@@ -222,7 +222,7 @@ def test_replicated_placements_of_a_face():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         weight = ht.quantize_(nn.Linear(64, 32, bias=False), "nvfp4", persistent=True).weight.detach()
-        mesh = DeviceMesh("cpu", [0])
+        mesh = DeviceMesh(here(), [0])
         whole = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
         faces = plain({"w": whole})["w"]
         told = {(d, n): (t.placements[0], tuple(t.shape)) for d, of in faces.items() for n, t in of.items()}

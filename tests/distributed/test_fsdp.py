@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from processes import generator, here
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -41,12 +42,12 @@ def shard(model, mesh, **options):
 
 
 def batch(step, *, tokens=64, width=64):
-    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(step))
+    return torch.randn(tokens, width, generator=generator(step))
 
 
 def mesh_of(rank, size):
     """The first ranks, or this rank alone."""
-    return init_device_mesh("cpu", (size,)) if size > 1 else alone(rank)
+    return init_device_mesh(here(), (size,)) if size > 1 else alone(rank)
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def own_group(rank):
 
 
 def alone(rank):
-    return DeviceMesh.from_group(own_group(rank), "cpu")
+    return DeviceMesh.from_group(own_group(rank), here())
 
 
 def whole(parameter):
@@ -81,14 +82,13 @@ def assert_faces_equal(mine, expected):
         assert same_bits(one, other)
 
 
-def train(rank, model, twin, *, steps=3, lr=0.05, grad_input=False):
+def train(rank, model, twin, *, steps=3, cls=torch.optim.AdamW, lr=0.05, grad_input=False):
     """Train both on the same batch, sharded over ranks or whole, and compare after every step.
 
     Every rank sees the whole batch, so that the mean of the gradients is that of the twin.
     """
     same_draws(rank, model, twin)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    reference = torch.optim.AdamW(twin.parameters(), lr=lr)
+    optimizer, reference = (cls(m.parameters(), lr=lr) for m in (model, twin))
     for step in range(steps):
         losses = []
         for m, o in ((model, optimizer), (twin, reference)):

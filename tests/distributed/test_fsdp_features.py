@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from processes import here
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +37,7 @@ def test_four_ranks(four):
 
 
 def hybrid_sharding(rank, recipes):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     for recipe in recipes:
         train(rank, shard(make(recipe), mesh), make(recipe), steps=2)
 
@@ -106,7 +107,7 @@ def mixed_precision(rank, recipes):
         fully_shard(model, mesh=mesh_of(rank, 2), mp_policy=policy)
         x = batch(0).view(4, 16, 64)
         out = model(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(here(), dtype=torch.bfloat16):
             expected = twin(x).float()
         assert out.dtype == torch.float32
         assert same_bits(out.detach(), expected.detach()), recipe
@@ -124,7 +125,7 @@ def test_mixed_precision(two):
 def autocast(rank, recipes):
     for recipe in recipes:
         model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(here(), dtype=torch.bfloat16):
             losses = [m(batch(0)).square().mean() for m in (model, twin)]
         assert same_bits(*(loss.detach() for loss in losses))
         for loss in losses:
@@ -211,7 +212,7 @@ def meta(rank, recipes):
             torch.manual_seed(0)
             model = make(recipe)
         shard(model, mesh_of(rank, 2))
-        model.to_empty(device="cpu")
+        model.to_empty(device=here())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="DTensor random operators")  # torch, about CPU meshes
             for module in model.modules():
@@ -230,9 +231,12 @@ def test_meta_initialization(two):
 
 
 def offload(rank, recipes):
+    """With an optimizer whose steps have the same bits on every device."""
     for recipe in recipes:
-        model = shard(make(recipe), mesh_of(rank, 2), offload_policy=CPUOffloadPolicy(pin_memory=False))
-        train(rank, model, make(recipe))
+        policy = CPUOffloadPolicy(pin_memory=here() == "cuda")
+        model = shard(make(recipe), mesh_of(rank, 2), offload_policy=policy)
+        assert {local(p).device.type for p in model.parameters()} == {"cpu"}
+        train(rank, model, make(recipe), cls=torch.optim.SGD, lr=2.0**-5)
 
 
 def test_cpu_offload(two):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from processes import here
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -76,7 +77,7 @@ def test_weights_that_stay_gathered(two):
 
 def features(rank):
     """Replicas, recomputation, compiling, and a change of the recipe."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     train(rank, shard(make("fp8_rowwise"), mesh), make("fp8_rowwise"))
     for wrap in (checkpoint_wrapper, lambda block: torch.compile(block, backend="aot_eager")):
         model = make("fp8_rowwise")

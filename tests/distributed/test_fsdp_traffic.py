@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from processes import here
 from rich.console import Console
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -289,7 +290,7 @@ def test_ranks_with_other_recipes_raise_on_every_rank(two):
 
 
 def one_replica_disagrees(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(make("fp8" if rank == 3 else "fp8_rowwise"), mesh)
     with pytest.raises(RuntimeError, match=r"the same weights with the same recipes are required on all ranks"):
         model(batch(0))

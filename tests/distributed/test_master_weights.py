@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from processes import generator
 from torch import nn
 
 import hybridtensor as ht
@@ -49,11 +50,11 @@ def layers(config):
 
 def masters(seed, *, special=False):
     """Whole fp32 masters, with magnitudes that differ by place; some with NaN and Inf."""
-    generator = torch.Generator().manual_seed(seed)
+    draws = generator(seed)
     made = []
     for shape in SHAPES:
-        whole = torch.randn(shape, generator=generator)
-        whole *= torch.exp2(torch.randint(-6, 6, (shape[0], 1), generator=generator).float())
+        whole = torch.randn(shape, generator=draws)
+        whole *= torch.exp2(torch.randint(-6, 6, (shape[0], 1), generator=draws).float())
         if special:
             whole[3, 5], whole[3, 7], whole[17, 20], whole[30, 31] = float("nan"), -float("inf"), float("nan"), -0.0
         made.append(whole)
@@ -62,13 +63,13 @@ def masters(seed, *, special=False):
 
 def cuts(seed, size, numel):
     """Random ranges, one per rank, in any order; some empty, some not at a row's begin."""
-    generator = torch.Generator().manual_seed(seed)
-    inner = torch.randint(0, numel + 1, (size - 1,), generator=generator).sort().values.tolist()
+    draws = generator(seed)
+    inner = torch.randint(0, numel + 1, (size - 1,), generator=draws).sort().values.tolist()
     if seed % 3 == 0:
         inner[0] = 0  # nothing for the first
     edges = [0, *inner, numel]
     ranges = list(itertools.pairwise(edges))
-    return [ranges[i] for i in torch.randperm(size, generator=generator).tolist()]
+    return [ranges[i] for i in torch.randperm(size, generator=draws).tolist()]
 
 
 def assert_same_faces(weight, expected):
@@ -149,7 +150,7 @@ def zero1(rank):
         for step in range(3):
             for m in (model, twin):
                 for layer in m:
-                    x = torch.randn(32, layer.in_features, generator=torch.Generator().manual_seed(step)).bfloat16()
+                    x = torch.randn(32, layer.in_features, generator=generator(step)).bfloat16()
                     layer(x).float().square().sum().backward()
             for fragment, layer, begin in zip(fragments, model, offsets, strict=True):
                 fragment.grad = layer.weight.grad.flatten()[begin : begin + fragment.numel()].float()

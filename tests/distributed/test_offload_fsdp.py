@@ -1,6 +1,7 @@
 """Offloading under FSDP2, whose gathered weights have memory that comes and goes: no bit changes."""
 
 import torch
+from processes import here
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +29,7 @@ def gradients(recipe, offloads):
     model = nn.Sequential(*(Block() for _ in range(BLOCKS))).bfloat16()
     if recipe is not None:
         ht.quantize_(model, recipe)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here(), (2,))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     x = torch.randn(128, WIDTH).bfloat16().requires_grad_()

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from processes import here
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,7 @@ def wrapped(model, how, rank):
     if how == "replicate":
         return replicate(model)
     module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here(), (2,))
     for block in model:
         module.replicate(block, mesh=mesh)
     return module.replicate(model, mesh=mesh)

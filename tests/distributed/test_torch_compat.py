@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import torch
+from processes import here
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,8 +18,8 @@ PACKAGE = Path(ht.__file__).parent
 
 def names_are_there(rank):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    fully_shard(model[0], mesh=init_device_mesh(here(), (2,)))
+    fully_shard(model, mesh=init_device_mesh(here(), (2,)), reshard_after_forward=True)
     (sharded,) = (s for s in locate(model[1]) if s.param._module_info.param_name == "weight")
     assert list(sharded.under_the_same_root())
     model(torch.ones(1, 8))

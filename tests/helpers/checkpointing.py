@@ -1,6 +1,7 @@
 """Small models whose training does not repeat by accident, for the tests of checkpoints."""
 
 import torch
+from processes import generator
 from torch import nn
 
 import hybridtensor as ht
@@ -22,7 +23,7 @@ def train(model, optimizer, first, last):
     """Run steps ``first`` to ``last``, exclusive, each with its own data; return the losses."""
     losses = []
     for step in range(first, last):
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(32, 32, generator=generator(step))
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()

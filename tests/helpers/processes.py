@@ -1,4 +1,4 @@
-"""Tests that run in several processes of one group."""
+"""Ranks as processes of one group: on a CPU through gloo, or one per GPU through NCCL."""
 
 import datetime
 import multiprocessing
@@ -6,11 +6,45 @@ import time
 import traceback
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
+TIMEOUT = datetime.timedelta(seconds=60)
 
-def run(body, size, path, *args, expected=None):
+
+def check_devices(device, size):
+    """Skip the test where ranks would have no GPU of their own."""
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+
+
+def join(rank, size, store, device):
+    """Join the group as a rank; what is made without naming a device is on this rank's own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("error")
+    options = {"backend": "gloo"}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+        options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    dist.init_process_group(
+        store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=TIMEOUT, **options,
+    )  # fmt: skip
+
+
+def here():
+    """Return the type of this rank's device."""
+    return torch.get_default_device().type
+
+
+def generator(seed):
+    """Return random numbers that are the same on all ranks."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def run(body, size, path, *args, device="cpu", expected=None):
     """Run ``body(rank, *args)`` in ``size`` processes; the first failure fails the test.
 
     Args:
@@ -18,11 +52,14 @@ def run(body, size, path, *args, expected=None):
         size: Number of ranks.
         path: An empty folder.
         args: For ``body``.
+        device: Type of the ranks' devices.
         expected: Exit codes, by default all 0.
     """
+    check_devices(device, size)
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    workers = [context.Process(target=_work, args=(rank, size, body, str(path), queue, args)) for rank in range(size)]
+    given = (size, device, body, str(path), queue, args)
+    workers = [context.Process(target=_work, args=(rank, *given)) for rank in range(size)]
     for process in workers:
         process.start()
     deadline = time.monotonic() + 100
@@ -40,14 +77,11 @@ def run(body, size, path, *args, expected=None):
     assert codes == (expected or [0] * size)
 
 
-def _work(rank, size, body, path, queue, args):
+def _work(rank, size, device, body, path, queue, args):
     try:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        warnings.simplefilter("error")
-        store = dist.FileStore(f"{path}/store", size)
-        timeout = datetime.timedelta(seconds=60)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        join(rank, size, f"{path}/store", device)
         body(rank, *args)
+        if device == "cuda":
+            dist.destroy_process_group()  # else NCCL warns
     except BaseException:  # pytest.raises fails with one that is no Exception
         queue.put(f"rank {rank}: {traceback.format_exc()}")
