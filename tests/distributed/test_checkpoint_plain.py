@@ -92,7 +92,7 @@ class TestDistributedCheckpoint:
         set_optimizer_state_dict(other, other_optimizer, state, options=options)
         assert same_weights(model, other)
         assert all(
-            torch.equal(v, other_optimizer.state[q][key])
+            torch.equal(v.cpu(), other_optimizer.state[q][key].cpu())  # steps are counted on either
             for p, q in zip(model.parameters(), other.parameters(), strict=True)
             for key, v in optimizer.state[p].items()
         )

@@ -24,6 +24,7 @@ def join(rank, size, store, device):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=r"`torch\.jit", category=DeprecationWarning)  # torch's own, of Inductor
     options = {"backend": "gloo"}
     if device == "cuda":
         torch.cuda.set_device(rank)
