@@ -86,7 +86,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], group: dist.Proce
         reduced = amaxes.split([len(state.slots) for state in of_device])
         for rules in dict.fromkeys(state.rules for state in of_device):
             chosen = [i for i, state in enumerate(of_device) if state.rules == rules]
-            _update_alike([of_device[i] for i in chosen], torch.stack([reduced[i] for i in chosen]), rules)
+            _update_alike([of_device[i] for i in chosen], _stacked([reduced[i] for i in chosen]), rules)
 
 
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
@@ -122,24 +122,43 @@ def _update_alike(states: list[LayerState], last: Tensor, rules: tuple[DelayedRu
 
     Source: TransformerEngine, common/recipe/delayed_scaling.cu.
     """
-    history = torch.stack([required(state.amax_history) for state in states])  # [N, S, L]
-    length = history.shape[2]
+    history = _stacked([required(state.amax_history) for state in states])  # [N, S, L]
+    current = _stacked([required(state.scale) for state in states])
     target = _constants([rule.largest * 2.0**-rule.margin for rule in rules], last)
-    newest = _constants([float(rule.algorithm == "most_recent") for rule in rules], last) > 0
-    first = _constants([float(length - rule.history_length) for rule in rules], last)
     rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
+    amax = _counting([rule.algorithm == "most_recent" for rule in rules], last, rolled.amax(dim=2))
     seen = last != 0
-    amax = torch.where(newest, last, rolled.amax(dim=2))  # what is older than a history is zero
-    usable = seen & amax.isfinite() & (amax > 0)
-    current = torch.stack([required(state.scale) for state in states])
-    factor = torch.where(usable, target / amax, current).clamp(max=_FP32_MAX)
-    kept = torch.where(torch.arange(length, device=last.device) > first[:, None], rolled, 0.0)
-    updated = torch.where(seen[:, :, None], kept, history)
+    factor = torch.where(seen & (amax < torch.inf), target / amax, current).clamp(max=_FP32_MAX)
+    lengths = [rule.history_length for rule in rules]  # what is older is zero, and the first entry of each is free
+    rolled[:, :, : history.shape[2] - max(lengths) + 1].zero_()
+    for slot, length in enumerate(lengths):
+        if length < max(lengths):
+            rolled[:, slot, : history.shape[2] - length + 1].zero_()
+    updated = torch.where(seen[:, :, None], rolled, history)
     torch._foreach_copy_([required(state.amax_history) for state in states], list(updated.unbind()))
     torch._foreach_copy_([required(state.scale) for state in states], list(factor.unbind()))
     torch._foreach_zero_([required(state.amax) for state in states])
 
 
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Return tensors as one; a single one without a copy."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
+
+
+def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
+    """Return the amaxes that count, ``[N, S]``: the last ones where ``most_recent``, else the largest."""
+    if all(most_recent):
+        return last
+    for slot, newest in enumerate(most_recent):
+        if newest:
+            largest[:, slot] = last[:, slot]
+    return largest
+
+
 def _constants(values: list[float], like: Tensor) -> Tensor:
     """Return one number per scale, fp32 ``[S]``, made on the device of ``like``."""
-    return torch.stack([like.new_full((), value) for value in values])
+    made = like.new_full((len(values),), values[0])
+    for slot, value in enumerate(values):
+        if value != values[0]:
+            made[slot].fill_(value)
+    return made
