@@ -83,10 +83,13 @@ def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: tor
     """Multiply operands with fp32 scales per 1x128 or 128x128, as Hopper does."""
     rows, columns = a.data.shape[0], b.data.shape[0]
     (left, scale_a, recipe_a), (right, scale_b, recipe_b) = _block128(a), _block128(b)
-    exact = out_dtype if bias is None else torch.float32  # what is added comes before the one rounding
-    exact = exact if exact == torch.bfloat16 else torch.float32
-    out = F.scaled_mm(left, right.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=exact)
-    return finish(out[:rows, :columns], None, bias, out_dtype)
+    inside = out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype)
+    out = F.scaled_mm(
+        left, right.t(), scale_a, recipe_a, scale_b, recipe_b,
+        bias=F.pad(bias, (0, right.shape[0] - columns)) if inside and bias is not None else None,
+        output_dtype=torch.bfloat16 if inside else torch.float32,
+    )  # fmt: skip
+    return finish(out[:rows, :columns], None, None if inside else bias, out_dtype)
 
 
 def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:

@@ -205,6 +205,27 @@ def test_native_products_run_and_padding_is_exact(left, right, out_dtype):
             assert ((got.double() - exact).abs() <= bound)[in_range].all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 50, 256], ids=str)
+@pytest.mark.parametrize(
+    ("left", "right"), [(BLOCKS, SQUARES), (BLOCKS, BLOCKS), (TENSOR, TENSOR), (ROW, ROW)], ids=str
+)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="native products need a CUDA device")
+def test_native_products_add_the_bias_before_they_round(left, right, columns):
+    """Hopper's matrix units add it to their sum; where columns are padded per tensor and row, it comes after."""
+    device, rounding = torch.device("cuda"), torch.finfo(torch.bfloat16).eps / 2
+    a, exact_a = face(random_tensor(96, 256, device=device, seed=1), left)
+    b, exact_b = face(random_tensor(columns, 256, device=device, seed=2), right)
+    bias = random_tensor(columns, device=device, seed=3) * 8
+    got = scaled_mm(a, b, bias=bias, out_dtype=torch.bfloat16)
+    exact = exact_a @ exact_b.t()
+    bound = product_bound(exact_a, exact_b.t(), torch.float32, accumulate=HOPPER_ACCUMULATE)
+    if columns == 50 and left in (TENSOR, ROW):
+        bound += rounding * exact.abs()
+    total = exact + bias.double()
+    assert ((got.double() - total).abs() <= bound + rounding * (total.abs() + bound)).all()
+
+
 def test_backend_is_decided_in_one_place():
     cpu = torch.device("cpu")
     assert select_backend(IDENTITY, IDENTITY, torch.bfloat16, cpu).name == "high precision"
