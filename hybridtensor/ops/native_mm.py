@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from hybridtensor.formats import Format
+from hybridtensor.ops.finish import finish
 from hybridtensor.ops.operand import Operand
 from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.swizzle import swizzle_32_4_4
@@ -89,7 +90,7 @@ def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: tor
         bias=F.pad(bias, (0, right.shape[0] - columns)) if inside and bias is not None else None,
         output_dtype=torch.bfloat16 if inside else torch.float32,
     )  # fmt: skip
-    return finish(out[:rows, :columns], None, None if inside else bias, out_dtype)
+    return finish(out[:rows, :columns], None, None, None if inside else bias, out_dtype)
 
 
 def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
@@ -116,7 +117,7 @@ def _multiply_mx(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.d
         left, right.t(), scale_a, ScalingType.BlockWise1x32, scale_b, ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4, swizzle_b=SwizzleType.SWIZZLE_32_4_4, output_dtype=torch.float32,
     )  # fmt: skip
-    return finish(out[: a.data.shape[0], : b.data.shape[0]], None, bias, out_dtype)
+    return finish(out[: a.data.shape[0], : b.data.shape[0]], None, None, bias, out_dtype)
 
 
 def _multiply_nvfp4(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -133,28 +134,13 @@ def _multiply_nvfp4(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torc
     left_factor, right_factor = a.factor(), b.factor()
     if left_factor is None or right_factor is None:
         raise ValueError(f"scaled_mm: tensor scales are required, got {a.format} and {b.format}")
-    return finish(out[: a.data.shape[0], : b.data.shape[0]], left_factor * right_factor.t(), bias, out_dtype)
+    return finish(out[: a.data.shape[0], : b.data.shape[0]], left_factor, right_factor.t(), bias, out_dtype)
 
 
 def _swizzled(operand: Operand, block: int) -> tuple[Tensor, Tensor]:
     """Return elements padded to 32 rows and bytes of K, and one scale per ``1 x block``, swizzled."""
     scale = spread(_scales(operand), (operand.format.block[0], None), (operand.data.shape[0], 1))
     return pad(operand.data, -operand.data.shape[0] % 32, -operand.data.shape[1] % 32), swizzle_32_4_4(scale)
-
-
-def finish(out: Tensor, factor: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Scale the fp32 sum, add the bias, and round once, in the pass that comes last; may use ``out`` for it."""
-    changes: list[tuple[Callable[..., Tensor], Tensor]] = []
-    if factor is not None:
-        changes.append((torch.mul, factor))
-    if bias is not None:
-        changes.append((torch.add, bias))
-    for change, operand in changes[:-1]:
-        change(out, operand, out=out)
-    if not changes:
-        return out.to(out_dtype).contiguous()
-    change, operand = changes[-1]
-    return change(out, operand, out=torch.empty(out.shape, dtype=out_dtype, device=out.device))
 
 
 def _scales(operand: Operand) -> Tensor:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
+from hybridtensor.ops.finish import finish
 from hybridtensor.ops.library import define, runs_directly
-from hybridtensor.ops.native_mm import finish, native_kind
+from hybridtensor.ops.native_mm import native_kind
 from hybridtensor.ops.operand import Held, Operand
 
 _PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
@@ -107,7 +108,8 @@ def _emulated(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
         out = _sum_of_blocks(a, b, left, right)
     else:
         out = _mm_float32(left, right.t())
-    return finish(out, _outer(a.factor(), b.factor()), bias, out_dtype)
+    right_factor = b.factor()
+    return finish(out, a.factor(), None if right_factor is None else right_factor.t(), bias, out_dtype)
 
 
 def _sum_of_blocks(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:

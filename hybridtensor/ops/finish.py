@@ -1,0 +1,80 @@
+"""What a product needs after its fp32 sum: factors, bias, and the one rounding, in one pass.
+
+Shape letters: ``M`` rows, ``N`` columns of the product.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.kernel_library import Launch, on_device
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_TILE = (4, 1024)
+
+
+def finish(total: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``total * (left * right) + bias``, computed in fp32 and rounded once; may use ``total`` for it.
+
+    Args:
+        total: fp32 ``[M, N]``.
+        left: fp32 ``[M, 1]`` or ``[1, 1]``, or None. The factors are multiplied first: one may be huge, the other tiny.
+            Their product saturates: beyond fp32 it would make NaN of a sum that is zero.
+        right: fp32 ``[1, N]`` or ``[1, 1]``, or None.
+        bias: ``[N]`` or None.
+        dtype: Of the result.
+    """
+    if left is None and right is None and bias is None:
+        return total.to(dtype).contiguous()
+    if total.is_cuda and total.numel() and total.stride(1) == 1:
+        return finish_cuda(total, left, right, bias, dtype)
+    return finish_reference(total, left, right, bias, dtype)
+
+
+def finish_reference(
+    total: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Define ``finish``."""
+    if left is not None and right is not None:
+        total.mul_((left * right).clamp(max=_FP32_MAX))
+    elif left is not None or right is not None:
+        total.mul_(left if left is not None else right)  # type: ignore[arg-type]
+    if bias is not None:
+        total.add_(bias)
+    return total.to(dtype).contiguous()
+
+
+def finish_cuda(
+    total: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Implement ``finish``."""
+    rows, columns = total.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=total.device)
+    factors = tuple(None if factor is None else factor.numel() > 1 for factor in (left, right))
+    aligned = total.stride(0) % 16 == columns % 16 == total.data_ptr() % 16 == 0
+    with on_device(total.device):
+        launch = _launch(rows, columns, factors, bias is not None and bias.dtype, dtype, aligned, total.device)
+        launch(
+            total, total.stride(0), *(total if factor is None else factor.contiguous() for factor in (left, right)),
+            total if bias is None else bias.contiguous(), out, rows, columns,
+        )  # fmt: skip
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    rows: int, columns: int, factors: tuple[bool | None, ...], bias: torch.dtype | bool, dtype: torch.dtype,
+    aligned: bool, device: torch.device,
+) -> Launch:  # fmt: skip
+    """Return the launch for products of one kind; all of it decides what Triton compiles."""
+    bm, bn = _TILE
+    left, right = factors
+    return Launch(
+        "finish", "finish_kernel", -(-rows // bm) * -(-columns // bn),
+        LEFT=left is not None, LEFT_PER_ROW=bool(left), RIGHT=right is not None, RIGHT_PER_COLUMN=bool(right),
+        BIAS=bias is not False, BM=bm, BN=bn,
+        options={"num_warps": 4, "enable_fp_fusion": False},
+    )  # fmt: skip
