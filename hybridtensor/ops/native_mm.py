@@ -90,7 +90,8 @@ def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: tor
         bias=F.pad(bias, (0, right.shape[0] - columns)) if inside and bias is not None else None,
         output_dtype=torch.bfloat16 if inside else torch.float32,
     )  # fmt: skip
-    return finish(out[:rows, :columns], None, None, None if inside else bias, out_dtype)
+    out = out if out.shape == (rows, columns) else out[:rows, :columns]
+    return finish(out, None, None, None if inside else bias, out_dtype)
 
 
 def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
@@ -106,6 +107,8 @@ def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
         return data, scale.t(), ScalingType.BlockWise128x128
     if pad_rows:
         scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
+    elif scale.stride() == (1, scale.shape[0]):  # as casts lay them out
+        return data, scale, ScalingType.BlockWise1x128
     outer = scale.t().contiguous()  # one block counts as contiguous whatever its strides: say them
     return data, outer.as_strided(scale.shape, (1, scale.shape[0])), ScalingType.BlockWise1x128
 
