@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hybridtensor as ht
 
-SIZES = {"cuda": (Size(layers=6), (1, 8192)), "cpu": (Size(1, 128, 384, 4, 2, 512), (1, 64))}
+SIZES = {"cuda": (Size(layers=12), (2, 4096)), "cpu": (Size(1, 128, 384, 4, 2, 512), (1, 64))}
 RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise"]
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Forward and backward of one bias-free linear, eager, against BF16 and torchao in the same run.
+"""Forward and backward of one bias-free linear, eager, against BF16 and torchao, eager and compiled, in the same run.
 
 Weights are quantized in every step, as after an optimizer's. Times are the device's, not the host's.
 """
@@ -47,13 +47,14 @@ def step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Non
 
 
 def torchao_layers(plain: nn.Module) -> dict[str, nn.Module]:
-    """Return torchao's float8 training layers, in eager mode, where the device can run them."""
+    """Return torchao's float8 training layers, in eager mode and compiled, where the device can run them."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    made = {}
+    made: dict[str, nn.Module] = {}
     for name in ("tensorwise", "rowwise"):
         config = Float8LinearConfig.from_recipe_name(name)
         made[f"torchao {name}"] = convert_to_float8_training(nn.Sequential(copy.deepcopy(plain)), config=config)[0]
+        made[f"torchao {name}, compiled"] = torch.compile(copy.deepcopy(made[f"torchao {name}"]), dynamic=False)
     return made
 
 
@@ -78,6 +79,7 @@ def measure(shape: tuple[int, int, int], device: str, repeats: int) -> list[dict
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
     rows = []
+    torch._dynamo.config.recompile_limit = 64
     for shape in SHAPES[torch.device(options.device).type]:
         rows += measure(shape, options.device, options.repeats)
     for name in dict.fromkeys(row["recipe"] for row in rows):
