@@ -1,4 +1,7 @@
-"""Casting a matrix into both faces: useful bytes per second (input once, every output once) over a device copy's."""
+"""Casting a matrix into both faces: useful bytes per second (input once, every output once) over a device copy's.
+
+A second table is of the transposition of gathered faces, whose parts came from 8 ranks, beside torch's own operators.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import torch
 from common import arguments, report, time_alternating
 from torch import Tensor
 
-from hybridtensor.ops import Cast, quantize
+from hybridtensor.ops import Cast, quantize, transpose
+from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 SHAPES = {"cuda": [(16384, 8192), (16384, 4096), (8192, 28672)], "cpu": [(512, 1024)]}
+RANKS = 8  # that sent a gathered face
 FACES = {
     "per tensor, scale given": (Cast("fp8_e4m3_tensor", slot=0), Cast("fp8_e4m3_tensor", slot=0)),
     "per tensor, current": (Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_tensor")),
@@ -45,10 +50,42 @@ def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str,
     return rows
 
 
+def transpositions(shape: tuple[int, int], bits: int, device: str) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """Return what transposes a face of ``shape`` elements, and its useful bytes."""
+    (rows, columns), per = shape, 8 // bits
+    sent = torch.randint(0, 256, (RANKS, rows * columns // per // RANKS + 16), dtype=torch.uint8, device=device)
+    parts = sent[:, :-16].unflatten(1, (rows // RANKS, columns // per))  # 16 bytes of scales follow each
+    row = parts.flatten(0, 1).clone()
+    column = row.new_empty(columns, rows // per)
+    return {
+        "both faces": (3 * row.nbytes, lambda: transpose(parts, column=column, row=row, bits=bits)),
+        "columnwise face": (2 * row.nbytes, lambda: transpose(parts, column=column, bits=bits)),
+        "columnwise face by torch": (
+            2 * row.nbytes, (lambda: row.t().contiguous()) if bits == 8 else lambda: pack(unpack(row).t()),
+        ),
+    }  # fmt: skip
+
+
+def measure_transpositions(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str, Any]]:
+    """Return one row per width of elements and way to transpose them for one shape."""
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    copied = torch.empty_like(x)
+    variants = {
+        f"{bits} bits, {name}": variant
+        for bits in (8, 4)
+        for name, variant in transpositions(shape, bits, device).items()
+    }
+    runs = {name: run for name, (_, run) in variants.items()}
+    times = time_alternating({"copy": lambda: copied.copy_(x), **runs}, device, repeats)
+    copy_speed = 2 * x.nbytes / times["copy"]
+    rows = [{"shape": "x".join(map(str, shape)), "gathered": "copy", "ms": times["copy"], "of copy": 1.0}]
+    for name, (useful, _) in variants.items():
+        rows.append({**rows[0], "gathered": name, "ms": times[name], "of copy": useful / times[name] / copy_speed})
+    return rows
+
+
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
-    report(
-        "cast",
-        [r for s in SHAPES[torch.device(options.device).type] for r in measure(s, options.device, options.repeats)],
-        options,
-    )
+    shapes = SHAPES[torch.device(options.device).type]
+    for name, measured in (("cast", measure), ("transpose", measure_transpositions)):
+        report(name, [row for s in shapes for row in measured(s, options.device, options.repeats)], options)

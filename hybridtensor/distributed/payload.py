@@ -2,7 +2,8 @@
 
 A shard sends one flat tensor of bytes: the tensors of the faces that are wanted, one after the other, each from a
 multiple of 16 on (``Wire``). After the gather, ``unpack`` copies the parts of all ranks to where they belong in the
-faces of the whole weight.
+faces of the whole weight; where one face is the transpose of the other, both are written while their elements are read
+once.
 
 Shape letters: ``R`` ranks.
 """
@@ -17,11 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.plan import COLUMN, Piece, Plan, pieces
+from hybridtensor.distributed.plan import COLUMN, ROW, Piece, Plan, pieces
 from hybridtensor.formats import Format
-from hybridtensor.ops import Operand
-from hybridtensor.ops.references.nvfp4 import pack as pack_codes
-from hybridtensor.ops.references.nvfp4 import unpack as unpack_codes
+from hybridtensor.ops import Operand, transpose
 
 _ALIGNMENT = 16
 
@@ -81,13 +80,28 @@ def pack(layout: Wire, tensors: dict[str, list[Tensor]], device: torch.device) -
     return sent
 
 
-def unpack(plan: Plan, layout: Wire, received: Tensor, tensors: dict[str, list[Tensor]]) -> None:
-    """Copy what was gathered, uint8 ``[R * layout.nbytes]``, into the tensors of the whole faces."""
+def unpack(
+    plan: Plan, layout: Wire, received: Tensor, tensors: dict[str, list[Tensor]], *, transposed: bool = False
+) -> None:
+    """Copy what was gathered, uint8 ``[R * layout.nbytes]``, into the tensors of the whole faces.
+
+    Args:
+        plan: How the weight is gathered.
+        layout: What each rank sent.
+        received: What all ranks sent.
+        tensors: Of each face.
+        transposed: Whether the elements of the rowwise face are written into the columnwise one, too; its scales are
+            left to ``transpose_scales_``.
+    """
     num_ranks = plan.num_ranks
     by_rank = received.view(num_ranks, layout.nbytes)
     for name, piece, begin in layout.parts:
         part = by_rank[:, begin : begin + piece.nbytes].view(piece.dtype)
         part = part.unflatten(1, piece.shape)  # [R, *piece.shape]
+        if transposed and name == ROW and piece.index == 0:
+            row, column = (_bytewise(tensors[direction][0]) for direction in (ROW, COLUMN))
+            transpose(_bytewise(part), row=row, column=column, bits=8 // plan.row.format.elements_per_byte)
+            continue
         if piece.rows_per_block:
             of_blocks = _bytewise(part).movedim(1 + piece.dim, 1).flatten(0, 1)  # [R * blocks that a shard touches, ..]
             chosen = of_blocks.index_select(0, _positions(plan.rows, num_ranks, piece, part.device))
@@ -133,8 +147,7 @@ def cut_out(operand: Operand, direction: str, first: int, rows: int) -> list[Ten
     return tensors
 
 
-def transpose_(column: list[Tensor], row: list[Tensor], fmt: Format) -> None:
-    """Fill a columnwise face whose rowwise face is its transpose."""
-    codes = row[0].t() if fmt.elements_per_byte == 1 else pack_codes(unpack_codes(row[0]).t())
-    for target, source in zip(column, [codes, *(scale.t() for scale in row[1:])], strict=True):
-        _bytewise(target).copy_(_bytewise(source))
+def transpose_scales_(column: list[Tensor], row: list[Tensor]) -> None:
+    """Fill the scales of a columnwise face whose rowwise face is its transpose."""
+    for target, source in zip(column[1:], row[1:], strict=True):
+        _bytewise(target).copy_(_bytewise(source.t()))

@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from hybridtensor.distributed.agreement import around, check_recipes, reduce_amaxes
 from hybridtensor.distributed.faces import Faces
-from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_, unpack, wire
+from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_scales_, unpack, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
 from hybridtensor.distributed.torch_compat import (
     Sharded,
@@ -261,14 +261,15 @@ class Shard:
         if sent.layout is None:
             self._fill_from_values(tensor, received, sent.wanted)
             return
-        unpack(self.plan, sent.layout, received.view(-1), faces.tensors)
+        sends_row = any(name == ROW for name, _, _ in sent.layout.parts)
+        transposed = all(sent.wanted) and self.plan.transposed and sends_row and self.plan.column.kind == "bytes"
+        unpack(self.plan, sent.layout, received.view(-1), faces.tensors, transposed=transposed)
         for (direction, index), alike in sent.shared.items():
             if alike.is_cuda:
                 alike.record_stream(torch.cuda.current_stream(alike.device))
             faces.tensors[direction][index].copy_(alike)
-        names = {name for name, _, _ in sent.layout.parts}
-        if all(sent.wanted) and self.plan.transposed and ROW in names and self.plan.column.kind == "bytes":
-            transpose_(faces.of(COLUMN), faces.of(ROW), self.plan.row.format)
+        if transposed:
+            transpose_scales_(faces.of(COLUMN), faces.of(ROW))
 
     def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
         """Quantize what was gathered whole."""

@@ -9,6 +9,7 @@ from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
 from hybridtensor.ops.operand import Held, Operand
 from hybridtensor.ops.quantize import quantize
 from hybridtensor.ops.scaled_mm import Backend, product, scaled_mm, select_backend
+from hybridtensor.ops.transpose import transpose
 
 __all__ = [
     "Backend",
@@ -24,4 +25,5 @@ __all__ = [
     "quantize",
     "scaled_mm",
     "select_backend",
+    "transpose",
 ]

@@ -57,6 +57,13 @@ def scaled_mm(device, left, right, columns=32, bias=False, out_dtype=torch.bfloa
     return *face(left, device), elements[:columns], *scales, added, out_dtype, False
 
 
+def transpose(device, bits, copied=True):
+    """Return arguments of ``transpose``."""
+    parts = torch.arange(2 * 6 * 20, device=device).to(torch.uint8).view(2, 6, 20)
+    column = torch.zeros(20 * 8 // bits, 12 * bits // 8, dtype=torch.uint8, device=device)
+    return parts, bits, column, torch.zeros_like(parts).flatten(0, 1) if copied else None
+
+
 SAMPLES = {
     "quantize": {
         **{f"{cast}": lambda device, cast=cast: quantize(device, cast, cast.for_columnwise()) for cast in CASTS},
@@ -79,6 +86,11 @@ SAMPLES = {
         "high precision": lambda device: scaled_mm(device, IDENTITY, FP8_E4M3_ROW),
         "bias": lambda device: scaled_mm(device, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, bias=True, out_dtype=torch.float32),
     },
+    "transpose": {
+        "bytes": lambda device: transpose(device, 8),
+        "half bytes": lambda device: transpose(device, 4),
+        "the transpose only": lambda device: transpose(device, 8, copied=False),
+    },
 }
 
 
@@ -95,7 +107,8 @@ def test_operator_is_well_registered(name, sample, device):
     arguments = SAMPLES[name][sample](device)
     # torch's check of the schema multiplies the inputs, which FP8 tensors cannot do on the CPU; and it would find the
     # note of an amax, about which the schema is silent on purpose
-    skip = any(isinstance(a, torch.Tensor) and a.dtype.itemsize == 1 for a in arguments) or str(DELAYED) in arguments
+    fp8 = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.dtype.itemsize == 1 for a in arguments)
+    skip = fp8 or str(DELAYED) in arguments
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     checks += [] if skip else ["test_schema"]
     torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=checks)

@@ -1,0 +1,184 @@
+"""Transpose the elements of a face that came in parts, and copy them together on the way.
+
+Shape letters: ``P`` parts of a matrix, below each other, ``R`` rows of a part, ``B`` bytes of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.library import define, implement, require_device, runs_directly
+from hybridtensor.ops.references.nvfp4 import pack, unpack
+
+
+def transpose_reference(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    """Define ``transpose``."""
+    whole = parts.flatten(0, 1)
+    column.copy_(whole.t() if bits == 8 else pack(unpack(whole).t()))
+    if row is not None:
+        row.copy_(whole)
+
+
+def _fake(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    return None
+
+
+_OP = define(
+    "transpose(Tensor parts, int bits, Tensor(a!) column, Tensor(b!)? row) -> ()",
+    reference=transpose_reference,
+    fake=_fake,
+)
+
+
+class _Key(NamedTuple):
+    """What decides how parts are transposed, but for the addresses.
+
+    Attributes:
+        bits: Of an element.
+        shape: ``(P, R, B)``.
+        strides: Between parts and between rows.
+        copied: Whether there is a rowwise result.
+        vector: Of how many bytes, 16 at most, all that is read is a multiple, and the rowwise result.
+        column_vector: The same of where parts begin in rows of the columnwise result.
+        aligned: Whether each address is a multiple of 16, which is what Triton looks at.
+        device: Where they are.
+    """
+
+    bits: int
+    shape: torch.Size
+    strides: tuple[int, int]
+    copied: bool
+    vector: int
+    column_vector: int
+    aligned: tuple[bool, ...]
+    device: torch.device
+
+
+_PLANS: dict[_Key, Launch] = {}
+_MOST_PLANS = 4096
+_WORD = 4
+
+
+def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    """Implement ``transpose``."""
+    if parts.numel() == 0:
+        return
+    if parts.stride(2) != 1 or (bits == 4 and parts.shape[0] > 1 and parts.shape[1] % 2):
+        # Rows that are not read in words, or bytes of the result with elements of two parts
+        whole = parts.contiguous() if row is None else row.view(parts.shape).copy_(parts)
+        parts, row = whole.view(1, -1, parts.shape[2]), None
+    num_parts, rows, width = parts.shape
+    strides = parts.stride(0) if num_parts > 1 else 0, parts.stride(1) if rows > 1 else width
+    written = [column] if row is None else [column, row]
+    addresses = [tensor.data_ptr() for tensor in (parts, *written)]
+    vector = math.gcd(16, width, *strides, *addresses[::2])  # all but the column's, which has its own
+    if vector < _WORD:
+        transpose_reference(parts, bits, column, row)
+        return
+    key = _Key(
+        bits, parts.shape, strides, row is not None, vector,
+        math.gcd(16, addresses[1], column.shape[1], rows * bits // 8 if num_parts > 1 else 0),
+        tuple(address % 16 == 0 for address in addresses), parts.device,
+    )  # fmt: skip
+    launch = _PLANS.get(key)
+    if launch is None:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        launch = _PLANS[key] = _launch(key)
+    with on_device(parts.device):
+        launch(parts, *strides, parts if row is None else row, column, column.shape[1], rows, width)
+    torch.autograd.graph.increment_version(written)
+
+
+class _Tile(NamedTuple):
+    """What one program transposes.
+
+    Attributes:
+        rows: Of a part.
+        bytes: Of a row.
+        neighbours: Rows below each other that a thread has; it reads 16 bytes of each.
+        warps: Of a program.
+    """
+
+    rows: int
+    bytes: int
+    neighbours: int
+    warps: int
+
+
+# 128 bytes of a row are read at once, and 128 of a column written. Not measured: chosen by what Triton 3.6 compiles for
+# compute capability 9.0, vectors of 128 bits, no more than 66 registers, and few turns through shared memory.
+_TILES = {8: _Tile(128, 128, 8, 4), 4: _Tile(256, 128, 8, 8)}
+
+
+def _launch(key: _Key) -> Launch:
+    """Return the launch for one kind of parts."""
+    tile, (num_parts, rows, width) = _TILES[key.bits], key.shape
+    columns, pitch = tile.bytes * 8 // key.bits, num_parts * rows * key.bits // 8
+    return Launch(
+        "transpose", "transpose_kernel", num_parts * -(-rows // tile.rows) * -(-width // tile.bytes),
+        BITS=key.bits, COPY=key.copied, V=key.vector, COLUMN_V=key.column_vector if key.column_vector >= _WORD else 1,
+        EVEN=rows % tile.rows == 0 and width % tile.bytes == 0,
+        WIDE=max(tile.rows * max(key.strides[1], width), columns * pitch) >= 2**31,
+        BM=tile.rows, BK=tile.bytes, R=tile.neighbours, options={"num_warps": tile.warps},
+    )  # fmt: skip
+
+
+implement("transpose", transpose_cuda)
+
+
+def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits: int = 8) -> None:
+    """Write the transpose of the matrix that ``parts`` make below each other, and the matrix itself, in one read.
+
+    Args:
+        parts: Elements as bytes, uint8 ``[P, R, B]``; any strides, may be empty. Of 4-bit elements two are in a byte,
+            the first one in its low half.
+        column: What to write the transpose into, uint8, contiguous: ``[B, P * R]``; of 4-bit elements
+            ``[2 * B, P * R / 2]``.
+        row: What to write the matrix into, uint8 ``[P * R, B]``, contiguous; None leaves it out.
+        bits: Of an element, 8 or 4.
+
+    Raises:
+        TypeError: If what should be a tensor is none, or not uint8.
+        ValueError: If ``bits`` is another number, a shape is not one of those, 4-bit elements are in an odd number of
+            rows, a result is not contiguous, or a tensor is on another device. Results must not share memory with
+            ``parts``, which is not checked.
+    """
+    _check(parts, bits, column, row)
+    run: Any = transpose_cuda if runs_directly(parts) else _OP
+    run(parts, bits, column, row)
+
+
+def _check(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    if bits not in (8, 4):
+        raise ValueError(f"transpose: elements of 8 or 4 bits are required, got {bits}")
+    for name, tensor in (("parts", parts), ("column", column), ("row", row)):
+        if tensor is None and name == "row":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"transpose: a tensor is required as {name}, got {type(tensor).__name__}; pass a torch.Tensor"
+            )
+        if tensor.dtype != torch.uint8:
+            raise TypeError(f"transpose: {name} in uint8 is required, got {tensor.dtype}; view the tensor as bytes")
+    if parts.dim() != 3:
+        raise ValueError(
+            f"transpose: parts of 3 dimensions are required, got {tuple(parts.shape)}; "
+            "unsqueeze a matrix: it is one part"
+        )
+    num_parts, rows, width = parts.shape
+    per, height = 8 // bits, num_parts * rows
+    if height % per:
+        raise ValueError(f"transpose: an even number of rows of 4-bit elements is required, got {height}; pad them")
+    for name, tensor, shape in (("column", column, (width * per, height // per)), ("row", row, (height, width))):
+        if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_contiguous()):
+            raise ValueError(
+                f"transpose: {name} contiguous of shape {shape} is required, got {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}; allocate it so"
+            )
+    require_device("transpose", parts, column=column, row=row)
