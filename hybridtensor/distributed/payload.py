@@ -76,7 +76,7 @@ def pack(layout: Wire, tensors: dict[str, list[Tensor]], device: torch.device) -
         tensor = tensors[name][piece.index]
         if piece.rows_per_block:
             part = part.narrow(piece.dim, 0, tensor.shape[piece.dim])
-        _bytewise(part).copy_(_bytewise(tensor))
+        _copy_(part, tensor)
     return sent
 
 
@@ -105,10 +105,10 @@ def unpack(
         if piece.rows_per_block:
             of_blocks = _bytewise(part).movedim(1 + piece.dim, 1).flatten(0, 1)  # [R * blocks that a shard touches, ..]
             chosen = of_blocks.index_select(0, _positions(plan.rows, num_ranks, piece, part.device))
-            _bytewise(tensors[name][piece.index]).copy_(chosen.movedim(0, piece.dim))
+            _copy_(tensors[name][piece.index], chosen.movedim(0, piece.dim))
             continue
-        whole = _bytewise(tensors[name][piece.index]).unflatten(piece.dim, (num_ranks, piece.shape[piece.dim]))
-        whole.copy_(_bytewise(part if piece.dim == 0 else part.transpose(0, 1)))
+        whole = tensors[name][piece.index].unflatten(piece.dim, (num_ranks, piece.shape[piece.dim]))
+        _copy_(whole, part if piece.dim == 0 else part.transpose(0, 1))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,6 +122,20 @@ def _positions(rows: int, num_ranks: int, piece: Piece, device: torch.device) ->
 def _bytewise(tensor: Tensor) -> Tensor:
     """Return a view as bytes where elements are bytes: not every dtype of one byte can be copied everywhere."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _copy_(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor of one shape and dtype, eight bytes at once where both lie so: torch copies element by element."""
+    target, source = _bytewise(target), _bytewise(source)
+    if _is_of_words(target) and _is_of_words(source):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
+
+
+def _is_of_words(tensor: Tensor) -> bool:
+    """Whether bytes can be viewed as words of 64 bits."""
+    counts = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return tensor.dtype == torch.uint8 and tensor.stride(-1) == 1 and all(count % 8 == 0 for count in counts)
 
 
 def shared(fmt: Format, direction: str, operand: Operand) -> Iterator[tuple[int, Tensor]]:
@@ -150,4 +164,4 @@ def cut_out(operand: Operand, direction: str, first: int, rows: int) -> list[Ten
 def transpose_scales_(column: list[Tensor], row: list[Tensor]) -> None:
     """Fill the scales of a columnwise face whose rowwise face is its transpose."""
     for target, source in zip(column[1:], row[1:], strict=True):
-        _bytewise(target).copy_(_bytewise(source.t()))
+        _copy_(target, source.t())
