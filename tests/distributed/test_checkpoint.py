@@ -290,6 +290,12 @@ class TestDamage:
             assert harmless or checkpoint.latest(tmp_path) is None, at
             path.write_bytes(good)
 
+    def test_a_manifest_of_another_version_is_not_read(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.manifest, "_VERSION", 99)
+            saved(tmp_path, 1)
+        assert "it is of another version of this library" in checkpoint.verify(tmp_path)[1][0]
+
     def test_of_all_steps_is_told(self, tmp_path):
         with pytest.raises(RuntimeError, match=r"a step that is what was written is required in .*, got none"):
             load(tmp_path / "nothing")
@@ -327,6 +333,11 @@ class TestHostile:
         manifest = checkpoint.manifest.Manifest.read(path)
         manifest.files[name] = checkpoint.manifest.digest_file(path / name)
         (path / "manifest.json").write_text(manifest.to_json())
+
+    def test_what_is_no_metadata_is_refused(self, tmp_path):
+        saved(tmp_path, 1)
+        self.forge(folder(tmp_path, 1), ".metadata", pickle.dumps({"state_dict_metadata": {}}))
+        assert "metadata is required, got dict" in checkpoint.verify(tmp_path)[1][0]
 
     @pytest.mark.parametrize("where", ["whole", "inside"])
     def test_metadata_runs_nothing(self, where, tmp_path, monkeypatch):

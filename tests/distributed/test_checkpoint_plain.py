@@ -157,6 +157,9 @@ def test_planners_refuse_what_has_no_memory(alone, tmp_path):
     planner = checkpoint.HybridLoadPlanner()
     with pytest.raises(ValueError, match="tensors with memory are required, got w on meta; call to_empty first"):
         planner.set_up_planner({"w": torch.empty(2, device="meta")})
+    planner.set_up_planner({"w": torch.empty(2)})
+    with pytest.raises(RuntimeError, match="metadata is required, got none; call set_up_planner with it"):
+        planner.create_local_plan()
 
 
 RESUME = """

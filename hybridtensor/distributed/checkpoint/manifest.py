@@ -92,7 +92,7 @@ class Manifest:
             return cls(**content, weights=weights, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path / MANIFEST}: the manifest that was written is required, got damage: {error}"
+                f"{path / MANIFEST}: the manifest that was written is required, got another: {error}"
             ) from error
 
 
