@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels.hadamard import rotate_back
-from hybridtensor.kernels.numbers import e2m1_values, e8m0_value, fp8_values
+from hybridtensor.kernels.numbers import e2m1_values, e8m0_value, fp8_values, saturate, two_level_scale
 
 # How scales are stored.
 NONE = tl.constexpr(0)
@@ -39,7 +39,6 @@ def _elements(codes, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr
 def dequantize_kernel(
     codes, scales, stride_other, stride_along, levels, out, OTHER, ALONG,
     SCALE: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr, LEVEL: tl.constexpr, LEVEL_PER_ROW: tl.constexpr,
-    UNIT: tl.constexpr,
     E5M2: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, LARGEST: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +48,7 @@ def dequantize_kernel(
         codes: Elements, contiguous; ``scales`` with strides by row and block; ``levels`` the fp32 tensor scales.
         out: ``[OTHER, ALONG]``, contiguous.
         SCALE: How scales are stored; NONE leaves them out.
-        LEVEL: Whether tensor scales are multiplied with, and with UNIT.
+        LEVEL: Whether tensor scales are multiplied with.
         LARGEST: Where the result saturates.
     """
     pid = tl.program_id(0)
@@ -81,14 +80,13 @@ def dequantize_kernel(
         if LEVEL:
             row = (other + i) if LEVEL_PER_ROW else i * 0
             level = tl.load(levels + row, mask=i < OTHER - other, other=0.0)
-            large = level > 2.0**64
-            combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
-            v = (v * combined) * tl.where(large, 2.0**16, 1.0)
+            combined, back = two_level_scale(scale, level)
+            v = (v * combined) * back
         else:
             v = v * scale
     if ROTATED:
         v = rotate_back(v, P, Q)
-    v = tl.where(tl.abs(v) > LARGEST, tl.where(v > 0, LARGEST, -LARGEST), v)
+    v = saturate(v, LARGEST)
     offsets = (i.to(tl.int64) * ALONG if WIDE else i * ALONG) + j
     if EVEN:
         tl.store(out + start + offsets, v.to(out.dtype.element_ty))
