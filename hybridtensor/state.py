@@ -304,6 +304,8 @@ class Context(NamedTuple):
         record: Whether delayed scaling takes note of this tensor: where a gradient is needed.
         first_row: Index of the first row in the whole tensor, for random rounding. By default ranks have the rows of
             one batch in order, and all of a weight.
+        amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the tensor is a part of
+            one whose scales it gets; see ``ops.quantize``.
     """
 
     role: str = "input"
@@ -311,6 +313,7 @@ class Context(NamedTuple):
     direction: str | None = None
     record: bool = True
     first_row: int | None = None
+    amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __str__(self) -> str:
         return self.role if self.state is None or not self.state.name else f"layer {self.state.name}, {self.role}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.plan import Plan
 from hybridtensor.distributed.torch_compat import Sharded
+from hybridtensor.ops import Cast, measure
 from hybridtensor.ops.references.blocks import block_amax
 
 
@@ -77,8 +78,10 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
 
 def _amaxes(plan: Plan, rank: int, values: Tensor) -> Tensor:
     """Return the largest magnitudes of this rank's values, fp32, of shape ``plan.amaxes``."""
-    if plan.reduce != "blocks":
-        return block_amax(values, (None, None) if plan.reduce == "tensor" else (None, 1))
+    if plan.reduce == "tensor":
+        return measure(values, row=Cast("fp8_e4m3_tensor"))[0].view(plan.amaxes)
+    if plan.reduce == "column":
+        return measure(values, column=Cast("fp8_e4m3_row"))[1].view(plan.amaxes)
     block = plan.block
     before, after = around(plan, rank)
     mine = block_amax(F.pad(values, (0, 0, before, after)), (block, block))

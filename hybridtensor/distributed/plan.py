@@ -58,6 +58,7 @@ class Plan:
         rows: ``n``; of the largest shard where they are uneven.
         columns: ``K``.
         whole: The values travel as they are, whichever face is wanted: FSDP2 takes nothing else for such shards.
+        of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
     """
 
     row: FacePlan
@@ -67,6 +68,7 @@ class Plan:
     rows: int
     columns: int
     whole: str = ""
+    of_rowwise: bool = False
 
     def face(self, direction: str) -> FacePlan:
         """Return the plan of one face."""
@@ -184,7 +186,7 @@ def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int) -> P
         row.kind == column.kind == "values"
     )
     columns = size[1] if dim == 0 else size[1] // num_ranks
-    return Plan(row, column, transposed, num_ranks, rows, columns, whole)
+    return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise)
 
 
 def _by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:

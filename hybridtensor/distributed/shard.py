@@ -186,12 +186,27 @@ class Shard:
         Returns:
             The operands asked for, of more rows than the part has, and the first of its rows.
         """
-        extended, first = self._with_amaxes(values)
-        context = Context("weight", state, first_row=self.sharded.rank * values.shape[0] - first)
+        known = self._known_amaxes()
+        extended, first = (values, 0) if known else self._with_amaxes(values)
+        context = Context(
+            "weight", state, first_row=self.sharded.rank * values.shape[0] - first, amaxes=known or (None, None)
+        )
         made: tuple[Any, Any] = self.config.weight.operands(
             extended, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
         )
         return made, first
+
+    def _known_amaxes(self) -> tuple[Tensor | None, Tensor | None] | None:
+        """Return the largest magnitudes that each face is scaled by, if that is all that ranks know of each other."""
+        plan, amaxes = self.plan, self.amaxes
+        if plan.reduce == "blocks" or plan.of_rowwise or amaxes is None:
+            return None
+        flat = amaxes.view(-1)
+        row, column = (
+            None if face.reduce is None else flat.max()[None] if face.reduce != plan.reduce else flat
+            for face in (plan.row, plan.column)
+        )
+        return row, column
 
     def _with_amaxes(self, values: Tensor) -> tuple[Tensor, int]:
         """Return the rows of this rank with the largest magnitudes of all ranks, and where its rows begin.

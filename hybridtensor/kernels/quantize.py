@@ -112,7 +112,7 @@ def _store_fp4(target, y, uniform, other, along, OTHER, ALONG, STOCHASTIC: tl.co
 
 @triton.jit
 def _cast_fp8(
-    v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
+    v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, also, other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
     NOTE: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
@@ -123,7 +123,9 @@ def _cast_fp8(
         factor = tl.load(factors + slot)
         scale = tl.div_rn(1.0, factor)
         if NOTE:
-            raise_to(amaxes + slot, tl.max(tl.max(tl.abs(v), 1), 0), slot >= 0)
+            amax = tl.max(tl.max(tl.abs(v), 1), 0)
+            raise_to(amaxes + slot, amax, slot >= 0)
+            raise_to(amaxes + also, amax, (also >= 0) & (also != slot))
         y = v * factor
         unit = scale
     elif KIND == TENSOR:
@@ -207,7 +209,7 @@ def _cast_nvfp4(v, amax, level, codes, scales, stride_other, stride_along, unifo
 
 @triton.jit
 def _cast_face(
-    v, codes, scales, stride_other, stride_along, levels, measured, factors, amaxes, slot, uniform,
+    v, codes, scales, stride_other, stride_along, levels, measured, factors, amaxes, slot, also, uniform,
     other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
     ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr,
@@ -224,8 +226,8 @@ def _cast_face(
         raise_face(measured, amax_of_rows(v, ROTATED, HW, P, Q), other, OTHER, KIND == AMAX_ROW, P)
     elif KIND < NVFP4:
         v = _cast_fp8(
-            v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
-            KIND, SIDE, E5M2, POW2, OVERFLOW, NOTE, STORE, HELD, PACK, HW, EVEN, WIDE, P, Q,
+            v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, also, other, along, OTHER,
+            ALONG, KIND, SIDE, E5M2, POW2, OVERFLOW, NOTE, STORE, HELD, PACK, HW, EVEN, WIDE, P, Q,
         )  # fmt: skip
     else:
         if ROTATED:
@@ -301,7 +303,8 @@ def cast_kernel(
                     uniform = uniform16(rows, pk * BK, K, rounding, row_stream, BM, BK, R, ALIGNED)
                 again, held = _cast_face(
                     as_rows(tile, BM, BK), row_codes, row_scales, row_stride_m, row_stride_k, row_levels,
-                    row_measured, factors, amaxes, row_slot, as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
+                    row_measured, factors, amaxes, row_slot, row_slot if HELD else column_slot,
+                    as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
                     ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, ROW_NOTE,
                     ROW_STORE, HELD, attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
                 )  # fmt: skip
@@ -318,7 +321,7 @@ def cast_kernel(
                     )
                 again, _ = _cast_face(
                     columns, column_codes, column_scales, column_stride_k, column_stride_m,
-                    column_levels, column_measured, factors, amaxes, column_slot, uniform,
+                    column_levels, column_measured, factors, amaxes, column_slot, column_slot, uniform,
                     pk * BK, pm * BM, K, M,
                     COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED,
                     COLUMN_STOCHASTIC, COLUMN_NOTE, True, 0, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,

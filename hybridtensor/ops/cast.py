@@ -31,6 +31,14 @@ class Cast(NamedTuple):
         """The record of the format."""
         return get_format(self.name)
 
+    @property
+    def measures(self) -> bool | None:
+        """Whether scales follow from an amax per row; False is one of the tensor, None is no amax."""
+        fmt = self.format
+        if fmt.tensor_block is not None:
+            return fmt.tensor_block[0] is not None
+        return None if self.slot >= 0 or fmt.block[1] is not None else fmt.block[0] is not None
+
     def for_columnwise(self) -> Cast:
         """Return the cast of the columnwise face, which never shares random numbers with the rowwise one."""
         return self if self.stream < 0 else self._replace(stream=self.stream + 1)
@@ -109,9 +117,13 @@ class State(NamedTuple):
         amaxes: Their notes, fp32 ``[S]``, or None.
         rounding: Key and step of random rounding, int64 ``[2]``, or None.
         first_row: Index of the first row in the whole tensor.
+        row_amax: Largest magnitudes that the rowwise face is scaled by, fp32 ``[1]`` or one per row, or None.
+        column_amax: The same of the columnwise face.
     """
 
     factors: Tensor | None = None
     amaxes: Tensor | None = None
     rounding: Tensor | None = None
     first_row: int = 0
+    row_amax: Tensor | None = None
+    column_amax: Tensor | None = None

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybridtensor.ops.cast import Cast, State, empty_face, parse
 from hybridtensor.ops.library import define, implement, runs_directly
-from hybridtensor.ops.quantize_cuda import quantize_cuda
+from hybridtensor.ops.quantize_cuda import measure_cuda, quantize_cuda
+from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ops.references.faces import define_faces
 
 
@@ -33,7 +34,7 @@ def _fake(x: Tensor, row: str, column: str, *_: Any) -> list[Tensor]:
 # nothing reads it before the step ends. Declared, compiling would turn it into a copy of the parameter that carries it.
 _OP = define(
     "quantize(Tensor x, str row, str column, str source, ScalarType dtype, Tensor? factors, Tensor? amaxes, "
-    "Tensor? rounding, SymInt first_row) -> Tensor[]",
+    "Tensor? rounding, SymInt first_row, Tensor? row_amax=None, Tensor? column_amax=None) -> Tensor[]",
     reference=_reference,
     fake=_fake,
 )
@@ -53,6 +54,8 @@ def quantize(
     amaxes: Tensor | None = None,
     rounding: Tensor | None = None,
     first_row: int = 0,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the faces of ``x``, made in one pass where the device has a kernel.
 
@@ -70,12 +73,48 @@ def quantize(
         amaxes: Largest magnitudes so far, fp32 ``[S]``, raised in place at the slots that are used; None for no note.
         rounding: For stochastic rounding, int64 ``[2]``, a key and a step.
         first_row: Index of the first row of this shard in the whole tensor, for the draws.
+        row_amax: Largest magnitudes that the rowwise face (or ``source``) is scaled by, instead of its own, where this
+            is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row. For formats with such scales.
+        column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
 
     Returns:
         The tensors of the rowwise face, then those of the columnwise one.
+
+    Raises:
+        ValueError: If amaxes are given for a format that does not measure, or of another shape.
     """
+    _check_amax(row or source, row_amax, x.shape[0], "row_amax")
+    _check_amax(column, column_amax, x.shape[1], "column_amax")
+    state = State(factors, amaxes, rounding, first_row, row_amax, column_amax)
     if runs_directly(x):
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, State(factors, amaxes, rounding, first_row))
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, state)
     casts = (str(cast or "") for cast in (row, column, source))
-    made: list[Tensor] = _OP(x, *casts, dtype or x.dtype, factors, amaxes, rounding, first_row)
+    made: list[Tensor] = _OP(x, *casts, dtype or x.dtype, *state)
     return made
+
+
+def measure(x: Tensor, *, row: Cast | None = None, column: Cast | None = None) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitudes that ``quantize`` would scale the faces of ``x`` by, fp32 ``[1]`` or one per row.
+
+    Args:
+        x: ``[M, K]``, bf16, fp16 or fp32, any strides.
+        row: How to make the rowwise face: a cast that measures, without a rotation; or None.
+        column: The same of the columnwise one.
+
+    Returns:
+        For the rowwise face, and for the columnwise one; what is there for a face that was not asked for means nothing.
+    """
+    if runs_directly(x) and x.numel():
+        return measure_cuda(x, row, column)
+    blocks = [(None if cast is None or not cast.measures else 1, None) for cast in (row, column)]
+    return block_amax(x, blocks[0]).view(-1), block_amax(x.t(), blocks[1]).view(-1)
+
+
+def _check_amax(cast: Cast | None, amax: Tensor | None, rows: int, name: str) -> None:
+    """Raise unless a cast can be scaled by ``amax``."""
+    if amax is None:
+        return
+    per_row = None if cast is None else cast.measures
+    shape = None if per_row is None else (rows if per_row else 1,)
+    if tuple(amax.shape) != shape:
+        raise ValueError(f"quantize: {name} of shape {shape} is required for {cast}, got {tuple(amax.shape)}")

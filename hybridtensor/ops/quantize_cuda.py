@@ -73,6 +73,7 @@ class _Key(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     notes: bool
+    known: tuple[bool | None, ...]  # of given amaxes, whether their addresses are multiples of 16
 
 
 def quantize_cuda(
@@ -107,15 +108,32 @@ _MOST_PLANS = 4096
 def _run(
     x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, held: torch.dtype | None, state: State
 ) -> list[Tensor]:
-    """Cast by the plan for this kind of matrix; make it if there is none."""
-    key = _Key(row, column, source, held, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None)
+    """Cast by the plan for this kind of matrix."""
+    known = tuple(None if amax is None else amax.data_ptr() % 16 == 0 for amax in (state.row_amax, state.column_amax))
+    key = _Key(row, column, source, held, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None, known)
+    with on_device(x.device):
+        return _plan(key).run(x, state)
+
+
+def measure_cuda(x: Tensor, row: Cast | None, column: Cast | None) -> tuple[Tensor, Tensor]:
+    """Do what ``measure`` says, with a kernel."""
+    x = _readable(x)
+    key = _Key(row, column, None, None, x.shape, x.stride(), x.dtype, x.device, False, (None, None))
+    measurement = _plan(key).measure
+    if measurement is None:
+        raise ValueError(f"measure: formats with scales per tensor or row are required, got {row} and {column}")
+    with on_device(x.device):
+        return measurement(x)
+
+
+def _plan(key: _Key) -> _Plan:
+    """Return the plan for one kind of matrix; make it if there is none."""
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         plan = _PLANS[key] = _Plan(key)
-    with on_device(x.device):
-        return plan.run(x, state)
+    return plan
 
 
 class _Plan:
@@ -136,11 +154,12 @@ class _Plan:
         self.extents = *key.strides, m, k
         self.layouts = face_layouts(key.row, m, k), face_layouts(key.column, k, m)
         self.row_strides, self.column_strides = (made[1].strides if made else (0, 0) for made in self.layouts)
-        self.wanted = row.kind in _MEASURED, column.kind in _MEASURED and key.source is None
+        kinds = [face.kind in _MEASURED and known is None for face, known in zip(self.faces, key.known, strict=True)]
+        self.wanted = kinds[0], kinds[1] and key.source is None
         self.measure = self._measurement() if any(self.wanted) else None
         passes = int(self.measure is not None)
         self.measure_held = None
-        if key.source is not None and column.kind in _MEASURED:
+        if key.source is not None and kinds[1]:
             # Rounding is monotone: where all values have one scale, the largest is what the largest becomes
             self.by_largest = row.kind == _TENSOR and column.kind in (_TENSOR, _NVFP4) and not column.rotated
             self.measure_held = self._held_measurement(reverse=passes == 1)
@@ -154,6 +173,8 @@ class _Plan:
         row_amax = column_amax = x
         if self.measure is not None:
             row_amax, column_amax = self.measure(x)
+        row_amax = row_amax if state.row_amax is None else state.row_amax
+        column_amax = column_amax if state.column_amax is None else state.column_amax
         if self.measure_held is not None:
             size = self.key.shape[1] if self.faces[1].kind in _PER_ROW else 1
             column_amax = torch.zeros(size, dtype=torch.float32, device=device)
@@ -189,7 +210,7 @@ class _Plan:
             COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0,
             COLUMN_PACK=_packs(column, key.shape[0]),
             ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.held or key.dtype),
-            ROW_NOTE=key.notes, COLUMN_NOTE=key.notes and (bool(held) or column.slot != row.slot),
+            ROW_NOTE=key.notes, COLUMN_NOTE=key.notes and (bool(held) or row.kind != _GIVEN),
             ROW_STORE=key.row is not None, HELD=held, REVERSED=reverse, ALIGNED=key.shape[1] % 8 == 0,
             HW=converts_to_fp8(key.device), **self.shape,
         )  # fmt: skip

@@ -231,6 +231,8 @@ def cast_together(
         factors=None if state is None else state.scale,
         amaxes=state.amax if state is not None and context.record else None,
         rounding=rounding, first_row=first_row,
+        row_amax=None if row is None and source is None else context.amaxes[0],
+        column_amax=None if column is None else context.amaxes[1],
     )  # fmt: skip
     size = 0 if row is None else 2 + (row.format.tensor_block is not None)
     return _operand(made[:size], row), _operand(made[size:], column)

@@ -16,9 +16,10 @@ from hybridtensor.formats import get_format
 from hybridtensor.ops import quantize_cuda as quantize_cuda_module
 from hybridtensor.ops.cast import Cast, State, parse
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
-from hybridtensor.ops.quantize import quantize
+from hybridtensor.ops.quantize import measure, quantize
 from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.references import float8, mx, nvfp4
+from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.testing import edge_tensor, random_tensor
 
 CASTS = [
@@ -57,14 +58,18 @@ def run(request, device):
     return interpreted
 
 
-def interpreted(x, *, row=None, column=None, source=None, dtype=None, factors, amaxes, rounding, first_row):
+def interpreted(
+    x, *, row=None, column=None, source=None, dtype=None, factors=None, amaxes=None, rounding=None, first_row=0,
+    row_amax=None, column_amax=None,
+):  # fmt: skip
     """Quantize with the kernels, on a CPU."""
     pytest.importorskip("triton", reason="Triton's interpreter is needed")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled in this process")
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, State(factors, amaxes, rounding, first_row))
+        given = State(factors, amaxes, rounding, first_row, row_amax, column_amax)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, given)
 
 
 def state(device):
@@ -266,6 +271,73 @@ def test_layouts(cast, run, device):
     shapes = [(0, 32), (32, 0)] + ([(1, 1), (1, 130), (131, 1), (129, 257), (3, 5), (255, 3)] if ragged else [])
     for view in [*views, *(random_tensor(*shape, device=device) for shape in shapes)]:
         check(run, view, row=cast, column=cast.for_columnwise())
+
+
+MEASURED = [cast for cast in CASTS if cast.measures is not None and not cast.format.hadamard and cast.stream < 0]
+
+
+def known(x, cast, transposed=False):
+    """Return the amaxes that a face of ``x`` is scaled by."""
+    return block_amax(x.t() if transposed else x, (1 if cast.measures else None, None)).view(-1)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "anywhere"])
+@pytest.mark.parametrize("column", MEASURED, ids=str)
+@pytest.mark.parametrize("row", MEASURED, ids=str)
+def test_a_part_gets_the_scales_of_the_whole(row, column, aligned, run, device):
+    """Oracle: the same rows of the whole, quantized."""
+    x = random_tensor(96, 64, device=device, dtype=torch.float32) * torch.arange(96, device=device)[:, None]
+    part = x[32:64]
+    row_amax, column_amax = known(part if row.measures else x, row), known(x, column, True)
+    if not aligned:
+        row_amax, column_amax = (torch.cat([a[:1], a])[1:] for a in (row_amax, column_amax))
+    got = run(part, row=row, column=column, row_amax=row_amax, column_amax=column_amax)
+    expected = [third(t, 0) for t in quantize(x, row=row)] + [third(t, 1) for t in quantize(x, column=column)]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
+def third(tensor, dim):
+    """Return the second third of what differs along an axis."""
+    extent = tensor.shape[dim]
+    return tensor if extent == 1 else tensor.narrow(dim, extent // 3, extent // 3)
+
+
+@pytest.mark.parametrize("source", [CASTS[0], CASTS[5]], ids=str)
+@pytest.mark.parametrize("column", MEASURED, ids=str)
+def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
+    x = random_tensor(64, 128, device=device)
+    row_amax = known(x, source) * 4 if source.measures is not None else None
+    values = [*quantize(x, row=source, row_amax=row_amax), None][:3]
+    values = dequantize_reference(*values, source.name, x.dtype)
+    column_amax = known(values, column, True) * 2
+    got = run(x, column=column, source=source, row_amax=row_amax, column_amax=column_amax)
+    expected = quantize(values, column=column, column_amax=column_amax)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
+def test_known_amaxes_have_to_fit():
+    x, amax = random_tensor(32, 32), torch.ones(1)
+    for cast, name, given, shape in (
+        (Cast("mxfp8_e4m3"), "row_amax", amax, "None"),
+        (Cast("fp8_e4m3_tensor", slot=0), "column_amax", amax, "None"),
+        (Cast("fp8_e4m3_row"), "column_amax", amax, r"\(32,\)"),
+        (Cast("fp8_e4m3_tensor"), "row_amax", torch.ones(1, 1), r"\(1,\)"),
+        (None, "row_amax", amax, "None"),
+    ):
+        faces = {"row" if name == "row_amax" else "column": cast, "factors": amax}
+        with pytest.raises(ValueError, match=f"quantize: {name} of shape {shape} is required for"):
+            quantize(x, **faces, **{name: given})
+
+
+@pytest.mark.parametrize("view", ["whole", "strided", "empty"])
+def test_measure_is_what_casts_scale_by(view, device):
+    x = edge_tensor(torch.float32, device)
+    x = {"whole": x, "strided": x.t()[::2], "empty": x[:0]}[view]
+    tensor, per_row = Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_row")
+    for row, column in itertools.product((None, tensor, per_row), repeat=2):
+        got = measure(x, row=row, column=column)
+        for amax, cast, transposed in zip(got, (row, column), (False, True), strict=True):
+            assert cast is None or torch.equal(amax, known(x, cast, transposed))
 
 
 def test_casts_are_text_and_back():

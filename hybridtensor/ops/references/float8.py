@@ -38,11 +38,15 @@ def cast_saturating(x: Tensor, fmt: Format) -> Tensor:
     return one_nan.clamp_(-fmt.max, fmt.max).to(fmt.element, memory_format=torch.contiguous_format)
 
 
-def quantize(x: Tensor, fmt: Format, pow2_scale: bool) -> tuple[Tensor, Tensor]:
-    """Return elements ``[M, K]`` and scales ``[A, B]`` of ``x`` with current scaling; see ``ops.float8_quantize``."""
+def quantize(x: Tensor, fmt: Format, pow2_scale: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return elements ``[M, K]`` and scales ``[A, B]`` of ``x`` with current scaling; see ``ops.float8_quantize``.
+
+    Scales follow from ``amax``, ``[A, B]``, where it is known.
+    """
     blocked = fmt.block[1] is not None
     overflow = torch.finfo(x.dtype).max if blocked else FP32_MAX
-    scale = encode_scale(block_amax(x, fmt.block), fmt.max, pow2_scale or fmt.pow2_scale, overflow=overflow)
+    amax = block_amax(x, fmt.block) if amax is None else amax
+    scale = encode_scale(amax, fmt.max, pow2_scale or fmt.pow2_scale, overflow=overflow)
     factor = spread(scale, fmt.block, x.shape)
     factor = factor.reshape(()) if fmt.block == (None, None) else factor  # a 0-d factor is torch's fast path on a CPU
     return cast_saturating(x.float() * factor, fmt), scale.reciprocal()

@@ -50,13 +50,17 @@ def unpack(qdata: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, fmt: Format, rounding: Tensor | None, stream: int, first_row: int, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes ``[M, K/2]``, block scales ``[A, B]`` and tensor scales ``[T, 1]``; see ``ops.nvfp4_quantize``."""
+    x: Tensor, fmt: Format, rounding: Tensor | None, stream: int, first_row: int, transposed: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return bytes ``[M, K/2]``, block scales ``[A, B]`` and tensor scales ``[T, 1]``; see ``ops.nvfp4_quantize``.
+
+    Tensor scales follow from ``amax``, ``[T, 1]``, where it is known.
+    """
     if fmt.tensor_block is None:
         raise ValueError(f"nvfp4: a two-level format is required, got {fmt}")
     values = rotate(x) if fmt.hadamard else x
-    amax = block_amax(values, fmt.tensor_block)  # [T, 1]
+    amax = block_amax(values, fmt.tensor_block) if amax is None else amax  # [T, 1]
     tensor_scale = torch.where((amax == 0) | amax.isinf(), fmt.tensor_scale_max, amax)  # encodes with factor 1
     encode = (torch.full_like(amax, fmt.tensor_scale_max) / tensor_scale).clamp(max=FP32_MAX)
     sixth = (1.0 / torch.tensor(fmt.max, device="cpu")).item()
