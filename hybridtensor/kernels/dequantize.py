@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels.hadamard import rotate_back
-from hybridtensor.kernels.numbers import e2m1_values, e8m0_value, fp8_values
+from hybridtensor.kernels.numbers import e2m1_values, e8m0_value, fp8_values, saturate, two_level_scale
 
 # How scales are stored.
 NONE = tl.constexpr(0)
@@ -81,14 +81,13 @@ def dequantize_kernel(
         if LEVEL:
             row = (other + i) if LEVEL_PER_ROW else i * 0
             level = tl.load(levels + row, mask=i < OTHER - other, other=0.0)
-            large = level > 2.0**64
-            combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
-            v = (v * combined) * tl.where(large, 2.0**16, 1.0)
+            combined, back = two_level_scale(scale, level, UNIT)
+            v = (v * combined) * back
         else:
             v = v * scale
     if ROTATED:
         v = rotate_back(v, P, Q)
-    v = tl.where(tl.abs(v) > LARGEST, tl.where(v > 0, LARGEST, -LARGEST), v)
+    v = saturate(v, LARGEST)
     offsets = (i.to(tl.int64) * ALONG if WIDE else i * ALONG) + j
     if EVEN:
         tl.store(out + start + offsets, v.to(out.dtype.element_ty))

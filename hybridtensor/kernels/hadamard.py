@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hybridtensor.kernels.numbers import BF16_MAX, max_of_groups, round_to_bf16
+from hybridtensor.kernels.numbers import BF16_MAX, max_of_groups, round_to_bf16, saturate
 
 _NEGATIVE = tl.constexpr(0xD7E8)  # bit i is set where sign i is negative
 
@@ -41,7 +41,7 @@ def rotate(values, P: tl.constexpr, Q: tl.constexpr, TAME: tl.constexpr, HW: tl.
 @triton.jit
 def _bounded(rotated, infinite):
     """Saturate ``[P, N, 16]``, but for groups ``[P, N]`` with an Inf."""
-    clamped = tl.where(tl.abs(rotated) > BF16_MAX, tl.where(rotated > 0, BF16_MAX, -BF16_MAX), rotated)
+    clamped = saturate(rotated, BF16_MAX)
     unbounded = tl.where(rotated != rotated, float("inf"), rotated)
     return tl.where(infinite[:, :, None], unbounded, clamped)
 

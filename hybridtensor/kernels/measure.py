@@ -12,7 +12,7 @@ from hybridtensor.kernels.tiles import as_columns, as_rows, largest, load_tile, 
 
 
 @triton.jit
-def _amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+def amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
     """Return the amax of every row of a tile of a face, ``[P]``, without NaN."""
     if ROTATED:
         bits = largest(rotate(v, P, Q, True, HW), 1, HW)
@@ -26,7 +26,7 @@ def _amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q
 
 
 @triton.jit
-def _raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
+def raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
     """Raise the amax of the tensor, or those of rows of the face, ``[P]``."""
     if PER_ROW:
         i = other + tl.arange(0, P)
@@ -50,11 +50,11 @@ def measure_kernel(
     pk = pid % tiles
     tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
     if ROW:
-        amax = _amax_of_rows(as_rows(tile, BM, BK), ROW_ROTATED, HW, BM, BK)
-        _raise_face(row_target, amax, pm * BM, M, ROW_PER_ROW, BM)
+        amax = amax_of_rows(as_rows(tile, BM, BK), ROW_ROTATED, HW, BM, BK)
+        raise_face(row_target, amax, pm * BM, M, ROW_PER_ROW, BM)
     if COLUMN:
-        amax = _amax_of_rows(as_columns(tile, BM, BK), COLUMN_ROTATED, HW, BK, BM)
-        _raise_face(column_target, amax, pk * BK, K, COLUMN_PER_ROW, BK)
+        amax = amax_of_rows(as_columns(tile, BM, BK), COLUMN_ROTATED, HW, BK, BM)
+        raise_face(column_target, amax, pk * BK, K, COLUMN_PER_ROW, BK)
 
 
 @triton.jit

@@ -12,8 +12,16 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer,
 INF_BITS = tl.constexpr(0x7F800000)
 _UNITS = tl.constexpr(255 << 23)  # less the bits of 2^binade: those of 2^(1 - binade)
 _STEP = tl.constexpr((22 << 23) + (1 << 22) - 254)  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
+_NEAREST = tl.constexpr((22 << 23) + (1 << 22))  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
+_SIGN = tl.constexpr(-(1 << 31))
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
+FP16_MAX = tl.constexpr(65504.0)
+
+# Dtypes of values that are dequantized inside a kernel.
+BF16 = tl.constexpr(1)
+FP16 = tl.constexpr(2)
+FP32 = tl.constexpr(3)
 
 
 def _e2m1_words() -> str:
@@ -146,6 +154,34 @@ def round_to_bf16(x, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
+def saturate(x, LARGEST: tl.constexpr):
+    """Return ``x`` within the range that ends at ``LARGEST``, Inf too; NaN stays."""
+    return tl.where(tl.abs(x) > LARGEST, tl.where(x > 0, LARGEST, -LARGEST), x)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr, HW: tl.constexpr):
+    """Return ``x`` as a dtype holds it, saturating, as fp32."""
+    if DTYPE == FP32:
+        return saturate(x, FP32_MAX)
+    elif HW:  # two at once, and Inf and NaN cost nothing
+        BACK: tl.constexpr = (
+            "shl.b32 $0, pair, 16; and.b32 $1, pair, 0xFFFF0000; }"
+            if DTYPE == BF16
+            else "mov.b32 {low, high}, pair; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+        )
+        TYPE: tl.constexpr = "bf16x2" if DTYPE == BF16 else "f16x2"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; .reg .b16 low, high; cvt.rn.satfinite." + TYPE + ".f32 pair, $3, $2; " + BACK,
+            "=r,=r,f,f" if DTYPE == BF16 else "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif DTYPE == BF16:
+        return saturate(x, BF16_MAX).to(tl.bfloat16).to(tl.float32)
+    else:
+        return saturate(x, FP16_MAX).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
 def fp8_words(y, P: tl.constexpr, Q: tl.constexpr, E5M2: tl.constexpr, HW: tl.constexpr):
     """Return the codes of ``y``, ``[P, Q]``, four in an int32."""
     if HW:
@@ -193,6 +229,21 @@ def fp8_values(codes, E5M2: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
+def fp8_rounded(y, E5M2: tl.constexpr, HW: tl.constexpr):
+    """Return the values of ``fp8_codes(y)``."""
+    if HW:  # two at once, and fp16 holds every FP8 value
+        TYPE: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 codes, low, high; .reg .b32 pair; cvt.rn.satfinite." + TYPE + ".f32 codes, $3, $2; "
+            "cvt.rn.f16x2." + TYPE + " pair, codes; mov.b32 {low, high}, pair; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=f,=f,f,f", [y], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return fp8_values(fp8_codes(y, E5M2, HW).to(tl.uint8), E5M2, HW)
+
+
+@triton.jit
 def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
     """Return the codes of ``y``, which is no NaN, as int32: to nearest even, or up with the chance that keeps the mean.
 
@@ -209,6 +260,28 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
         magic = (exponent + (exponent >> 22) + _STEP).to(tl.float32, bitcast=True)
         code = (magnitude + magic).to(tl.int32, bitcast=True) & 7
     return code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def e2m1_rounded(y, uniform, STOCHASTIC: tl.constexpr):
+    """Return the values of ``e2m1_codes(y, uniform, STOCHASTIC)``, found in the same way."""
+    magnitude = tl.minimum(tl.abs(y), 6.0)
+    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & INF_BITS, 127 << 23)
+    if STOCHASTIC:
+        units = magnitude * (255 * (1 << 23) - exponent).to(tl.float32, bitcast=True)
+        value = tl.floor(units + uniform) * (exponent - (1 << 23)).to(tl.float32, bitcast=True)
+    else:
+        magic = (exponent + _NEAREST).to(tl.float32, bitcast=True)
+        value = (magnitude + magic) - magic
+    return (value.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_level_scale(scale, level, UNIT: tl.constexpr):
+    """Return what elements under a block scale and a tensor scale, in units, are multiplied with, in two steps."""
+    large = level > 2.0**64  # where an amax times a block scale could overflow
+    combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
+    return combined, tl.where(large, 2.0**16, 1.0)
 
 
 @triton.jit

@@ -3,27 +3,34 @@
 Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``,
 so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
 face is cast from the tile as it is, the columnwise one from its transpose, by one function: there a tile is ``[P, Q]``
-of a face ``[OTHER, ALONG]``.
+of a face ``[OTHER, ALONG]``. With ``HELD`` the columnwise one is cast from what the rowwise one holds, as
+``kernels.dequantize`` would return it, which never leaves the registers.
 """
 
 import triton
 import triton.language as tl
 
-from hybridtensor.kernels.hadamard import rotate
+from hybridtensor.kernels.hadamard import rotate, rotate_back
+from hybridtensor.kernels.measure import amax_of_rows, raise_face
 from hybridtensor.kernels.numbers import (
     FP32_MAX,
     INF_BITS,
     e2m1_codes,
+    e2m1_rounded,
     e2m1_words,
     e8m0_reciprocal,
     e8m0_round_up,
+    e8m0_value,
     encode_scale,
     fp8_codes,
+    fp8_rounded,
     fp8_values,
     fp8_words,
     max_of_groups,
     pack,
     reciprocal,
+    round_to,
+    two_level_scale,
 )
 from hybridtensor.kernels.random import uniform16
 from hybridtensor.kernels.tiles import (
@@ -47,6 +54,8 @@ BLOCK = tl.constexpr(4)  # fp32 per SIDE x 128
 MX = tl.constexpr(5)  # E8M0 per SIDE x 32
 NVFP4 = tl.constexpr(6)  # E4M3 per SIDE x 16, under an fp32 scale per tensor
 NVFP4_ROW = tl.constexpr(7)  # the same under an fp32 scale per row of the face
+AMAX = tl.constexpr(8)  # not at all: the amax of the tensor is raised instead
+AMAX_ROW = tl.constexpr(9)  # the same per row of the face
 
 
 @triton.jit
@@ -105,10 +114,10 @@ def _store_fp4(target, y, uniform, other, along, OTHER, ALONG, STOCHASTIC: tl.co
 def _cast_fp8(
     v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
-    NOTE: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    P: tl.constexpr, Q: tl.constexpr,
+    NOTE: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face to FP8 and store it."""
+    """Cast a tile ``[P, Q]`` of a face to FP8, ``STORE`` it, and return what it holds if that is ``HELD``."""
     i = other + tl.arange(0, P)
     if KIND == GIVEN:
         factor = tl.load(factors + slot)
@@ -116,66 +125,84 @@ def _cast_fp8(
         if NOTE:
             raise_to(amaxes + slot, tl.max(tl.max(tl.abs(v), 1), 0), slot >= 0)
         y = v * factor
+        unit = scale
     elif KIND == TENSOR:
         factor, scale = encode_scale(tl.load(measured), E5M2, POW2, OVERFLOW)
         y = v * factor
+        unit = scale
     elif KIND == ROW:
         factor, scale = encode_scale(tl.load(measured + i, mask=i < OTHER, other=0.0), E5M2, POW2, OVERFLOW)
         y = v * factor[:, None]
+        unit = scale[:, None]
     elif KIND == BLOCK:
         factor, scale = encode_scale(blocks(v, P, Q, SIDE, 128), E5M2, POW2, OVERFLOW)
         y = v * spread(factor, P, Q, SIDE, 128)
-        _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
+        unit = spread(scale, P, Q, SIDE, 128)
+        if STORE:
+            _store_scales(scales, scale, other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 128)
     else:
         INVERSE: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
         exponent = e8m0_round_up(blocks(v, P, Q, SIDE, 32) * INVERSE)
         y = v * spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
-        _store_scales(
-            scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
-        )
-    if KIND == ROW and along == 0:
-        tl.store(scales + i, scale, mask=i < OTHER)
-    if (KIND == GIVEN or KIND == TENSOR) and (along == 0) & (other == 0):
-        tl.store(scales, scale)
-    _store_fp8(codes, y, other, along, OTHER, ALONG, E5M2, PACK, HW, P, Q, EVEN, WIDE)
+        unit = spread(e8m0_value(exponent), P, Q, SIDE, 32)
+        if STORE:
+            _store_scales(
+                scales, exponent.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 32
+            )
+    if STORE:
+        if KIND == ROW and along == 0:
+            tl.store(scales + i, scale, mask=i < OTHER)
+        if (KIND == GIVEN or KIND == TENSOR) and (along == 0) & (other == 0):
+            tl.store(scales, scale)
+        _store_fp8(codes, y, other, along, OTHER, ALONG, E5M2, PACK, HW, P, Q, EVEN, WIDE)
+    if HELD:
+        v = fp8_rounded(y, E5M2, HW) * unit
+    return v
 
 
 @triton.jit
-def _encode_level(measured, levels, other, along, OTHER, PER_ROW: tl.constexpr, P: tl.constexpr):
-    """Store the fp32 scales of a two-level format; return what block amaxes are multiplied with, one or ``[P, 1]``."""
+def _load_level(measured, levels, other, along, OTHER, PER_ROW: tl.constexpr, STORE: tl.constexpr, P: tl.constexpr):
+    """Return the fp32 scales of a two-level format, one or ``[P, 1]``, after storing them."""
     if PER_ROW:
         i = other + tl.arange(0, P)
         level = tl.load(measured + i, mask=i < OTHER, other=0.0)
         level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
-        if along == 0:
+        if STORE and along == 0:
             tl.store(levels + i, level, mask=i < OTHER)
-        level = level[:, None]
+        return level[:, None]
     else:
         level = tl.load(measured)
         level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
-        if (along == 0) & (other == 0):
+        if STORE and (along == 0) & (other == 0):
             tl.store(levels, level)
-    return tl.minimum(tl.div_rn(2688.0, level), FP32_MAX)
+        return level
 
 
 @triton.jit
-def _cast_nvfp4(v, amax, encode, codes, scales, stride_other, stride_along, uniform, other, along, OTHER, ALONG,
-                SIDE: tl.constexpr, STOCHASTIC: tl.constexpr, TAME: tl.constexpr, PACK: tl.constexpr,
-                HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+def _cast_nvfp4(v, amax, level, codes, scales, stride_other, stride_along, uniform, other, along, OTHER, ALONG,
+                SIDE: tl.constexpr, STOCHASTIC: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr,
+                TAME: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
                 P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Cast a tile to NVFP4 and store it, without a thought of NaN if it is ``TAME``."""
+    """Cast a tile to NVFP4 as ``_cast_fp8`` does, without a thought of NaN if it is ``TAME``."""
+    encode = tl.minimum(tl.div_rn(2688.0, level), FP32_MAX)  # what block amaxes are multiplied with
     scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
     scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * tl.div_rn(1.0, encode), HW), FP32_MAX)
     if not TAME:
         nan = block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
         scale_codes = tl.where(nan > 0, 0x7F, scale_codes)
+        scale = tl.where(nan > 0, float("nan"), scale)
         v = tl.where(v != v, 0.0, v)
     y = v * spread(factor, P, Q, SIDE, 16)
-    _store_scales(
-        scales, scale_codes.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16
-    )
-    _store_fp4(codes, y, uniform, other, along, OTHER, ALONG, STOCHASTIC, PACK, HW, P, Q, EVEN, WIDE)
+    if STORE:
+        _store_scales(
+            scales, scale_codes.to(tl.uint8), other, along, OTHER, ALONG, stride_other, stride_along, P, Q, SIDE, 16
+        )
+        _store_fp4(codes, y, uniform, other, along, OTHER, ALONG, STOCHASTIC, PACK, HW, P, Q, EVEN, WIDE)
+    if HELD:
+        combined, back = two_level_scale(scale, level, 1.0 / 2688.0)
+        v = (e2m1_rounded(y, uniform, STOCHASTIC) * spread(combined, P, Q, SIDE, 16)) * back
+    return v
 
 
 @triton.jit
@@ -183,15 +210,22 @@ def _cast_face(
     v, codes, scales, stride_other, stride_along, levels, measured, factors, amaxes, slot, uniform,
     other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
-    ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, TAME: tl.constexpr, PACK: tl.constexpr,
-    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr,
+    TAME: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face and store it; return whether ``TAME`` was wrong: do it again."""
+    """Cast a tile ``[P, Q]`` of a face, and ``STORE`` it.
+
+    Returns:
+        Whether ``TAME`` was wrong: do it again. What the face holds as values of a dtype, if that is ``HELD``.
+    """
     wild = other < 0
-    if KIND < NVFP4:
-        _cast_fp8(
+    if KIND >= AMAX:
+        raise_face(measured, amax_of_rows(v, ROTATED, HW, P, Q), other, OTHER, KIND == AMAX_ROW, P)
+    elif KIND < NVFP4:
+        v = _cast_fp8(
             v, codes, scales, stride_other, stride_along, measured, factors, amaxes, slot, other, along, OTHER, ALONG,
-            KIND, SIDE, E5M2, POW2, OVERFLOW, NOTE, PACK, HW, EVEN, WIDE, P, Q,
+            KIND, SIDE, E5M2, POW2, OVERFLOW, NOTE, STORE, HELD, PACK, HW, EVEN, WIDE, P, Q,
         )  # fmt: skip
     else:
         if ROTATED:
@@ -204,12 +238,16 @@ def _cast_face(
             amax = bits.to(tl.float32, bitcast=True)
         else:
             amax = blocks(v, P, Q, SIDE, 16)
-        _cast_nvfp4(
-            v, amax, _encode_level(measured, levels, other, along, OTHER, KIND == NVFP4_ROW, P), codes, scales,
+        v = _cast_nvfp4(
+            v, amax, _load_level(measured, levels, other, along, OTHER, KIND == NVFP4_ROW, STORE, P), codes, scales,
             stride_other, stride_along, uniform, other, along, OTHER, ALONG,
-            SIDE, STOCHASTIC, TAME, PACK, HW, EVEN, WIDE, P, Q,
+            SIDE, STOCHASTIC, STORE, HELD, TAME, PACK, HW, EVEN, WIDE, P, Q,
         )  # fmt: skip
-    return wild
+    if HELD:
+        if ROTATED:
+            v = rotate_back(v, P, Q)
+        v = round_to(v, HELD, HW)
+    return wild, v
 
 
 @triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])
@@ -224,7 +262,7 @@ def cast_kernel(
     COLUMN_KIND: tl.constexpr, COLUMN_SIDE: tl.constexpr, COLUMN_E5M2: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_ROTATED: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PACK: tl.constexpr,
     ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, ROW_NOTE: tl.constexpr, COLUMN_NOTE: tl.constexpr,
-    REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
+    ROW_STORE: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
@@ -237,6 +275,8 @@ def cast_kernel(
             ``row_stream`` its random numbers. The same for the columnwise face, transposed.
         factors: Delayed factors; ``amaxes`` their notes.
         rounding: Key and step; ``first_row`` counts this matrix's rows.
+        ROW_STORE: Whether the rowwise face is wanted, not only what it holds.
+        HELD: Make the columnwise face from what the rowwise one holds, as values of this dtype (see ``round_to``).
         REVERSED: Begin at the end, where a pass before this one ended and the cache is warm.
     """
     pid = tl.program_id(0)
@@ -248,29 +288,39 @@ def cast_kernel(
     rows = first_row + (pm * BM).to(tl.int64) + rows_of_tile(BM, R)
     wild = pid >= 0
     # First without a thought of NaN and Inf, where that saves something, then with care if there were any
-    for attempt in tl.static_range(2 if ROW_KIND >= NVFP4 or COLUMN_KIND >= NVFP4 else 1):
+    TWICE: tl.constexpr = ROW_KIND >= NVFP4 or COLUMN_KIND == NVFP4 or COLUMN_KIND == NVFP4_ROW
+    for attempt in tl.static_range(2 if TWICE else 1):
         if wild:
             tl.debug_barrier()
             tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
+            columns = as_columns(tile, BM, BK)
             wild = pid < 0
             if ROW_KIND != NONE:
                 uniform = tile
                 if ROW_STOCHASTIC:
                     uniform = uniform16(rows, pk * BK, K, rounding, row_stream, BM, BK, R, ALIGNED)
-                wild |= _cast_face(
+                again, held = _cast_face(
                     as_rows(tile, BM, BK), row_codes, row_scales, row_stride_m, row_stride_k, row_levels,
                     row_measured, factors, amaxes, row_slot, as_rows(uniform, BM, BK), pm * BM, pk * BK, M, K,
                     ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, ROW_NOTE,
-                    attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
+                    ROW_STORE, HELD, attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
                 )  # fmt: skip
+                wild |= again
+                if HELD:
+                    if ROW_KIND >= NVFP4 and (COLUMN_KIND == GIVEN or COLUMN_KIND >= AMAX):
+                        held = tl.where(wild, 0.0, held)  # what is raised stays
+                    columns = tl.trans(held)
             if COLUMN_KIND != NONE:
-                uniform = tile
+                uniform = columns
                 if COLUMN_STOCHASTIC:
-                    uniform = uniform16(rows, pk * BK, K, rounding, column_stream, BM, BK, R, ALIGNED)
-                wild |= _cast_face(
-                    as_columns(tile, BM, BK), column_codes, column_scales, column_stride_k, column_stride_m,
-                    column_levels, column_measured, factors, amaxes, column_slot, as_columns(uniform, BM, BK),
+                    uniform = as_columns(
+                        uniform16(rows, pk * BK, K, rounding, column_stream, BM, BK, R, ALIGNED), BM, BK
+                    )
+                again, _ = _cast_face(
+                    columns, column_codes, column_scales, column_stride_k, column_stride_m,
+                    column_levels, column_measured, factors, amaxes, column_slot, uniform,
                     pk * BK, pm * BM, K, M,
                     COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED,
-                    COLUMN_STOCHASTIC, COLUMN_NOTE, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
+                    COLUMN_STOCHASTIC, COLUMN_NOTE, True, 0, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
                 )  # fmt: skip
+                wild |= again

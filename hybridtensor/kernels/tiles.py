@@ -72,10 +72,7 @@ def spread(blocks, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH:
     if SIDE > 1:
         shape: tl.constexpr = [P // SIDE, SIDE, Q // LENGTH]
         blocks = tl.reshape(tl.broadcast_to(blocks[:, None, :], shape), [P, Q // LENGTH])
-    if LENGTH == Q:
-        return tl.broadcast_to(blocks, [P, Q])
-    else:
-        return tl.reshape(tl.broadcast_to(blocks[:, :, None], [P, Q // LENGTH, LENGTH]), [P, Q])
+    return tl.reshape(tl.broadcast_to(blocks[:, :, None], [P, Q // LENGTH, LENGTH]), [P, Q])
 
 
 @triton.jit

@@ -6,18 +6,20 @@ Shape letters: ``M`` rows, ``K`` columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
 from hybridtensor.ops.cast import Cast, State, face_layouts
-from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.references.faces import define_faces
 
-_NONE, _GIVEN, _TENSOR, _ROW, _BLOCK, _MX, _NVFP4, _NVFP4_ROW = range(8)  # as the kernels name them
+# As the kernels name them
+_NONE, _GIVEN, _TENSOR, _ROW, _BLOCK, _MX, _NVFP4, _NVFP4_ROW, _AMAX, _AMAX_ROW = range(10)
+_DTYPES = {torch.bfloat16: 1, torch.float16: 2}
+_FP32 = 3  # also for wider dtypes: no value of a face needs them
 _MEASURED = (_TENSOR, _ROW, _NVFP4, _NVFP4_ROW)
 _PER_ROW = (_ROW, _NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -64,6 +66,8 @@ class _Key(NamedTuple):
 
     row: Cast | None
     column: Cast | None
+    source: Cast | None
+    held: torch.dtype | None
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -77,13 +81,12 @@ def quantize_cuda(
     """Do what ``quantize`` says, with kernels."""
     if x.numel() == 0:
         return define_faces(x, row, column, source, dtype, state)
+    x = _readable(x)
     if source is None or column is None:
-        return _run(_readable(x), row, column, state)
-    held = _run(_readable(x), source, None, state)
-    level = held[2] if len(held) == 3 else None
-    values = dequantize_reference(held[0], held[1], level, source.name, dtype)
-    made = _run(_readable(values), None, column, state)
-    return made if row is None else held + made
+        return _run(x, row, column, None, None, state)
+    if row is not None and row != source:
+        return _run(x, row, None, None, None, state) + _run(x, None, column, source, dtype, state)
+    return _run(x, row, column, source, dtype, state)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -101,9 +104,11 @@ _PLANS: dict[_Key, _Plan] = {}
 _MOST_PLANS = 4096
 
 
-def _run(x: Tensor, row: Cast | None, column: Cast | None, state: State) -> list[Tensor]:
+def _run(
+    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, held: torch.dtype | None, state: State
+) -> list[Tensor]:
     """Cast by the plan for this kind of matrix; make it if there is none."""
-    key = _Key(row, column, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None)
+    key = _Key(row, column, source, held, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:
@@ -119,8 +124,8 @@ class _Plan:
     def __init__(self, key: _Key) -> None:
         self.key = key
         m, k = key.shape
-        row, column = self.faces = _Face.of(key.row), _Face.of(key.column)
-        tile = _tile(row, column)
+        row, column = self.faces = _Face.of(key.source or key.row), _Face.of(key.column)
+        tile = _tile(row, column, key.source is not None)
         wide = max(tile.rows, tile.columns) * max(*key.strides, m, k) >= 2**31
         self.tiles = -(-m // tile.rows) * -(-k // tile.columns)
         self.options = {"num_warps": tile.warps, "maxnreg": tile.registers}
@@ -128,61 +133,89 @@ class _Plan:
             "EVEN": m % tile.rows == 0 and k % tile.columns == 0, "WIDE": wide, "BM": tile.rows, "BK": tile.columns,
             "R": tile.neighbours, "V": tile.vector // key.dtype.itemsize,
         }  # fmt: skip
+        self.extents = *key.strides, m, k
         self.layouts = face_layouts(key.row, m, k), face_layouts(key.column, k, m)
         self.row_strides, self.column_strides = (made[1].strides if made else (0, 0) for made in self.layouts)
-        self.measured = any(face.kind in _MEASURED for face in self.faces)
-        self.cast = self._cast()
-        self.measure = self._measurement() if self.measured else None
+        self.wanted = row.kind in _MEASURED, column.kind in _MEASURED and key.source is None
+        self.measure = self._measurement() if any(self.wanted) else None
+        passes = int(self.measure is not None)
+        self.measure_held = None
+        if key.source is not None and column.kind in _MEASURED:
+            # Rounding is monotone: where all values have one scale, the largest is what the largest becomes
+            self.by_largest = row.kind == _TENSOR and column.kind in (_TENSOR, _NVFP4) and not column.rotated
+            self.measure_held = self._held_measurement(reverse=passes == 1)
+            passes += not self.by_largest
+        self.cast = self._cast(column, reverse=passes == 1)
 
     def run(self, x: Tensor, state: State) -> list[Tensor]:
         """Allocate, measure and cast."""
-        key, (row, column) = self.key, self.faces
-        m, k = key.shape
         device = x.device
         row_out, column_out = ([layout.empty(device) for layout in layouts] for layouts in self.layouts)
         row_amax = column_amax = x
         if self.measure is not None:
             row_amax, column_amax = self.measure(x)
-        row_codes, row_scales, row_levels = self._arguments(row_out, x)
-        column_codes, column_scales, column_levels = self._arguments(column_out, x)
+        if self.measure_held is not None:
+            size = self.key.shape[1] if self.faces[1].kind in _PER_ROW else 1
+            column_amax = torch.zeros(size, dtype=torch.float32, device=device)
+            seen, extents = (row_amax, (1, 1, 1, 1)) if self.by_largest else (x, self.extents)
+            self._start(self.measure_held, seen, extents, [], [], row_amax, column_amax, state)
+        self._start(self.cast, x, self.extents, row_out, column_out, row_amax, column_amax, state)
+        return row_out + column_out
+
+    def _start(
+        self, launch: Launch, x: Tensor, extents: tuple[int, ...], row_out: list[Tensor], column_out: list[Tensor],
+        row_amax: Tensor, column_amax: Tensor, state: State,
+    ) -> None:  # fmt: skip
+        """Run the cast kernel."""
+        row, column = self.faces
+        row_codes, row_scales, row_levels = _arguments(launch, row_out, x)
+        column_codes, column_scales, column_levels = _arguments(launch, column_out, x)
         factors, amaxes, rounding = (x if tensor is None else tensor for tensor in state[:3])
-        self.cast(
-            x, *key.strides, m, k,
+        launch(
+            x, *extents,
             row_codes, row_scales, *self.row_strides, row_levels, row_amax, row.slot, row.stream,
             column_codes, column_scales, *self.column_strides, column_levels, column_amax, column.slot, column.stream,
             factors, amaxes, rounding, state.first_row,
         )  # fmt: skip
-        return row_out + column_out
 
-    def _arguments(self, out: list[Tensor], x: Tensor) -> list[Tensor]:
-        """Return codes, scales and levels as the kernel takes them; ``x`` stands for nothing."""
-        if not out:
-            return [x, x, x]
-        if not self.cast.is_compiled:  # Triton does not know every dtype; later only addresses count
-            out = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in out]
-        return out if len(out) == 3 else [*out, x]
-
-    def _cast(self) -> Launch:
-        key, (row, column) = self.key, self.faces
-        return Launch(
-            "quantize", "cast_kernel", self.tiles,
+    def _cast(self, column: _Face, *, reverse: bool, **changes: Any) -> Launch:
+        """Return what casts; ``changes`` of the constants, by name, make something else of it."""
+        key, row = self.key, self.faces[0]
+        held = 0 if key.held is None else _DTYPES.get(key.held, _FP32)
+        constants = dict(
             ROW_KIND=row.kind, ROW_SIDE=row.side, ROW_E5M2=row.e5m2, ROW_POW2=row.pow2, ROW_ROTATED=row.rotated,
             ROW_STOCHASTIC=row.stream >= 0, ROW_PACK=_packs(row, key.shape[1]),
             COLUMN_KIND=column.kind, COLUMN_SIDE=column.side, COLUMN_E5M2=column.e5m2, COLUMN_POW2=column.pow2,
             COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0,
             COLUMN_PACK=_packs(column, key.shape[0]),
-            ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.dtype), ROW_NOTE=key.notes,
-            COLUMN_NOTE=key.notes and column.slot != row.slot,
-            REVERSED=self.measured, ALIGNED=key.shape[1] % 8 == 0, HW=converts_to_fp8(key.device),
-            options=self.options, **self.shape,
+            ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.held or key.dtype),
+            ROW_NOTE=key.notes, COLUMN_NOTE=key.notes and (bool(held) or column.slot != row.slot),
+            ROW_STORE=key.row is not None, HELD=held, REVERSED=reverse, ALIGNED=key.shape[1] % 8 == 0,
+            HW=converts_to_fp8(key.device), **self.shape,
         )  # fmt: skip
+        programs = changes.pop("programs", self.tiles)
+        return Launch("quantize", "cast_kernel", programs, options=self.options, **{**constants, **changes})
+
+    def _held_measurement(self, *, reverse: bool) -> Launch:
+        """Return what raises the amaxes that the columnwise face needs of what the rowwise one holds."""
+        column = self.faces[1]
+        face = _Face(_AMAX_ROW if column.kind in _PER_ROW else _AMAX, rotated=column.rotated)
+        changes: dict[str, Any] = {"ROW_NOTE": False, "ROW_STORE": False}
+        if self.by_largest:
+            changes |= {
+                "programs": 1,
+                "EVEN": False,
+                "WIDE": False,
+                "V": self.shape["V"] * self.key.dtype.itemsize // 4,
+            }
+        return self._cast(face, reverse=reverse, **changes)
 
     def _measurement(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return what gives the amaxes that each face needs."""
         key, (row, column) = self.key, self.faces
         m, k = key.shape
         sizes = [extent if face.kind in _PER_ROW else 1 for face, extent in zip(self.faces, key.shape, strict=True)]
-        wanted = [face.kind in _MEASURED for face in self.faces]
+        wanted = self.wanted
         plain = [face.kind not in _PER_ROW and not face.rotated for face in self.faces]
         shared = all(wanted) and all(plain)
         alone = False
@@ -217,6 +250,15 @@ class _Plan:
         return measure
 
 
+def _arguments(launch: Launch, out: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Return codes, scales and levels as the kernel takes them; ``x`` stands for nothing."""
+    if not out:
+        return [x, x, x]
+    if not launch.is_compiled:  # Triton does not know every dtype; later only addresses count
+        out = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in out]
+    return out if len(out) == 3 else [*out, x]
+
+
 class _Tile(NamedTuple):
     """What one program casts, and how.
 
@@ -245,16 +287,29 @@ _MIXED_TILE = _Tile(64, 64, 16, 8, 2, 152)  # NVFP4 and FP8
 _ROTATED_TILE = _Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its own
 
 
-def _tile(row: _Face, column: _Face) -> _Tile:
-    """Return what suits the formats."""
+_HELD_REGISTERS = 168  # so many that three programs of four warps, or six of two, fit; found by compiling only
+
+
+def _tile(row: _Face, column: _Face, held: bool) -> _Tile:
+    """Return what suits the formats, and whether the columnwise face is made of what the rowwise one holds.
+
+    Scale blocks of every format lie in one tile, so that values are quantized, dequantized and quantized again there.
+    """
     kinds = {face.kind for face in (row, column)} - {_NONE}
+    two_level = bool(kinds & {_NVFP4, _NVFP4_ROW})
     if _BLOCK in kinds:
-        return _BLOCK_TILE
-    if not kinds & {_NVFP4, _NVFP4_ROW}:
+        tile = _BLOCK_TILE
+    elif not two_level:
         return _FP8_TILE
-    if row.rotated or column.rotated:
-        return _ROTATED_TILE
-    return _NVFP4_TILE if kinds <= {_NVFP4, _NVFP4_ROW} else _MIXED_TILE
+    elif row.rotated or column.rotated:
+        tile = _ROTATED_TILE
+    else:
+        tile = _NVFP4_TILE if kinds <= {_NVFP4, _NVFP4_ROW} else _MIXED_TILE
+    if not held:
+        return tile
+    much = row.rotated or max(row.stream, column.stream) >= 0  # would spill hundreds
+    much |= tile is _BLOCK_TILE and (two_level or row.kind not in (_BLOCK, _MX))
+    return tile._replace(registers=None if much else _HELD_REGISTERS)
 
 
 def _packs(face: _Face, contraction: int) -> bool:

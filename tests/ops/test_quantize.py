@@ -10,8 +10,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor.formats import get_format
+from hybridtensor.ops import quantize_cuda as quantize_cuda_module
 from hybridtensor.ops.cast import Cast, State, parse
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.quantize import quantize
@@ -132,6 +134,7 @@ def check_pair(run, device, row, column):
     x = random_tensor(64, 160, dtype=torch.float32, device=device)
     check(run, x.bfloat16(), row=row, column=column.for_columnwise())
     check(run, x, row=row, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
+    check(run, x, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("row", "column"), PAIRS, ids=str)
@@ -146,9 +149,9 @@ def test_pairs_on_a_gpu(row, column):
     check_pair(quantize, "cuda", row, column)
 
 
-def test_a_source_that_is_not_kept(run, device):
+def test_a_source_that_is_not_the_rowwise_cast(run, device):
     x = random_tensor(64, 160, device=device)
-    check(run, x, column=Cast("mxfp8_e4m3"), source=Cast("nvfp4"))
+    check(run, x, row=CASTS[2], column=Cast("mxfp8_e4m3"), source=Cast("nvfp4"))
 
 
 def edge_cases(dtype, device):
@@ -172,6 +175,80 @@ def test_edge_values(cast, dtype, run, device):
     for x in edge_cases(dtype, device):
         check(run, x, row=cast, column=cast.for_columnwise())
         check(run, x, row=cast, column=Cast("mxfp8_e4m3"), source=cast)
+
+
+HELD = [(x, values) for x in DTYPES for values in DTYPES if x in (values, torch.float32)]
+
+
+@pytest.mark.parametrize(("dtype", "values"), HELD, ids=str)
+@pytest.mark.parametrize("source", CASTS, ids=str)
+def test_columnwise_of_what_the_rowwise_face_holds_at_the_edges(source, dtype, values, run, device):
+    """Columnwise casts taking turns, the rowwise face kept and not."""
+    columns = itertools.cycle(CASTS[(HELD.index((dtype, values)) + 3 * CASTS.index(source)) % len(CASTS) :] + CASTS)
+    for i, (x, column) in enumerate(zip(edge_cases(dtype, device), columns, strict=False)):
+        check(run, x, row=source if i % 2 else None, column=column.for_columnwise(), source=source, dtype=values)
+
+
+@pytest.mark.parametrize("column", [c for c in CASTS if c.format.block[1] is None or c.format.tensor_block], ids=str)
+@pytest.mark.parametrize("source", [CASTS[0], CASTS[1], CASTS[2], Cast("nvfp4")], ids=str)
+def test_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
+    """Also where the largest value shares a block with a NaN, and where one amax tells the other."""
+    hidden = random_tensor(32, 64, dtype=torch.float32, device=device)
+    hidden[3, 16:18] = torch.tensor([float("nan"), 1000.0])
+    for x in [hidden, *edge_cases(torch.float32, device)]:
+        check(run, x, column=column.for_columnwise(), source=source, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("source", CASTS, ids=str)
+def test_ragged_columnwise_of_what_the_rowwise_face_holds(source, run, device):
+    shapes = [(64, 96), (160, 288)] + ([(1, 130), (131, 1), (129, 257), (3, 5)] if source.format.ragged else [])
+    for i, (rows, columns) in enumerate(shapes):
+        x = random_tensor(rows, columns, device=device)
+        for column in CASTS[i::3]:
+            if column.format.ragged or rows % 32 == 0:
+                check(run, x, row=source if i % 2 else None, column=column.for_columnwise(), source=source)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.nbytes += 0 if func.is_view or not isinstance(made, torch.Tensor) else made.nbytes
+        return made
+
+
+class NoLaunch:
+    """Launches nothing: the interpreter makes copies of its own."""
+
+    is_compiled = True
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __call__(self, *_):
+        pass
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    monkeypatch.setattr(quantize_cuda_module, "Launch", NoLaunch)
+    monkeypatch.setattr(quantize_cuda_module, "_PLANS", {})
+
+
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize("column", [CASTS[0], CASTS[3], CASTS[5], CASTS[12]], ids=str)
+@pytest.mark.parametrize("source", [CASTS[0], CASTS[2], CASTS[7], CASTS[12]], ids=str)
+def test_what_the_rowwise_face_holds_is_never_written(source, column):
+    """Nothing is allocated but faces and amaxes."""
+    x = random_tensor(512, 512)
+    with Allocations() as seen:
+        made = quantize_cuda(x, None, column, source, x.dtype, State())
+    assert seen.nbytes <= sum(t.nbytes for t in made) + 4 * (512 + 512 + 2)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
