@@ -57,14 +57,17 @@ def run(request, device):
     return interpreted
 
 
-def interpreted(x, *, row=None, column=None, source=None, dtype=None, factors, amaxes, rounding, first_row):
+def interpreted(
+    x, *, row=None, column=None, source=None, dtype=None, factors, amaxes, rounding, first_row, out=None
+):  # fmt: skip
     """Quantize with the kernels, on a CPU."""
     pytest.importorskip("triton", reason="Triton's interpreter is needed")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled in this process")
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, State(factors, amaxes, rounding, first_row))
+        state = State(factors, amaxes, rounding, first_row)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, state, out)
 
 
 def state(device):
@@ -247,7 +250,7 @@ def test_what_the_rowwise_face_holds_is_never_written(source, column):
     """Nothing is allocated but faces and amaxes."""
     x = random_tensor(512, 512)
     with Allocations() as seen:
-        made = quantize_cuda(x, None, column, source, x.dtype, State())
+        made = quantize_cuda(x, None, column, source, x.dtype, State(torch.ones(2)))
     assert seen.nbytes <= sum(t.nbytes for t in made) + 4 * (512 + 512 + 2)
 
 
@@ -273,9 +276,10 @@ def test_casts_are_text_and_back():
     assert parse("") is None
 
 
-def test_a_delayed_cast_needs_factors():
+def test_a_delayed_cast_needs_factors(run, device):
+    given = state(device) | {"factors": None, "first_row": 0}
     with pytest.raises(ValueError, match="needs delayed scales, got none"):
-        quantize(torch.ones(2, 2), row=Cast("fp8_e4m3_tensor", slot=0))
+        run(torch.ones(2, 2, device=device), row=Cast("fp8_e4m3_tensor", slot=0), **given)
 
 
 def values_by_kernel(codes, scale, level, name, dtype, whole):
