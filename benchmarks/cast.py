@@ -12,7 +12,7 @@ import torch
 from common import arguments, report, time_alternating
 from torch import Tensor
 
-from hybridtensor.ops import Cast, quantize, transpose
+from hybridtensor.ops import Cast, quantize, quantize_into, transpose
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 SHAPES = {"cuda": [(16384, 8192), (16384, 4096), (8192, 28672)], "cpu": [(512, 1024)]}
@@ -29,6 +29,13 @@ FACES = {
     "1x128, row only": (Cast("fp8_e4m3_1x128"), None),
     "1x128, column only": (None, Cast("fp8_e4m3_1x128")),
 }
+OF_ROWWISE = {
+    "128x128, 1x128 of it": (Cast("fp8_e4m3_128x128"), Cast("fp8_e4m3_1x128")),
+    "per tensor, per tensor of it": (Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_tensor")),
+    "NVFP4, MXFP8 of it": (Cast("nvfp4"), Cast("mxfp8_e4m3")),
+    "MXFP8, per column of it": (Cast("mxfp8_e4m3"), Cast("fp8_e4m3_row")),
+}
+INTO = ("1x128", "128x128", "MXFP8")
 
 
 def cast(x: Tensor, row: Cast | None, column: Cast | None, factors: Tensor) -> Callable[[], list[Tensor]]:
@@ -36,11 +43,29 @@ def cast(x: Tensor, row: Cast | None, column: Cast | None, factors: Tensor) -> C
     return lambda: quantize(x, row=row, column=column, factors=factors)
 
 
+def cast_into(x: Tensor, row: Cast | None, column: Cast | None) -> Callable[[], list[Tensor]]:
+    """Return what casts ``x`` into faces that are there."""
+    out = quantize(x, row=row, column=column)
+
+    def run() -> list[Tensor]:
+        quantize_into(x, out, row=row, column=column)
+        return out
+
+    return run
+
+
+def cast_of_rowwise(x: Tensor, row: Cast, column: Cast) -> Callable[[], list[Tensor]]:
+    """Return what casts ``x``, the columnwise face from what the rowwise one holds."""
+    return lambda: quantize(x, row=row, column=column, source=row)
+
+
 def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per pair of faces for one shape."""
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
     factors, copied = torch.ones(1, device=device), torch.empty_like(x)
     variants = {name: cast(x, *faces, factors) for name, faces in FACES.items()}
+    variants |= {name: cast_of_rowwise(x, *faces) for name, faces in OF_ROWWISE.items()}
+    variants |= {f"{name}, into existing faces": cast_into(x, *FACES[name]) for name in INTO}
     times = time_alternating({"copy": lambda: copied.copy_(x), **variants}, device, repeats)
     copy_speed = 2 * x.nbytes / times["copy"]
     rows = [{"shape": "x".join(map(str, shape)), "faces": "copy", "ms": times["copy"], "of copy": 1.0}]

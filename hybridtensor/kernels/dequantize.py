@@ -39,6 +39,7 @@ def _elements(codes, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr
 def dequantize_kernel(
     codes, scales, stride_other, stride_along, levels, out, OTHER, ALONG,
     SCALE: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr, LEVEL: tl.constexpr, LEVEL_PER_ROW: tl.constexpr,
+    UNIT: tl.constexpr,
     E5M2: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, LARGEST: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +49,7 @@ def dequantize_kernel(
         codes: Elements, contiguous; ``scales`` with strides by row and block; ``levels`` the fp32 tensor scales.
         out: ``[OTHER, ALONG]``, contiguous.
         SCALE: How scales are stored; NONE leaves them out.
-        LEVEL: Whether tensor scales are multiplied with.
+        LEVEL: Whether tensor scales are multiplied with, and with UNIT.
         LARGEST: Where the result saturates.
     """
     pid = tl.program_id(0)
@@ -80,7 +81,7 @@ def dequantize_kernel(
         if LEVEL:
             row = (other + i) if LEVEL_PER_ROW else i * 0
             level = tl.load(levels + row, mask=i < OTHER - other, other=0.0)
-            combined, back = two_level_scale(scale, level)
+            combined, back = two_level_scale(scale, level, UNIT)
             v = (v * combined) * back
         else:
             v = v * scale

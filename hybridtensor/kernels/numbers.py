@@ -14,7 +14,6 @@ _UNITS = tl.constexpr(255 << 23)  # less the bits of 2^binade: those of 2^(1 - b
 _STEP = tl.constexpr((22 << 23) + (1 << 22) - 254)  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
 _NEAREST = tl.constexpr((22 << 23) + (1 << 22))  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
 _SIGN = tl.constexpr(-(1 << 31))
-_UNIT = tl.constexpr(1.0 / 2688.0)
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 FP16_MAX = tl.constexpr(65504.0)
@@ -278,10 +277,10 @@ def e2m1_rounded(y, uniform, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def two_level_scale(scale, level):
-    """Return what elements under a block scale and a tensor scale are multiplied with, in two steps."""
+def two_level_scale(scale, level, UNIT: tl.constexpr):
+    """Return what elements under a block scale and a tensor scale, in units, are multiplied with, in two steps."""
     large = level > 2.0**64  # where an amax times a block scale could overflow
-    combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * _UNIT
+    combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
     return combined, tl.where(large, 2.0**16, 1.0)
 
 

@@ -202,7 +202,7 @@ def _cast_nvfp4(v, amax, level, codes, scales, stride_other, stride_along, unifo
         )
         _store_fp4(codes, y, uniform, other, along, OTHER, ALONG, STOCHASTIC, PACK, HW, P, Q, EVEN, WIDE)
     if HELD:
-        combined, back = two_level_scale(scale, level)
+        combined, back = two_level_scale(scale, level, 1.0 / 2688.0)
         v = (e2m1_rounded(y, uniform, STOCHASTIC) * spread(combined, P, Q, SIDE, 16)) * back
     return v
 

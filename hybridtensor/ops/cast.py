@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
+
+_ALIGNMENT = 16  # of the addresses that kernels are compiled for
 
 
 class Cast(NamedTuple):
@@ -56,6 +59,20 @@ def parse(text: str) -> Cast | None:
     return Cast(name, pow2_scale == "1", int(slot), int(stream))
 
 
+class Casts(NamedTuple):
+    """What ``ops.quantize`` is asked for.
+
+    Attributes:
+        row: How the rowwise face is made, or None.
+        column: How the columnwise face is made, or None.
+        source: What the columnwise face is made from: what this cast would make rowwise; None is the tensor itself.
+    """
+
+    row: Cast | None
+    column: Cast | None
+    source: Cast | None = None
+
+
 class Layout(NamedTuple):
     """How a tensor lies in memory.
 
@@ -72,6 +89,13 @@ class Layout(NamedTuple):
     def empty(self, device: torch.device) -> Tensor:
         """Return such a tensor, not filled."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies so; strides only count along what has several entries."""
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            return False
+        steps = zip(self.shape, tensor.stride(), self.strides, strict=True)
+        return tensor.numel() == 0 or all(extent == 1 or mine == theirs for extent, mine, theirs in steps)
 
 
 def face_layouts(cast: Cast | None, other: int, contraction: int) -> list[Layout]:
@@ -91,6 +115,31 @@ def face_layouts(cast: Cast | None, other: int, contraction: int) -> list[Layout
     ]
     level = fmt.tensor_scale_shape(other, contraction)
     return made if level is None else [*made, Layout(level, (max(level[1], 1), 1), torch.float32)]
+
+
+def can_hold(out: list[Tensor], x: Tensor, row: Cast | None, column: Cast | None) -> bool:
+    """Whether the faces of ``x`` can be written straight into ``out``, plain tensors that lie as kernels want them.
+
+    They share no memory with each other, nor with ``x``, which is read while they are written.
+    """
+    rows, columns = x.shape
+    layouts = [*face_layouts(row, rows, columns), *face_layouts(column, columns, rows)]
+    return (
+        len(out) == len(layouts)
+        and all(type(t) in (Tensor, torch.nn.Parameter) and t.device == x.device for t in (x, *out))
+        and all(layout.is_of(t) and t.data_ptr() % _ALIGNMENT == 0 for t, layout in zip(out, layouts, strict=True))
+        and not _overlap([x, *out])
+    )
+
+
+def _overlap(tensors: list[Tensor]) -> bool:
+    """Whether stretches of memory that tensors lie in overlap."""
+    stretches = []
+    for t in tensors:
+        if t.numel():
+            last = sum((extent - 1) * stride for extent, stride in zip(t.shape, t.stride(), strict=True))
+            stretches.append((t.data_ptr(), t.data_ptr() + t.itemsize * (last + 1)))
+    return any(before[1] > after[0] for before, after in itertools.pairwise(sorted(stretches)))
 
 
 def empty_face(x: Tensor, cast: Cast | None, other: int, contraction: int) -> list[Tensor]:

@@ -102,6 +102,7 @@ def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool
         SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or scale_fits(fmt)) else 0,
         SIDE=block[0], LENGTH=block[1], LEVEL=level_rows > 0,
         LEVEL_PER_ROW=level_rows > 1,
+        UNIT=1.0 / fmt.tensor_scale_max,
         E5M2=fmt.element == torch.float8_e5m2, BITS=8 // fmt.elements_per_byte,
         ROTATED=whole and fmt.hadamard, LARGEST=torch.finfo(dtype).max,
         EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, options={"num_warps": 4},

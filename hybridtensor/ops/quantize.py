@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from hybridtensor.ops.cast import Cast, State, empty_face, parse
+from hybridtensor.ops.cast import Cast, State, can_hold, empty_face, parse
 from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.quantize_cuda import measure_cuda, quantize_cuda
 from hybridtensor.ops.references.blocks import block_amax
@@ -41,6 +42,30 @@ _OP = define(
 
 
 implement("quantize", _on_a_gpu)
+
+
+def _reference_into(x: Tensor, out: list[Tensor], *arguments: Any) -> None:
+    for target, made in zip(out, _reference(x, *arguments), strict=True):
+        target.copy_(made)
+    increment_version(out)  # where a mode watches, autograd does not see the copies
+
+
+def _into_on_a_gpu(
+    x: Tensor, out: list[Tensor], row: str, column: str, source: str, dtype: torch.dtype, *state: Any
+) -> None:
+    quantize_cuda(x, parse(row), parse(column), parse(source), dtype, State(*state), out)
+    increment_version(out)  # kernels write where autograd does not look
+
+
+_INTO = define(
+    "quantize_into(Tensor x, Tensor(a!)[] out, str row, str column, str source, ScalarType dtype, Tensor? factors, "
+    "Tensor? amaxes, Tensor? rounding, SymInt first_row, Tensor? row_amax=None, Tensor? column_amax=None) -> ()",
+    reference=_reference_into,
+    fake=lambda *_: None,
+)
+
+
+implement("quantize_into", _into_on_a_gpu)
 
 
 def quantize(
@@ -83,9 +108,7 @@ def quantize(
     Raises:
         ValueError: If amaxes are given for a format that does not measure, or of another shape.
     """
-    _check_amax(row or source, row_amax, x.shape[0], "row_amax")
-    _check_amax(column, column_amax, x.shape[1], "column_amax")
-    state = State(factors, amaxes, rounding, first_row, row_amax, column_amax)
+    state = _state(x, row or source, column, State(factors, amaxes, rounding, first_row, row_amax, column_amax))
     if runs_directly(x):
         return quantize_cuda(x, row, column, source, dtype or x.dtype, state)
     casts = (str(cast or "") for cast in (row, column, source))
@@ -108,6 +131,49 @@ def measure(x: Tensor, *, row: Cast | None = None, column: Cast | None = None) -
         return measure_cuda(x, row, column)
     blocks = [(None if cast is None or not cast.measures else 1, None) for cast in (row, column)]
     return block_amax(x, blocks[0]).view(-1), block_amax(x.t(), blocks[1]).view(-1)
+
+
+def quantize_into(
+    x: Tensor,
+    out: list[Tensor],
+    *,
+    row: Cast | None = None,
+    column: Cast | None = None,
+    source: Cast | None = None,
+    dtype: torch.dtype | None = None,
+    factors: Tensor | None = None,
+    amaxes: Tensor | None = None,
+    rounding: Tensor | None = None,
+    first_row: int = 0,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+) -> None:
+    """Write the faces of ``x`` into existing tensors, those that ``quantize`` returns; arguments as there.
+
+    Raises:
+        ValueError: If a tensor of ``out`` is not as ``quantize`` makes it: of other shape, strides, dtype or device, at
+            an address that is no multiple of 16, or in memory that another one or ``x`` has, too. Nothing is written.
+    """
+    if not torch.compiler.is_compiling() and not can_hold(out, x, row, column):
+        got = ", ".join(f"{t.dtype} {tuple(t.shape)} {t.stride()} on {t.device}" for t in out)
+        raise ValueError(
+            f"quantize_into: plain tensors of their own memory, as quantize makes them of {tuple(x.shape)} on "
+            f"{x.device} with row={row}, column={column}, are required, got {got}; copy what quantize returns"
+        )
+    state = _state(x, row or source, column, State(factors, amaxes, rounding, first_row, row_amax, column_amax))
+    if runs_directly(x):
+        quantize_cuda(x, row, column, source, dtype or x.dtype, state, out)
+        increment_version(out)
+        return
+    casts = (str(cast or "") for cast in (row, column, source))
+    _INTO(x, out, *casts, dtype or x.dtype, *state)
+
+
+def _state(x: Tensor, row: Cast | None, column: Cast | None, state: State) -> State:
+    """Return what casts need besides the tensor, after a look at it."""
+    _check_amax(row, state.row_amax, x.shape[0], "row_amax")
+    _check_amax(column, state.column_amax, x.shape[1], "column_amax")
+    return state
 
 
 def _check_amax(cast: Cast | None, amax: Tensor | None, rows: int, name: str) -> None:

@@ -77,17 +77,35 @@ class _Key(NamedTuple):
 
 
 def quantize_cuda(
-    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State
+    x: Tensor,
+    row: Cast | None,
+    column: Cast | None,
+    source: Cast | None,
+    dtype: torch.dtype,
+    state: State,
+    out: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Do what ``quantize`` says, with kernels."""
+    """Do what ``quantize`` says, with kernels, or into ``out`` what ``quantize_into`` says."""
     if x.numel() == 0:
-        return define_faces(x, row, column, source, dtype, state)
+        made = define_faces(x, row, column, source, dtype, state)
+        return made if out is None else [target.copy_(t) for target, t in zip(out, made, strict=True)]
+    if state.factors is None:
+        for cast in (row, column, source):
+            if cast is not None and cast.slot >= 0:
+                raise ValueError(f"quantize: {cast} needs delayed scales, got none")
     x = _readable(x)
     if source is None or column is None:
-        return _run(x, row, column, None, None, state)
+        return _run(x, row, column, None, None, state, out)
     if row is not None and row != source:
-        return _run(x, row, None, None, None, state) + _run(x, None, column, source, dtype, state)
-    return _run(x, row, column, source, dtype, state)
+        of_row, of_column = (None, None) if out is None else (out[: _size(row)], out[_size(row) :])
+        made = _run(x, row, None, None, None, state, of_row)
+        return made + _run(x, None, column, source, dtype, state, of_column)
+    return _run(x, row, column, source, dtype, state, out)
+
+
+def _size(cast: Cast) -> int:
+    """Return how many tensors a face has."""
+    return 2 if cast.format.tensor_block is None else 3
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -106,13 +124,19 @@ _MOST_PLANS = 4096
 
 
 def _run(
-    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, held: torch.dtype | None, state: State
+    x: Tensor,
+    row: Cast | None,
+    column: Cast | None,
+    source: Cast | None,
+    held: torch.dtype | None,
+    state: State,
+    out: list[Tensor] | None,
 ) -> list[Tensor]:
     """Cast by the plan for this kind of matrix."""
     known = tuple(None if amax is None else amax.data_ptr() % 16 == 0 for amax in (state.row_amax, state.column_amax))
     key = _Key(row, column, source, held, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None, known)
     with on_device(x.device):
-        return _plan(key).run(x, state)
+        return _plan(key).run(x, state, out)
 
 
 def measure_cuda(x: Tensor, row: Cast | None, column: Cast | None) -> tuple[Tensor, Tensor]:
@@ -166,10 +190,12 @@ class _Plan:
             passes += not self.by_largest
         self.cast = self._cast(column, reverse=passes == 1)
 
-    def run(self, x: Tensor, state: State) -> list[Tensor]:
-        """Allocate, measure and cast."""
-        device = x.device
-        row_out, column_out = ([layout.empty(device) for layout in layouts] for layouts in self.layouts)
+    def run(self, x: Tensor, state: State, out: list[Tensor] | None) -> list[Tensor]:
+        """Allocate if there is no ``out``, measure and cast."""
+        device, of_row = x.device, len(self.layouts[0])
+        if out is None:
+            out = [layout.empty(device) for layouts in self.layouts for layout in layouts]
+        row_out, column_out = out[:of_row], out[of_row:]
         row_amax = column_amax = x
         if self.measure is not None:
             row_amax, column_amax = self.measure(x)
@@ -181,7 +207,7 @@ class _Plan:
             seen, extents = (row_amax, (1, 1, 1, 1)) if self.by_largest else (x, self.extents)
             self._start(self.measure_held, seen, extents, [], [], row_amax, column_amax, state)
         self._start(self.cast, x, self.extents, row_out, column_out, row_amax, column_amax, state)
-        return row_out + column_out
+        return out
 
     def _start(
         self, launch: Launch, x: Tensor, extents: tuple[int, ...], row_out: list[Tensor], column_out: list[Tensor],

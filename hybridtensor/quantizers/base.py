@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.formats import Format, nearest
-from hybridtensor.ops import Cast, Held, Operand
+from hybridtensor.ops import Cast, Casts, Held, Operand
 from hybridtensor.ops.library import require_float
 from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
@@ -60,6 +60,10 @@ class Quantizer(ABC):
         """Return the faces asked for as the operators see them. Subclasses define this or ``faces``."""
         row, column = self.faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
         return row_operand(row), column_operand(column)
+
+    def casts(self, *, rowwise: bool, columnwise: bool, context: Context = ALONE) -> Casts | None:
+        """Return how one operator makes the faces asked for, just as ``operands`` does; None if that is not enough."""
+        return None
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
         """Return the delayed scales that this quantizer needs for the tensor called ``slot``, by slot."""
@@ -126,11 +130,10 @@ class Quantizer(ABC):
         if x.shape != dst.shape:
             raise ValueError(f"{who}: the shape {tuple(dst.shape)} is required, got {tuple(x.shape)}")
         with torch.no_grad():
-            fresh = self.faces(
-                x.detach(), rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None, dtype=dst.dtype,
-                context=context,
-            )  # fmt: skip
-            overwrite_(who, dst, fresh)
+            x, asked = x.detach(), {"rowwise": dst.rowwise is not None, "columnwise": dst.columnwise is not None}
+            casts = None if torch.compiler.is_compiling() else self.casts(**asked, context=context)
+            if casts is None or not _cast_into(dst, x, casts, context):
+                overwrite_(who, dst, self.faces(x, **asked, dtype=dst.dtype, context=context))
         return dst
 
 
@@ -146,6 +149,23 @@ def overwrite_(who: str, dst: HybridTensor, fresh: Faces) -> None:
     for old, new in pairs:
         for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
             target.copy_(source)
+
+
+def _cast_into(dst: HybridTensor, x: Tensor, casts: Casts, context: Context) -> bool:
+    """Cast ``x`` straight into the tensors of ``dst``, if they are as the operator would make them; else do nothing."""
+    matrix = tokens(x)
+    out = [*_tensors(dst.rowwise, casts.row, -1), *_tensors(dst.columnwise, casts.column, 0)]
+    if not ops.can_hold(out, matrix, casts.row, casts.column):
+        return False
+    cast_together(matrix, casts, dst.dtype, context, out)
+    return True
+
+
+def _tensors(face: Face | None, cast: Cast | None, axis: int) -> list[Tensor]:
+    """Return the tensors of a face that a cast can refresh, or none."""
+    if not isinstance(face, QuantizedTensor) or cast is None or face.cuts_group:
+        return []
+    return flatten(face)[0] if (face.format, face.axis) == (cast.format, axis) else []
 
 
 def _values(who: str, x: Tensor) -> Tensor:
@@ -206,16 +226,20 @@ class OneFormatQuantizer(Quantizer):
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
     ) -> Operands:
         """See ``Quantizer.operands``."""
+        casts = self.casts(rowwise=rowwise, columnwise=columnwise, context=context)
+        return cast_together(x, casts, dtype, context)
+
+    def casts(self, *, rowwise: bool, columnwise: bool, context: Context = ALONE) -> Casts:
+        """See ``Quantizer.casts``."""
         cast = self.cast(context)
-        columnwise_cast = cast.for_columnwise() if columnwise else None
-        return cast_together(x, cast if rowwise else None, columnwise_cast, None, dtype, context)
+        return Casts(cast if rowwise else None, cast.for_columnwise() if columnwise else None)
 
 
 def cast_together(
-    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, context: Context
+    x: Tensor, casts: Casts, dtype: torch.dtype, context: Context, out: list[Tensor] | None = None
 ) -> tuple[Operand | None, Operand | None]:
-    """Return what casts make of ``x``, in one go; see ``ops.quantize``."""
-    matrix = tokens(x)
+    """Return what casts make of ``x``, in one go, in ``out`` if that is given; see ``ops.quantize``."""
+    matrix, (row, column, source) = tokens(x), casts
     rows, columns = matrix.shape
     for cast, shape, direction in (
         (row or source, (rows, columns), "rowwise"),
@@ -226,14 +250,18 @@ def cast_together(
     state, rounding, first_row = context.state, None, 0
     if any(cast is not None and cast.stream >= 0 for cast in (row, column, source)):
         rounding, first_row = context.draws(rows, matrix.device)
-    made = ops.quantize(
-        matrix, row=row, column=column, source=source, dtype=dtype,
+    arguments: dict[str, Any] = dict(
+        row=row, column=column, source=source, dtype=dtype,
         factors=None if state is None else state.scale,
         amaxes=state.amax if state is not None and context.record else None,
         rounding=rounding, first_row=first_row,
         row_amax=None if row is None and source is None else context.amaxes[0],
         column_amax=None if column is None else context.amaxes[1],
     )  # fmt: skip
+    if out is None:
+        made = ops.quantize(matrix, **arguments)
+    else:
+        ops.quantize_into(matrix, made := out, **arguments)
     size = 0 if row is None else 2 + (row.format.tensor_block is not None)
     return _operand(made[:size], row), _operand(made[size:], column)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
-from hybridtensor.ops import Held, Operand
+from hybridtensor.ops import Casts, Held, Operand
 from hybridtensor.ops.operand import plain_operand
 from hybridtensor.quantizers.base import (
     ALONE,
@@ -109,19 +109,29 @@ class HybridQuantizer(Quantizer):
         """Whether this is the plain quantizer of both directions."""
         return self.columnwise_source == "original" and self.rowwise == self.columnwise
 
+    def casts(self, *, rowwise: bool, columnwise: bool, context: Context = ALONE) -> Casts | None:
+        """See ``Quantizer.casts``: there are none where a direction is in high precision."""
+        if self._is_plain:
+            return self.rowwise.casts(rowwise=rowwise, columnwise=columnwise, context=context)
+        if not isinstance(self.rowwise, OneFormatQuantizer) or not isinstance(self.columnwise, OneFormatQuantizer):
+            return None
+        of_row, of_column = _by_direction(context)
+        of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
+        row = self.rowwise.cast(of_row) if rowwise or of_rowwise else None
+        column = self.columnwise.cast(of_column).for_columnwise() if columnwise else None
+        return Casts(row if rowwise else None, column, row if of_rowwise else None)
+
     def operands(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
     ) -> Operands:
         """See ``Quantizer.operands``."""
         if self._is_plain:
             return self.rowwise.operands(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
-        of_row, of_column = (context._replace(direction=direction) for direction in ("rowwise", "columnwise"))
+        casts = self.casts(rowwise=rowwise, columnwise=columnwise, context=context)
+        if casts is not None:
+            return cast_together(x, casts, dtype, context)
+        of_row, of_column = _by_direction(context)
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
-        if isinstance(self.rowwise, OneFormatQuantizer) and isinstance(self.columnwise, OneFormatQuantizer):
-            row_cast = self.rowwise.cast(of_row) if rowwise or of_rowwise else None
-            column_cast = self.columnwise.cast(of_column).for_columnwise() if columnwise else None
-            source = row_cast if of_rowwise else None
-            return cast_together(x, row_cast if rowwise else None, column_cast, source, dtype, context)
         row: Operand | None = None
         column: Operand | Held | None = None
         if rowwise or of_rowwise:  # transient if not asked for
@@ -139,3 +149,8 @@ class HybridQuantizer(Quantizer):
             return held
         values = (held.values() if isinstance(held, Held) else held).data.t()
         return self.columnwise.operands(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]
+
+
+def _by_direction(context: Context) -> tuple[Context, Context]:
+    """Return the context of either direction's quantizer."""
+    return context._replace(direction="rowwise"), context._replace(direction="columnwise")

@@ -42,6 +42,12 @@ def quantize(device, row, column=None, source=None):
     return matrix(device), *casts, torch.bfloat16, *state
 
 
+def quantize_into(device, row, column=None, source=None):
+    """Return arguments of ``quantize_into``."""
+    x, *arguments = quantize(device, row, column, source)
+    return x, OPS.quantize(x, *arguments), *arguments
+
+
 def face(fmt, device, seed=0):
     """Return what an operand is to the operators: elements, scale, tensor scale, format."""
     if fmt.is_identity:
@@ -71,6 +77,12 @@ SAMPLES = {
         "rowwise only": lambda device: quantize(device, Cast(MXFP8_E4M3.name)),
         "columnwise only": lambda device: quantize(device, None, Cast(NVFP4_HADAMARD.name)),
         "columnwise of rowwise": lambda device: quantize(
+            device, Cast(NVFP4.name), Cast(MXFP8_E4M3.name), Cast(NVFP4.name)
+        ),
+    },
+    "quantize_into": {
+        **{f"{cast}": lambda device, cast=cast: quantize_into(device, cast, cast.for_columnwise()) for cast in CASTS},
+        "columnwise of rowwise": lambda device: quantize_into(
             device, Cast(NVFP4.name), Cast(MXFP8_E4M3.name), Cast(NVFP4.name)
         ),
     },
@@ -107,7 +119,8 @@ def test_operator_is_well_registered(name, sample, device):
     arguments = SAMPLES[name][sample](device)
     # torch's check of the schema multiplies the inputs, which FP8 tensors cannot do on the CPU; and it would find the
     # note of an amax, about which the schema is silent on purpose
-    fp8 = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.dtype.itemsize == 1 for a in arguments)
+    tensors = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+    fp8 = any(t.is_floating_point() and t.dtype.itemsize == 1 for t in tensors)
     skip = fp8 or str(DELAYED) in arguments
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     checks += [] if skip else ["test_schema"]

@@ -60,7 +60,7 @@ def run(request, device):
 
 def interpreted(
     x, *, row=None, column=None, source=None, dtype=None, factors=None, amaxes=None, rounding=None, first_row=0,
-    row_amax=None, column_amax=None,
+    row_amax=None, column_amax=None, out=None,
 ):  # fmt: skip
     """Quantize with the kernels, on a CPU."""
     pytest.importorskip("triton", reason="Triton's interpreter is needed")
@@ -69,7 +69,7 @@ def interpreted(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
         given = State(factors, amaxes, rounding, first_row, row_amax, column_amax)
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, given)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, given, out)
 
 
 def state(device):
@@ -252,7 +252,7 @@ def test_what_the_rowwise_face_holds_is_never_written(source, column):
     """Nothing is allocated but faces and amaxes."""
     x = random_tensor(512, 512)
     with Allocations() as seen:
-        made = quantize_cuda(x, None, column, source, x.dtype, State())
+        made = quantize_cuda(x, None, column, source, x.dtype, State(torch.ones(2)))
     assert seen.nbytes <= sum(t.nbytes for t in made) + 4 * (512 + 512 + 2)
 
 
@@ -345,9 +345,10 @@ def test_casts_are_text_and_back():
     assert parse("") is None
 
 
-def test_a_delayed_cast_needs_factors():
+def test_a_delayed_cast_needs_factors(run, device):
+    given = state(device) | {"factors": None, "first_row": 0}
     with pytest.raises(ValueError, match="needs delayed scales, got none"):
-        quantize(torch.ones(2, 2), row=Cast("fp8_e4m3_tensor", slot=0))
+        run(torch.ones(2, 2, device=device), row=Cast("fp8_e4m3_tensor", slot=0), **given)
 
 
 def values_by_kernel(codes, scale, level, name, dtype, whole):
