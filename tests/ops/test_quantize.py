@@ -206,10 +206,12 @@ def test_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
 
 @pytest.mark.parametrize("source", CASTS, ids=str)
 def test_ragged_columnwise_of_what_the_rowwise_face_holds(source, run, device):
-    shapes = [(64, 96), (160, 288)] + ([(1, 130), (131, 1), (129, 257), (3, 5)] if source.format.ragged else [])
+    """Columnwise casts taking turns, fewer in the interpreter, which takes its time."""
+    shapes = [(64, 96), (96, 160)] + ([(1, 130), (131, 1), (129, 130), (3, 5)] if source.format.ragged else [])
+    step = 6 if run is interpreted else 1
     for i, (rows, columns) in enumerate(shapes):
         x = random_tensor(rows, columns, device=device)
-        for column in CASTS[i::3]:
+        for column in CASTS[(i + CASTS.index(source)) % step :: step]:
             if column.format.ragged or rows % 32 == 0:
                 check(run, x, row=source if i % 2 else None, column=column.for_columnwise(), source=source)
 
