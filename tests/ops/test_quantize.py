@@ -135,16 +135,22 @@ def test_whole_tiles(cast, run, device):
     check(run, random_tensor(256, 384, device=device), row=cast, column=cast.for_columnwise())
 
 
-def check_pair(run, device, row, column):
+def check_pair(run, device, row, column, ways=(0, 1, 2)):
+    """Cast both faces of the matrix, or the columnwise one of what the rowwise one holds, which is kept or not."""
     x = random_tensor(64, 160, dtype=torch.float32, device=device)
-    check(run, x.bfloat16(), row=row, column=column.for_columnwise())
-    check(run, x, row=row, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
-    check(run, x, column=column.for_columnwise(), source=row, dtype=torch.bfloat16)
+    column = column.for_columnwise()
+    for way in ways:
+        if way == 0:
+            check(run, x.bfloat16(), row=row, column=column)
+        else:
+            check(run, x, row=row if way == 1 else None, column=column, source=row, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("row", "column"), PAIRS, ids=str)
 def test_every_pair_and_columnwise_of_what_the_rowwise_face_holds(row, column):
-    check_pair(interpreted if not torch.cuda.is_available() else quantize, "cpu", row, column)
+    """All ways for some pairs, one in turn for the others."""
+    ways = (0, 1, 2) if (row, column) in SOME_PAIRS else (PAIRS.index((row, column)) % 3,)
+    check_pair(interpreted if not torch.cuda.is_available() else quantize, "cpu", row, column, ways)
 
 
 @pytest.mark.gpu
@@ -179,7 +185,6 @@ def edge_cases(dtype, device):
 def test_edge_values(cast, dtype, run, device):
     for x in edge_cases(dtype, device):
         check(run, x, row=cast, column=cast.for_columnwise())
-        check(run, x, row=cast, column=Cast("mxfp8_e4m3"), source=cast)
 
 
 HELD = [(x, values) for x in DTYPES for values in DTYPES if x in (values, torch.float32)]
@@ -191,6 +196,8 @@ def test_columnwise_of_what_the_rowwise_face_holds_at_the_edges(source, dtype, v
     """Columnwise casts taking turns, the rowwise face kept and not."""
     columns = itertools.cycle(CASTS[(HELD.index((dtype, values)) + 3 * CASTS.index(source)) % len(CASTS) :] + CASTS)
     for i, (x, column) in enumerate(zip(edge_cases(dtype, device), columns, strict=False)):
+        if run is interpreted and i % 2 == DTYPES.index(dtype) % 2:
+            continue  # it takes its time
         check(run, x, row=source if i % 2 else None, column=column.for_columnwise(), source=source, dtype=values)
 
 
@@ -368,10 +375,10 @@ def values_by_kernel(codes, scale, level, name, dtype, whole):
 def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
     shapes = [(64, 256), (96, 320)] + ([(3, 5), (131, 1)] if get_format(cast.name).ragged else [])
     given = [random_tensor(*shape, device=device) for shape in shapes]
-    for x in [*given, *edge_cases(torch.float32, device), *edge_cases(torch.float16, device)]:
+    for i, x in enumerate([*given, *edge_cases(torch.float32, device), *edge_cases(torch.float16, device)]):
         made = face(x, cast, state(device))
         for layout in (made[1], made[1].t().contiguous().t()):
-            for whole in (True, False):
+            for whole in (True, False) if i < len(given) else (i % 2 == 0,):
                 operands = (made[0], layout, [*made, None][2], cast.name, dtype, whole)
                 expected = dequantize_reference(*operands)
                 got = values_by_kernel(*operands)
