@@ -36,10 +36,10 @@ def implement(name: str, cuda: Callable[..., Any]) -> None:
 def runs_directly(x: torch.Tensor) -> bool:
     """Whether nothing watches operators on this GPU tensor, so that its implementation can be called as it is."""
     return (
-        x.is_cuda
+        not torch.compiler.is_compiling()  # first: the rest cannot be traced
+        and x.is_cuda
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and not torch._C._len_torch_dispatch_stack()
-        and not torch.compiler.is_compiling()
     )
 
 
