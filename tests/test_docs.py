@@ -83,12 +83,12 @@ def test_linear_table():
     ]
 
 
-def test_cast_table():
-    rows = results("cast_nvidia_h200")["rows"]
+@pytest.mark.parametrize(("name", "what"), [("cast", "faces"), ("transpose", "gathered")])
+def test_tables_of_parts_of_copy_speed(name, what):
     speeds = {}
-    for row in rows:
-        speeds.setdefault(row["faces"], []).append(f"{row['of copy']:.2f}")
-    assert table("cast_nvidia_h200") == [[name, *of] for name, of in speeds.items() if name != "copy"]
+    for row in results(f"{name}_nvidia_h200")["rows"]:
+        speeds.setdefault(row[what], []).append(f"{row['of copy']:.2f}")
+    assert table(f"{name}_nvidia_h200") == [[name, *of] for name, of in speeds.items() if name != "copy"]
 
 
 def test_end_to_end_table():
