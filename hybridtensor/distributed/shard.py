@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.agreement import around, check_recipes, reduce_amaxes
+from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.faces import Faces
 from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_scales_, unpack, wire
-from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan, rows_together
+from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
+from hybridtensor.distributed.scales import scaled_alike
 from hybridtensor.distributed.torch_compat import (
     Sharded,
     alloc_storage,
@@ -181,59 +182,19 @@ class Shard:
         return self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise)
 
     def quantize(self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
-        """Quantize this rank's part with the scales of the whole.
-
-        Returns:
-            The operands asked for, of more rows than the part has, and the first of its rows.
-        """
-        known = self._known_amaxes()
-        extended, first = (values, 0) if known else self._with_amaxes(values)
-        context = Context(
-            "weight", state, first_row=self.sharded.rank * values.shape[0] - first, amaxes=known or (None, None)
+        """Return what ``scaled_alike`` returns for this rank's part."""
+        rank, quantizer = self.sharded.rank, self.config.weight
+        return scaled_alike(
+            values,
+            quantizer,
+            self.plan,
+            rank,
+            self.amaxes,
+            state,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            dtype=self.dtype,
         )
-        made: tuple[Any, Any] = self.config.weight.operands(
-            extended, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
-        )
-        return made, first
-
-    def _known_amaxes(self) -> tuple[Tensor | None, Tensor | None] | None:
-        """Return the largest magnitudes that each face is scaled by, if that is all that ranks know of each other."""
-        plan, amaxes = self.plan, self.amaxes
-        if plan.reduce == "blocks" or plan.of_rowwise or amaxes is None:
-            return None
-        flat = amaxes.view(-1)
-        row, column = (
-            None if face.reduce is None else flat.max()[None] if face.reduce != plan.reduce else flat
-            for face in (plan.row, plan.column)
-        )
-        return row, column
-
-    def _with_amaxes(self, values: Tensor) -> tuple[Tensor, int]:
-        """Return the rows of this rank with the largest magnitudes of all ranks, and where its rows begin.
-
-        Whatever is quantized together with them gets the scales of the whole: there is no second way to quantize. They
-        are in rows that are cut off afterwards: below, in scale groups of their own; or where a block is cut, in the
-        rows of that block that other ranks hold.
-        """
-        plan = self.plan
-        if plan.reduce is None or self.amaxes is None:
-            return values, 0
-        rows, columns = values.shape
-        amaxes = self.amaxes.to(values.dtype)  # exact: magnitudes of such values
-        if plan.reduce != "blocks":
-            extended = values.new_zeros(rows + rows_together(plan), columns)
-            extended[:rows] = values
-            extended[rows, : amaxes.shape[1]] = amaxes[0]
-            return extended, 0
-        before, after = around(plan, self.sharded.rank)
-        extended = values.new_zeros(before + rows + after, columns)
-        extended[before : before + rows] = values
-        begin = self.sharded.rank * rows
-        if before:
-            extended[0, :: plan.block] = amaxes[begin // plan.block]
-        if after:
-            extended[-1, :: plan.block] = amaxes[(begin + rows - 1) // plan.block]
-        return extended, before
 
     # -- after the gather ---------------------------------------------------------------------------------------------
 
