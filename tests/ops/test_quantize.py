@@ -207,8 +207,9 @@ def test_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
     """Also where the largest value shares a block with a NaN, and where one amax tells the other."""
     hidden = random_tensor(32, 64, dtype=torch.float32, device=device)
     hidden[3, 16:18] = torch.tensor([float("nan"), 1000.0])
-    for x in [hidden, *edge_cases(torch.float32, device)]:
-        check(run, x, column=column.for_columnwise(), source=source, dtype=torch.float16)
+    for i, x in enumerate([hidden, *edge_cases(torch.float32, device)]):
+        if run is not interpreted or i == 0 or (i + CASTS.index(column)) % 3 == 0:  # in turn: it takes its time
+            check(run, x, column=column.for_columnwise(), source=source, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("source", CASTS, ids=str)
@@ -377,7 +378,7 @@ def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
     given = [random_tensor(*shape, device=device) for shape in shapes]
     for i, x in enumerate([*given, *edge_cases(torch.float32, device), *edge_cases(torch.float16, device)]):
         made = face(x, cast, state(device))
-        for layout in (made[1], made[1].t().contiguous().t()):
+        for layout in (made[1], made[1].t().contiguous().t())[: 2 if i < len(given) else 1]:
             for whole in (True, False) if i < len(given) else (i % 2 == 0,):
                 operands = (made[0], layout, [*made, None][2], cast.name, dtype, whole)
                 expected = dequantize_reference(*operands)

@@ -46,10 +46,11 @@ def check(into, x, row, column, source=None):
 
 @pytest.mark.parametrize(("row", "column"), SOME_PAIRS, ids=str)
 def test_the_faces_are_those_of_quantize(row, column, into, device):
-    x = random_tensor(64, 160, device=device)
-    check(into, x, row, column.for_columnwise())
-    check(into, x, row, column.for_columnwise(), source=row)
-    check(into, x, None, column.for_columnwise(), source=row)
+    x, ways = random_tensor(64, 160, device=device), [(row, None), (row, row), (None, row)]
+    if device == "cpu":  # in turn: Triton's interpreter takes its time
+        ways = [ways[SOME_PAIRS.index((row, column)) % 3]]
+    for kept, source in ways:
+        check(into, x, kept, column.for_columnwise(), source=source)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
