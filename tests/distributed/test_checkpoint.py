@@ -193,6 +193,15 @@ class TestRecipes:
             checkpoint.load(tmp_path, {"model": make("mxfp8")[0]}, any_recipe=True)
 
 
+def test_a_weight_without_a_recipe_is_not_saved(tmp_path):
+    """As ``load_safetensors`` gives it; a checkpoint says how each weight was made."""
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight = nn.Parameter(ht.Float8Quantizer().quantize(layer.weight.detach()), requires_grad=False)
+    with pytest.raises(ValueError, match=r"a weight with a recipe is required, got model\.weight without one"):
+        checkpoint.save(tmp_path, 1, {"model": layer})
+    assert not any(tmp_path.iterdir())
+
+
 class TestMisfits:
     def check(self, path, state, message, **options):
         with pytest.raises(ValueError, match=message):
