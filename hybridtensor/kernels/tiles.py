@@ -12,6 +12,7 @@ from hybridtensor.kernels.numbers import max_of_groups
 
 @triton.jit
 def rows_of_tile(BM: tl.constexpr, R: tl.constexpr):
+    """Return which row each place of a tile holds, ``[R, BM / R]``."""
     return tl.arange(0, R)[:, None] + R * tl.arange(0, BM // R)[None, :]
 
 

@@ -81,7 +81,8 @@ def dequantize_cuda(
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
     level_rows = 0 if tensor_scale is None or not whole else tensor_scale.shape[0]
-    key = (format, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device)
+    aligned = scale.data_ptr() % 16 == 0, tensor_scale is None or tensor_scale.data_ptr() % 16 == 0
+    key = (format, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device, aligned)
     launch = _PLANS.get(key)
     if launch is None:
         if len(_PLANS) >= _MOST_PLANS:

@@ -54,24 +54,23 @@ def finish_cuda(
     rows, columns = total.shape
     out = torch.empty(rows, columns, dtype=dtype, device=total.device)
     factors = tuple(None if factor is None else factor.numel() > 1 for factor in (left, right))
-    aligned = total.stride(0) % 16 == columns % 16 == total.data_ptr() % 16 == 0
+    given = [total, *(total if t is None else t.contiguous() for t in (left, right, bias))]
+    aligned = tuple(t.data_ptr() % 16 == 0 for t in given)
     with on_device(total.device):
-        launch = _launch(rows, columns, factors, bias is not None and bias.dtype, dtype, aligned, total.device)
-        launch(
-            total, total.stride(0), *(total if factor is None else factor.contiguous() for factor in (left, right)),
-            total if bias is None else bias.contiguous(), out, rows, columns,
-        )  # fmt: skip
+        launch = _launch(
+            total.shape, total.stride(0), factors, bias is not None and bias.dtype, dtype, aligned, total.device
+        )
+        launch(total, total.stride(0), *given[1:], out, rows, columns)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
 def _launch(
-    rows: int, columns: int, factors: tuple[bool | None, ...], bias: torch.dtype | bool, dtype: torch.dtype,
-    aligned: bool, device: torch.device,
+    shape: torch.Size, stride: int, factors: tuple[bool | None, ...], bias: torch.dtype | bool, dtype: torch.dtype,
+    aligned: tuple[bool, ...], device: torch.device,
 ) -> Launch:  # fmt: skip
     """Return the launch for products of one kind; all of it decides what Triton compiles."""
-    bm, bn = _TILE
-    left, right = factors
+    (rows, columns), (bm, bn), (left, right) = shape, _TILE, factors
     return Launch(
         "finish", "finish_kernel", -(-rows // bm) * -(-columns // bn),
         LEFT=left is not None, LEFT_PER_ROW=bool(left), RIGHT=right is not None, RIGHT_PER_COLUMN=bool(right),

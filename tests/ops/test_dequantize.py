@@ -1,5 +1,7 @@
 """Dequantizing against float64; exact, since one fp32 product of these values is rounded once."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,28 @@ def test_what_was_finite_stays_finite(device):
         got = dequantize(codes, scale, None, format=formats.FP8_E4M3_ROW, dtype=dtype)
         largest = torch.finfo(dtype).max
         assert got.tolist() == [[largest, -largest]]
+
+
+def test_a_launch_is_kept_for_addresses_of_one_kind_only(monkeypatch):
+    """Triton compiles for addresses that are multiples of 16, which scales of a slice need not have."""
+    made = []
+
+    class Recorder:
+        def __init__(self, *_, **__):
+            made.append(self)
+
+        def __call__(self, *_):
+            pass
+
+    module = importlib.import_module("hybridtensor.ops.dequantize")
+    monkeypatch.setattr(module, "Launch", Recorder)
+    monkeypatch.setattr(module, "_PLANS", {})
+    codes = torch.zeros(8, 32).to(torch.float8_e4m3fn)
+    scales, levels = torch.ones(9, 1), torch.ones(9, 1)
+    for scale, level in ((scales[:8], levels[:8]), (scales[1:], levels[:8]), (scales[:8], levels[1:])):
+        for _ in range(2):
+            dequantize_cuda(codes, scale, level, BLOCKED.name, torch.float32)
+    assert len(made) == 3
 
 
 def test_nan_stays_nan(device):

@@ -1,5 +1,7 @@
 """Scaling, adding and rounding a sum. Oracle: numpy's fp32 arithmetic, one operation after the other."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,29 @@ def test_factors_beyond_fp32_make_no_nan_of_zero(kernel, device):
     got = (finish_cuda if kernel else finish_reference)(total, huge, huge, None, torch.float32).cpu()
     largest = torch.finfo(torch.float32).max
     assert torch.equal(got.nan_to_num(7.0), torch.tensor([[0.0, largest], [-largest, 7.0]]))
+
+
+def test_a_launch_is_kept_for_arguments_of_one_kind_only(monkeypatch):
+    """Triton compiles for strides and addresses that are multiples of 16: others need a launch of their own."""
+    made = []
+
+    class Recorder:
+        def __init__(self, *_, **__):
+            made.append(self)
+
+        def __call__(self, *_):
+            pass
+
+    module = importlib.import_module("hybridtensor.ops.finish")
+    monkeypatch.setattr(module, "Launch", Recorder)
+    module._launch.cache_clear()
+    wide, bias, one = torch.zeros(8, 64), torch.zeros(51), torch.ones(1, 1)
+    left = wide[:, :50]
+    for total, given in ((left, bias[:50]), (left.clone(), bias[:50]), (wide[:, 1:51], bias[:50]), (left, bias[1:])):
+        for _ in range(2):
+            finish_cuda(total, one, None, given, torch.bfloat16)
+    module._launch.cache_clear()
+    assert len(made) == 4
 
 
 def test_nothing_to_do_and_empty(device):
