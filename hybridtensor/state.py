@@ -138,9 +138,11 @@ class LayerState(nn.Module):
 
     def tensors(self) -> StateTensors:
         """Return what quantizing needs."""
-        draws = self.rounding is not None and dist.is_available() and dist.is_initialized()
+        buffers = self._buffers  # several times per product: a module's attributes take longer to look up
+        rounding = buffers["rounding"]
+        draws = rounding is not None and dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(self.group) if draws else 0
-        return StateTensors(self.rounding, self.scale, self.amax, self.slots, rank, self.name)
+        return StateTensors(rounding, buffers["scale"], self.amax, self.slots, rank, self.name)
 
     def require(self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device) -> None:
         """Have exactly the scales of ``rules``, by slot, and a counter if ``stochastic``; keep those that stay."""

@@ -69,11 +69,12 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
     found = torch.cat(own)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=first.process_group)
     split = found.split([len(amaxes) for amaxes in own])
+    kept = []  # memory that stays: streams may use it later
     for (shard, _), flat in zip(pairs, split, strict=True):
-        amaxes = flat.view(shard.plan.amaxes)
-        if shard.amaxes is None or shard.amaxes.shape != amaxes.shape:
-            shard.amaxes = torch.empty_like(amaxes)
-        shard.amaxes.copy_(amaxes)  # memory of its own that stays: streams may use it later
+        if shard.amaxes is None or shard.amaxes.shape != shard.plan.amaxes:
+            shard.amaxes = torch.empty(shard.plan.amaxes, device=flat.device)
+        kept.append(shard.amaxes.view(-1))
+    torch._foreach_copy_(kept, list(split))
 
 
 def _amaxes(plan: Plan, rank: int, values: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ class Faces:
     """
 
     def __init__(self, plan: Plan, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
         self.tensors: dict[str, list[Tensor]] = {}
         self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
         anchor = torch.empty(0, dtype=dtype, device=device)
@@ -36,8 +39,14 @@ class Faces:
                 matrix = size if direction == ROW else size[::-1]
                 made = [anchor.new_empty(size)] if name == "values" else empty_face(anchor, Cast(fmt.name), *matrix)
                 self.tensors[name] = made
-        for tensor in self.needed(True, True):
-            free_storage(tensor)
+        for tensors in self.tensors.values():
+            for tensor in tensors:
+                free_storage(tensor)
+        self._needed = {asked: self._tensors_of(*asked) for asked in itertools.product((False, True), repeat=2)}
+        self._spared = {
+            asked: [t for t in self._needed[True, True] if not any(t is one for one in needed)]
+            for asked, needed in self._needed.items()
+        }
         self.row = self._face(plan, ROW, size, dtype)
         self.column = self.row if self._names[COLUMN] == "values" == self._names[ROW] else None
         if plan.column.kind == "held":
@@ -66,10 +75,17 @@ class Faces:
 
     def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
         """Return the tensors of the faces asked for."""
+        return self._needed[rowwise, columnwise]
+
+    def _tensors_of(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
         names = dict.fromkeys(
             self._names[d] for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if asked
         )
         return [tensor for name in names for tensor in self.tensors[name]]
+
+    def spared(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        """Return the tensors of the faces that are not asked for."""
+        return self._spared[rowwise, columnwise]
 
     def is_there(self, direction: str) -> bool:
         """Whether a face has memory."""

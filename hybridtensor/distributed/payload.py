@@ -1,9 +1,8 @@
-"""The bytes of a shard on the wire, and the faces that they become.
+"""The bytes of a shard on the wire.
 
 A shard sends one flat tensor of bytes: the tensors of the faces that are wanted, one after the other, each from a
-multiple of 16 on (``Wire``). After the gather, ``unpack`` copies the parts of all ranks to where they belong in the
-faces of the whole weight; where one face is the transpose of the other, both are written while their elements are read
-once.
+multiple of 16 on and as casts lay it out (``Wire``). Faces are cast straight into that tensor, which is kept until the
+shard is written again (``Payload``): backward, and every further microbatch, send what forward made.
 
 Shape letters: ``R`` ranks.
 """
@@ -12,17 +11,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridtensor.distributed.plan import COLUMN, ROW, Piece, Plan, pieces
-from hybridtensor.formats import Format
-from hybridtensor.ops import Operand, transpose
+from hybridtensor.ops import Cast, Operand
+from hybridtensor.ops.cast import face_layouts
 
 _ALIGNMENT = 16
+_DIRECTIONS = (ROW, COLUMN)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class Wire:
 
     parts: tuple[tuple[str, Piece, int], ...]
     nbytes: int
+
+    def stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
+        """Return where the parts of neighbouring names begin and end."""
+        begins = [begin for name, _, begin in self.parts if name in names]
+        after = [begin for name, _, begin in self.parts if begin > begins[-1]]
+        return begins[0], after[0] if after else self.nbytes
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,82 +74,92 @@ def bytes_per_rank(plan: Plan, rowwise: bool, columnwise: bool, dtype: torch.dty
     return wire(plan, sent, dtype).nbytes
 
 
-def pack(layout: Wire, tensors: dict[str, list[Tensor]], device: torch.device) -> Tensor:
-    """Return the bytes of a shard, uint8 ``[layout.nbytes]``."""
-    sent = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    for name, piece, begin in layout.parts:
-        part = sent[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
-        tensor = tensors[name][piece.index]
-        if piece.rows_per_block:
-            part = part.narrow(piece.dim, 0, tensor.shape[piece.dim])
-        _copy_(part, tensor)
-    return sent
-
-
-def unpack(
-    plan: Plan, layout: Wire, received: Tensor, tensors: dict[str, list[Tensor]], *, transposed: bool = False
-) -> None:
-    """Copy what was gathered, uint8 ``[R * layout.nbytes]``, into the tensors of the whole faces.
+class Payload:
+    """What a shard sends: its bytes, and tensors of its faces that do not travel, because all shards have them alike.
 
     Args:
         plan: How the weight is gathered.
-        layout: What each rank sent.
-        received: What all ranks sent.
-        tensors: Of each face.
-        transposed: Whether the elements of the rowwise face are written into the columnwise one, too; its scales are
-            left to ``transpose_scales_``.
+        names: What ``plan.sends`` names, all that may be asked for.
+        dtype: Of the computation.
+        device: Where it is gathered.
+
+    Attributes:
+        plan: The same.
+        names: The same.
+        dtype: The same.
+        tensors: Of each name; those that travel are views of the bytes.
+        alike: Those that do not travel, by name and index.
+        key: What the bytes were made from, or None: a payload that is sent once.
     """
-    num_ranks = plan.num_ranks
-    by_rank = received.view(num_ranks, layout.nbytes)
-    for name, piece, begin in layout.parts:
-        part = by_rank[:, begin : begin + piece.nbytes].view(piece.dtype)
-        part = part.unflatten(1, piece.shape)  # [R, *piece.shape]
-        if transposed and name == ROW and piece.index == 0:
-            row, column = (_bytewise(tensors[direction][0]) for direction in (ROW, COLUMN))
-            transpose(_bytewise(part), row=row, column=column, bits=8 // plan.row.format.elements_per_byte)
-            continue
-        if piece.rows_per_block:
-            of_blocks = _bytewise(part).movedim(1 + piece.dim, 1).flatten(0, 1)  # [R * blocks that a shard touches, ..]
-            chosen = of_blocks.index_select(0, _positions(plan.rows, num_ranks, piece, part.device))
-            _copy_(tensors[name][piece.index], chosen.movedim(0, piece.dim))
-            continue
-        whole = tensors[name][piece.index].unflatten(piece.dim, (num_ranks, piece.shape[piece.dim]))
-        _copy_(whole, part if piece.dim == 0 else part.transpose(0, 1))
+
+    def __init__(self, plan: Plan, names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.plan, self.names, self.dtype = plan, names, dtype
+        self.key: Any = None
+        self.tensors: dict[str, list[Tensor]] = {}
+        self.alike: dict[tuple[str, int], Tensor] = {}
+        self._layout = wire(plan, names, dtype)
+        self._bytes = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=device)
+        self._stretches: dict[tuple[str, ...], Tensor] = {}
+        self._stream: Any = None
+        for name in names:
+            self.tensors[name] = list(self._travelling(name))
+            if name in _DIRECTIONS:
+                self._add_alike(name, device)
+
+    def _travelling(self, name: str) -> list[Tensor]:
+        """Return views of the bytes."""
+        return [
+            self._bytes[begin : begin + piece.nbytes].view(piece.dtype).as_strided(piece.shape, piece.strides)
+            for of, piece, begin in self._layout.parts
+            if of == name
+        ]
+
+    def _add_alike(self, name: str, device: torch.device) -> None:
+        """Put the tensors that do not travel where they belong in a face."""
+        fmt, matrix = self.plan.face(name).format, (self.plan.rows, self.plan.columns)
+        travelling = {piece.index for of, piece, _ in self._layout.parts if of == name}
+        for index, layout in enumerate(face_layouts(Cast(fmt.name), *(matrix if name == ROW else matrix[::-1]))):
+            if index not in travelling:
+                self.alike[name, index] = layout.empty(device)
+                self.tensors[name].insert(index, self.alike[name, index])
+
+    def fill(self, name: str, operand: Operand, first: int, rows: int) -> None:
+        """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more; nothing if it is there."""
+        targets = self.tensors[name]
+        if operand.data is targets[0]:
+            return
+        for index, (target, source) in enumerate(zip(targets, cut_out(operand, name, first, rows), strict=True)):
+            piece = next((p for of, p, _ in self._layout.parts if (of, p.index) == (name, index)), None)
+            if piece is not None and piece.rows_per_block:
+                target = target.narrow(piece.dim, 0, source.shape[piece.dim])
+            bytewise(target).copy_(bytewise(source))
+
+    def sent(self, names: tuple[str, ...]) -> Tensor:
+        """Return the bytes of neighbouring names, uint8 ``[bytes]``."""
+        if names == self.names:
+            return self._bytes
+        if names not in self._stretches:
+            begin, end = self._layout.stretch(names)
+            self._stretches[names] = self._bytes[begin:end]
+        return self._stretches[names]
+
+    def order(self) -> None:
+        """Let what follows on this stream wait for what the last user's stream does with the bytes."""
+        if not self._bytes.is_cuda:
+            return
+        device = self._bytes.device
+        if self._stream is not None and self._stream.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index):
+            return
+        now = torch.cuda.current_stream(device)
+        if self._stream is not None:
+            now.wait_stream(self._stream)
+            self._bytes.record_stream(now)
+        self._stream = now
 
 
-@functools.lru_cache(maxsize=1024)
-def _positions(rows: int, num_ranks: int, piece: Piece, device: torch.device) -> Tensor:
-    """Return where the scale of each block is among those that all ranks sent; of a cut block all have the same."""
-    block, most = piece.rows_per_block, piece.shape[piece.dim]
-    ranks = [first // rows for first in range(0, rows * num_ranks, block)]  # the rank of each block's first row
-    return torch.tensor([r * most + b - r * rows // block for b, r in enumerate(ranks)], device=device)
-
-
-def _bytewise(tensor: Tensor) -> Tensor:
+def bytewise(tensor: Tensor) -> Tensor:
     """Return a view as bytes where elements are bytes: not every dtype of one byte can be copied everywhere."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-def _copy_(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor of one shape and dtype, eight bytes at once where both lie so: torch copies element by element."""
-    target, source = _bytewise(target), _bytewise(source)
-    if _is_of_words(target) and _is_of_words(source):
-        target, source = target.view(torch.int64), source.view(torch.int64)
-    target.copy_(source)
-
-
-def _is_of_words(tensor: Tensor) -> bool:
-    """Whether bytes can be viewed as words of 64 bits."""
-    counts = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return tensor.dtype == torch.uint8 and tensor.stride(-1) == 1 and all(count % 8 == 0 for count in counts)
-
-
-def shared(fmt: Format, direction: str, operand: Operand) -> Iterator[tuple[int, Tensor]]:
-    """Yield the tensors of a face that all shards share, with their index: they do not travel."""
-    travelling = {piece.index for piece in pieces(fmt, direction, 128, 128)}
-    for index, tensor in enumerate(operand[1:3], start=1):
-        if isinstance(tensor, Tensor) and index not in travelling:
-            yield index, tensor
 
 
 def cut_out(operand: Operand, direction: str, first: int, rows: int) -> list[Tensor]:
@@ -159,9 +175,3 @@ def cut_out(operand: Operand, direction: str, first: int, rows: int) -> list[Ten
                 tensor = tensor.narrow(dim, start, -(-(first + rows) // extent) - start)
             tensors.append(tensor)
     return tensors
-
-
-def transpose_scales_(column: list[Tensor], row: list[Tensor]) -> None:
-    """Fill the scales of a columnwise face whose rowwise face is its transpose."""
-    for target, source in zip(column[1:], row[1:], strict=True):
-        _copy_(target, source.t())

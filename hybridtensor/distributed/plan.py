@@ -100,13 +100,15 @@ class Plan:
         """
         held = self.column.kind == "held"
         rowwise, columnwise = rowwise or held, columnwise and not held
+        if columnwise and self.transposed and self.row.kind == self.column.kind == "bytes":
+            rowwise, columnwise = True, False  # transposed after the gather
         wanted = [self.row] * rowwise + [self.column] * columnwise
         if self.whole or any(face.kind == "whole" for face in wanted):
             return ("whole",)
         sent = []
         if rowwise:
             sent.append("values" if self.row.kind == "values" else ROW)
-        if columnwise and not (rowwise and self.transposed):
+        if columnwise:
             sent.append("values" if self.column.kind == "values" else COLUMN)
         return tuple(dict.fromkeys(sent))
 
@@ -125,6 +127,7 @@ class Piece:
         dtype: Its dtype.
         dim: The stored dimension along which shards follow each other.
         rows_per_block: Of scales of blocks that shards cut, how many rows share one; else 0.
+        by_block: Whether scales lie block by block, not row by row.
     """
 
     index: int
@@ -132,6 +135,12 @@ class Piece:
     dtype: torch.dtype
     dim: int
     rows_per_block: int = 0
+    by_block: bool = False
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """As casts lay it out."""
+        return (1, self.shape[0]) if self.by_block else (self.shape[1], 1)
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +160,8 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
         shape, cut = fmt.scale_shape(*matrix), bool(rows % block)
         most = (rows - 1) // block + 2  # blocks that so many rows can touch
         shape = shape if not cut else (most, shape[1]) if dim == 0 else (shape[0], most)
-        made.append(Piece(1, shape, fmt.scale_dtype, dim, block if cut else 0))
+        by_block = fmt.block[0] == 1 and fmt.block[1] is not None
+        made.append(Piece(1, shape, fmt.scale_dtype, dim, block if cut else 0, by_block))
     of_tensor = fmt.tensor_scale_shape(*matrix)
     if fmt.tensor_block is not None and of_tensor is not None and fmt.tensor_block[dim] is not None:
         made.append(Piece(2, of_tensor, torch.float32, dim))

@@ -10,12 +10,13 @@ from torch import Tensor
 from hybridtensor.distributed.agreement import around
 from hybridtensor.distributed.plan import Plan, rows_together
 from hybridtensor.quantizers import Quantizer
+from hybridtensor.quantizers.base import cast_into
 from hybridtensor.state import Context
 
 
 def scaled_alike(
     values: Tensor, quantizer: Quantizer, plan: Plan, rank: int, amaxes: Tensor | None, state: Any, *,
-    rowwise: bool, columnwise: bool, dtype: torch.dtype,
+    rowwise: bool, columnwise: bool, dtype: torch.dtype, out: list[Tensor] | None = None,
 ) -> tuple[tuple[Any, Any], int]:  # fmt: skip
     """Quantize a part of a weight as the whole would be.
 
@@ -29,6 +30,7 @@ def scaled_alike(
         rowwise: Make the rowwise face.
         columnwise: Make the columnwise face.
         dtype: Of the computation.
+        out: Tensors of the faces, which are made in place if they can be.
 
     Returns:
         The operands asked for, maybe of more rows than the part has, and the first of its rows.
@@ -41,9 +43,12 @@ def scaled_alike(
         context = context._replace(first_row=rank * values.shape[0] - first)
     elif amaxes is not None:
         context = context._replace(amaxes=_by_face(plan, amaxes))
-    made: tuple[Any, Any] = quantizer.operands(
-        rows, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
-    )
+    made: tuple[Any, Any] | None = None
+    if out is not None and rows is values:
+        casts = quantizer.casts(rowwise=rowwise, columnwise=columnwise, context=context)
+        made = None if casts is None else cast_into(out, rows, casts, dtype, context)
+    if made is None:
+        made = quantizer.operands(rows, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
     return made, first
 
 

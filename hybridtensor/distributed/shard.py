@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.faces import Faces
-from hybridtensor.distributed.payload import Wire, cut_out, pack, shared, transpose_scales_, unpack, wire
+from hybridtensor.distributed.payload import Payload, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
 from hybridtensor.distributed.scales import scaled_alike
 from hybridtensor.distributed.torch_compat import (
@@ -18,7 +18,9 @@ from hybridtensor.distributed.torch_compat import (
     alloc_storage,
     free_storage,
 )
+from hybridtensor.distributed.unpack import fillers
 from hybridtensor.ops import Held, Operand
+from hybridtensor.ops.library import is_recorded
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.wrapper import InterceptingTensor
@@ -31,13 +33,13 @@ class Sent(NamedTuple):
 
     Attributes:
         wanted: Whether the rowwise face was asked for, and the columnwise one.
-        layout: Where what is in the bytes; None if values travelled whole.
-        shared: Tensors that all shards share, by face and index.
+        names: What the bytes are, as ``plan.sends`` names it.
+        payload: What they are part of; None if values travelled whole.
     """
 
     wanted: tuple[bool, bool]
-    layout: Wire | None
-    shared: dict[tuple[str, int], Tensor]
+    names: tuple[str, ...]
+    payload: Payload | None
 
 
 class Shard:
@@ -71,6 +73,8 @@ class Shard:
         self.recomputed = False
         self.traced = False
         self._made_for: Any = None
+        self._kept: Payload | None = None
+        self._fillers: dict[Any, list[Any]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,10 +119,9 @@ class Shard:
             sharded.free_on_reshard(self.faces.needed(*wanted))
         sent = self.plan.sends(*wanted)
         if sent == ("whole",):
-            return self._whole(tensor), Sent(wanted, None, {})
-        tensors, common = self._parts(tensor, sent)
-        layout = wire(self.plan, sent, self.dtype)
-        return pack(layout, tensors, sharded.device), Sent(wanted, layout, common)
+            return self._whole(tensor), Sent(wanted, sent, None)
+        payload = self._payload(tensor, sent)
+        return payload.sent(sent), Sent(wanted, sent, payload)
 
     def _wanted(self) -> tuple[bool, bool]:
         rowwise, columnwise = self.sharded.wants()
@@ -159,42 +162,60 @@ class Shard:
             return padded
         return values.contiguous()  # type: ignore[no-any-return]
 
-    def _parts(self, tensor: Any, sent: tuple[str, ...]) -> tuple[dict[str, list[Tensor]], dict[Any, Tensor]]:
-        """Return the tensors of this rank's part of what travels, and those that all ranks have alike."""
-        tensors: dict[str, list[Tensor]] = {}
-        common: dict[tuple[str, int], Tensor] = {}
-        if "values" in sent:
-            tensors["values"] = [_values(tensor, self.plan, self.dtype)]
-        rowwise, columnwise = ROW in sent, COLUMN in sent
-        if rowwise or columnwise:
-            made, first = self._operands(tensor, rowwise=rowwise, columnwise=columnwise)
-            for direction, operand in zip(_DIRECTIONS, made, strict=True):
-                if isinstance(operand, Operand):
-                    tensors[direction] = cut_out(operand, direction, first, tensor.shape[0])
-                    for index, alike in shared(operand.format, direction, operand):
-                        common[direction, index] = alike
-        return tensors, common
+    def _payload(self, tensor: Any, sent: tuple[str, ...]) -> Payload:
+        """Return what this rank sends, made when the shard was last written, or now."""
+        dtype, device = self.dtype, self.sharded.device
+        if not self._keeps(tensor, sent):
+            if "values" not in sent:
+                self._kept = None
+            made = Payload(self.plan, sent, dtype, device)
+            self._fill_payload(made, tensor)
+            return made
+        kept, key = self._kept, (tensor.version, getattr(tensor.layer, "version", None), self.config)
+        asked = set(sent)
+        if kept is None or kept.plan is not self.plan or kept.dtype != dtype or not asked.issubset(kept.names):
+            if kept is not None and kept.plan is self.plan:
+                asked.update(kept.names)  # from now on, both faces are made in one go
+            kept = self._kept = Payload(self.plan, tuple(name for name in _DIRECTIONS if name in asked), dtype, device)
+        kept.order()
+        if kept.key != key:
+            self._fill_payload(kept, tensor)
+            kept.key = key
+        return kept
 
-    def _operands(self, tensor: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
-        """Return what ``quantize`` returns, or the faces as they are kept."""
-        if isinstance(tensor, HybridTensor):
-            return tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
-        return self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise)
-
-    def quantize(self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
-        """Return what ``scaled_alike`` returns for this rank's part."""
-        rank, quantizer = self.sharded.rank, self.config.weight
-        return scaled_alike(
-            values,
-            quantizer,
-            self.plan,
-            rank,
-            self.amaxes,
-            state,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            dtype=self.dtype,
+    def _keeps(self, tensor: Any, sent: tuple[str, ...]) -> bool:
+        """Whether what is sent is made of this rank's part, quantized, and can be sent again until that is written."""
+        return (
+            "values" not in sent
+            and isinstance(tensor, MasterWeight)
+            and tensor is self.sharded.tensor  # not a copy on the device of the computation
+            and not (tensor.writes.replayed or getattr(tensor.layer, "replayed", False) or is_recorded())
         )
+
+    def _fill_payload(self, payload: Payload, tensor: Any) -> None:
+        """Make what is sent of this rank's part."""
+        if "values" in payload.names:
+            payload.tensors["values"][0].copy_(_values(tensor, self.plan, payload.dtype))
+        rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
+        if not rowwise and not columnwise:
+            return
+        if isinstance(tensor, HybridTensor):
+            made, first = tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
+        else:
+            out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
+            made, first = self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise, out=out)
+        for direction, operand in zip(_DIRECTIONS, made, strict=True):
+            if isinstance(operand, Operand) and direction in payload.names:
+                payload.fill(direction, operand, first, tensor.shape[0])
+
+    def quantize(
+        self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool, out: list[Tensor] | None = None
+    ) -> tuple[tuple[Any, Any], int]:
+        """Return what ``scaled_alike`` returns for this rank's part."""
+        return scaled_alike(
+            values, self.config.weight, self.plan, self.sharded.rank, self.amaxes, state,
+            rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, out=out,
+        )  # fmt: skip
 
     # -- after the gather ---------------------------------------------------------------------------------------------
 
@@ -211,7 +232,7 @@ class Shard:
         if self.faces is None or self._made_for != (self.plan, dtype):
             with torch.inference_mode(False):
                 self.faces = Faces(self.plan, (self.sharded.size[0], self.sharded.size[1]), dtype, self.sharded.device)
-            self._made_for = (self.plan, dtype)
+            self._made_for, self._fillers = (self.plan, dtype), {}
             if out is not None:
                 out.rowwise, out.columnwise = self.faces.row, self.faces.column
         if out is None:
@@ -219,9 +240,8 @@ class Shard:
             out.gathered = self
         out.config, out.layer = self.config, tensor.layer
         needed = self.faces.needed(*sent.wanted)
-        for other in self.faces.needed(True, True):
-            if not any(other is one for one in needed):
-                free_storage(other)
+        for other in self.faces.spared(*sent.wanted):
+            free_storage(other)
         for one in needed:
             alloc_storage(one)
         with torch.no_grad(), preserve_versions(tuple(needed)):
@@ -231,21 +251,34 @@ class Shard:
         return out  # type: ignore[no-any-return]
 
     def _fill(self, tensor: Any, received: Tensor, sent: Sent) -> None:
-        faces = self.faces
+        faces, which = self.faces, (sent.names, sent.wanted)
         if faces is None:
             return
-        if sent.layout is None:
+        if sent.payload is None:
             self._fill_from_values(tensor, received, sent.wanted)
             return
-        sends_row = any(name == ROW for name, _, _ in sent.layout.parts)
-        transposed = all(sent.wanted) and self.plan.transposed and sends_row and self.plan.column.kind == "bytes"
-        unpack(self.plan, sent.layout, received.view(-1), faces.tensors, transposed=transposed)
-        for (direction, index), alike in sent.shared.items():
-            if alike.is_cuda:
+        if which not in self._fillers:
+            with torch.inference_mode(False):
+                layout = wire(self.plan, sent.names, faces.dtype)
+                self._fillers[which] = fillers(self.plan, layout, faces.tensors, sent.wanted)
+        received = received.view(-1)
+        for fill in self._fillers[which]:
+            fill(received)
+        self._fill_alike(sent.payload, sent, faces)
+
+    def _fill_alike(self, payload: Payload, sent: Sent, faces: Faces) -> None:
+        """Copy what all shards have alike; one tensor is for both faces if one is the transpose of the other."""
+        for (direction, index), alike in payload.alike.items():
+            if direction not in sent.names:
+                continue
+            if payload.key is None and alike.is_cuda:  # nobody keeps it
                 alike.record_stream(torch.cuda.current_stream(alike.device))
-            faces.tensors[direction][index].copy_(alike)
-        if transposed:
-            transpose_scales_(faces.of(COLUMN), faces.of(ROW))
+            if direction == ROW and self.plan.transposed:
+                targets = [name for name, asked in zip(_DIRECTIONS, sent.wanted, strict=True) if asked]
+            else:
+                targets = [direction]
+            for target in targets:
+                faces.tensors[target][index].copy_(alike)
 
     def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
         """Quantize what was gathered whole."""
@@ -337,11 +370,11 @@ def note_training_use(tensor: Any) -> None:
 
 
 def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Return the values of a face in high precision."""
+    """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
     if isinstance(tensor, HybridTensor):
         face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
         return face.dequantize(dtype)  # type: ignore[union-attr]
-    return tensor.dequantize(dtype)  # type: ignore[no-any-return]
+    return tensor.dequantize()  # type: ignore[no-any-return]
 
 
 def check_persistent(plan: Plan, size: tuple[int, int]) -> None:

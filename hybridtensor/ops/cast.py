@@ -98,23 +98,24 @@ class Layout(NamedTuple):
         return tensor.numel() == 0 or all(extent == 1 or mine == theirs for extent, mine, theirs in steps)
 
 
-def face_layouts(cast: Cast | None, other: int, contraction: int) -> list[Layout]:
+@functools.lru_cache(maxsize=1024)
+def face_layouts(cast: Cast | None, other: int, contraction: int) -> tuple[Layout, ...]:
     """Return how the tensors of an ``[other, contraction]`` face lie: elements, scales, in some formats tensor scales.
 
     Scales of blocks along the contraction lie block by block, not row by row: so hardware reads them, and so one block
     of neighbouring rows is written at once.
     """
     if cast is None:
-        return []
+        return ()
     fmt = cast.format
     width, (rows, blocks) = contraction // fmt.elements_per_byte, fmt.scale_shape(other, contraction)
     outer_major = fmt.block[0] == 1 and fmt.block[1] is not None
-    made = [
+    made = (
         Layout((other, width), (max(width, 1), 1), required(fmt.storage)),
         Layout((rows, blocks), (1, max(rows, 1)) if outer_major else (max(blocks, 1), 1), required(fmt.scale_dtype)),
-    ]
+    )
     level = fmt.tensor_scale_shape(other, contraction)
-    return made if level is None else [*made, Layout(level, (max(level[1], 1), 1), torch.float32)]
+    return made if level is None else (*made, Layout(level, (max(level[1], 1), 1), torch.float32))
 
 
 def can_hold(out: list[Tensor], x: Tensor, row: Cast | None, column: Cast | None) -> bool:

@@ -160,7 +160,18 @@ def quantize_into(
             f"quantize_into: plain tensors of their own memory, as quantize makes them of {tuple(x.shape)} on "
             f"{x.device} with row={row}, column={column}, are required, got {got}; copy what quantize returns"
         )
-    state = _state(x, row or source, column, State(factors, amaxes, rounding, first_row, row_amax, column_amax))
+    write_faces(
+        x, out, row=row, column=column, source=source, dtype=dtype, factors=factors, amaxes=amaxes, rounding=rounding,
+        first_row=first_row, row_amax=row_amax, column_amax=column_amax,
+    )  # fmt: skip
+
+
+def write_faces(
+    x: Tensor, out: list[Tensor], *, row: Cast | None, column: Cast | None, source: Cast | None,
+    dtype: torch.dtype | None, **others: Any,
+) -> None:  # fmt: skip
+    """Do what ``quantize_into`` does, into tensors of which ``can_hold`` is true."""
+    state = _state(x, row or source, column, State(**others))
     if runs_directly(x):
         quantize_cuda(x, row, column, source, dtype or x.dtype, state, out)
         increment_version(out)

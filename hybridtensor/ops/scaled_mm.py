@@ -81,6 +81,12 @@ def scaled_mm_reference(
     """Define ``scaled_mm``: emulate unless the device multiplies the formats itself."""
     a = Operand(left, left_scale, left_tensor_scale, get_format(left_format))
     b = Operand(right, right_scale, right_tensor_scale, get_format(right_format))
+    return _multiply(a, b, bias, out_dtype, fast_accum)
+
+
+def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """Return the product, by whichever backend."""
+    left, right = a.data, b.data
     with _no_autocast(left.device):
         if 0 in (left.shape[0], left.shape[1], right.shape[0]):
             zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
@@ -205,9 +211,10 @@ def scaled_mm(
     if a.device != b.device or (bias is not None and bias.device != a.device):
         devices = [str(t.device) for t in (a, b, bias) if t is not None]
         raise ValueError(f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them")
+    if runs_directly(a):
+        return _multiply(left, right, bias, out_dtype, fast_accum)
     operands = (*left[:3], left.format.name, *right[:3], right.format.name)
-    run = scaled_mm_reference if runs_directly(a) else _OP
-    out: Tensor = run(*operands, bias, out_dtype, fast_accum)
+    out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
     return out
 
 

@@ -132,7 +132,7 @@ class Quantizer(ABC):
         with torch.no_grad():
             x, asked = x.detach(), {"rowwise": dst.rowwise is not None, "columnwise": dst.columnwise is not None}
             casts = None if torch.compiler.is_compiling() else self.casts(**asked, context=context)
-            if casts is None or not _cast_into(dst, x, casts, context):
+            if casts is None or cast_into(_tensors_of(dst, casts), x, casts, dst.dtype, context) is None:
                 overwrite_(who, dst, self.faces(x, **asked, dtype=dst.dtype, context=context))
         return dst
 
@@ -151,14 +151,19 @@ def overwrite_(who: str, dst: HybridTensor, fresh: Faces) -> None:
             target.copy_(source)
 
 
-def _cast_into(dst: HybridTensor, x: Tensor, casts: Casts, context: Context) -> bool:
-    """Cast ``x`` straight into the tensors of ``dst``, if they are as the operator would make them; else do nothing."""
+def cast_into(
+    out: list[Tensor], x: Tensor, casts: Casts, dtype: torch.dtype, context: Context
+) -> tuple[Operand | None, Operand | None] | None:
+    """Cast ``x`` into ``out`` and return it, if it is as the operator would make it; else do nothing, return None."""
     matrix = tokens(x)
-    out = [*_tensors(dst.rowwise, casts.row, -1), *_tensors(dst.columnwise, casts.column, 0)]
     if not ops.can_hold(out, matrix, casts.row, casts.column):
-        return False
-    cast_together(matrix, casts, dst.dtype, context, out)
-    return True
+        return None
+    return cast_together(matrix, casts, dtype, context, out)
+
+
+def _tensors_of(dst: HybridTensor, casts: Casts) -> list[Tensor]:
+    """Return the tensors of faces that casts can refresh."""
+    return [*_tensors(dst.rowwise, casts.row, -1), *_tensors(dst.columnwise, casts.column, 0)]
 
 
 def _tensors(face: Face | None, cast: Cast | None, axis: int) -> list[Tensor]:
@@ -238,7 +243,7 @@ class OneFormatQuantizer(Quantizer):
 def cast_together(
     x: Tensor, casts: Casts, dtype: torch.dtype, context: Context, out: list[Tensor] | None = None
 ) -> tuple[Operand | None, Operand | None]:
-    """Return what casts make of ``x``, in one go, in ``out`` if that is given; see ``ops.quantize``."""
+    """Return what casts make of ``x``, in one go, in ``out`` if that is given and can hold it; see ``ops.quantize``."""
     matrix, (row, column, source) = tokens(x), casts
     rows, columns = matrix.shape
     for cast, shape, direction in (
@@ -261,7 +266,7 @@ def cast_together(
     if out is None:
         made = ops.quantize(matrix, **arguments)
     else:
-        ops.quantize_into(matrix, made := out, **arguments)
+        ops.write_faces(matrix, made := out, **arguments)
     size = 0 if row is None else 2 + (row.format.tensor_block is not None)
     return _operand(made[:size], row), _operand(made[size:], column)
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -280,6 +281,9 @@ class InterceptingTensor(WrapperTensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
         return self.gathering.pre_all_gather(self, module)  # type: ignore[no-any-return]
+
+    # FSDP2 asks for the signature before every gather of every weight; working it out takes longer than the answer
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None

@@ -311,7 +311,8 @@ def rendered(explanation):
 
 def explained(rank):
     for recipe, sizes, options, expected in (
-        ("fp8", {}, {}, ("rowwise, fp8_e4m3_tensor", "columnwise, fp8_e4m3_tensor", "")),
+        ("fp8", {}, {}, ("rowwise, fp8_e4m3_tensor", "rowwise, fp8_e4m3_tensor", "")),
+        ("mxfp8", {}, {}, ("rowwise, mxfp8_e4m3", "columnwise, mxfp8_e4m3", "")),
         ("fp8_dequantized_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "rowwise, fp8_e4m3_tensor", "")),
         ("fp8_high_precision_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "values, float32", "")),
         ("fp8", {"hidden": 50}, {}, ("values, float32", "values, float32", "50 rows on 4 ranks")),

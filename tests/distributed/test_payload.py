@@ -1,0 +1,185 @@
+"""What a shard sends is made once per write of it, is kept as long as it holds, and no longer."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from processes import here
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import hybridtensor as ht
+from hybridtensor.distributed.payload import Payload
+from hybridtensor.distributed.plan import COLUMN, ROW, make_plan
+from hybridtensor.distributed.shard import Shard, shard_of
+from hybridtensor.distributed.torch_compat import local, locate
+from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, same_bits, shard
+
+
+@contextlib.contextmanager
+def noted():
+    """Note what payloads are made of in between."""
+    made = []
+    fill = Shard._fill_payload
+
+    def note(self, payload, tensor):
+        made.append(payload.names)
+        fill(self, payload, tensor)
+
+    with mock.patch.object(Shard, "_fill_payload", note):
+        yield made
+
+
+def shards(model):
+    return [shard_of(s) for module in model.modules() if isinstance(module, nn.Linear) for s in locate(module)[:1]]
+
+
+def kept(model):
+    return [s._kept for s in shards(model)]
+
+
+def loss_of(model, step):
+    return model(batch(step)).square().mean()
+
+
+BOTH = (ROW, COLUMN)
+
+
+def once_per_write(rank):
+    for recipe, names in {"fp8": (ROW,), "fp8_block": (ROW,), "mxfp8": BOTH, "fp8_rowwise": BOTH}.items():
+        model = shard(make(recipe, width=256, hidden=256, blocks=1), mesh_of(rank, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            with noted() as made:
+                for microbatch in range(2):
+                    loss_of_width(model, microbatch).backward()
+            first = [(ROW,)] if step == 0 and names == BOTH else []
+            assert sorted(made) == sorted(2 * [*first, names]), (recipe, step, made)
+            optimizer.step()
+
+
+def loss_of_width(model, step):
+    return model(batch(step, width=256)).square().mean()
+
+
+def test_what_is_sent_is_made_once_per_write(two):
+    two.run(once_per_write)
+
+
+def writes(rank):
+    """Every way to write a weight, on a model that has sent its bytes, does to it what it does to its twin."""
+    for recipe in ("mxfp8", "fp8", "fp8_delayed"):
+        model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
+        other = make("bf16")
+
+        def load(m, other=other):
+            for mine, theirs in zip(m.parameters(), other.parameters(), strict=True):
+                values = theirs.detach()
+                part = local(mine)
+                first = rank * len(part) if len(part) != len(values) else 0
+                plain = part.master if isinstance(part, ht.MasterWeight) else part.detach()
+                plain.copy_(values[first : first + len(part)])  # as checkpoints do, past the weight
+
+        for write in (
+            lambda m: [p.data.mul_(1.5) for p in m.parameters()],
+            lambda m: ht.step_(m),
+            load,
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.5).step(),
+            lambda m: ht.step_(m),
+            lambda m: ht.set_config_(m, "fp8_block"),
+        ):
+            for m in (model, twin):
+                m.zero_grad()
+            losses = [loss_of(m, 0) for m in (model, twin)]
+            assert same_bits(*(loss.detach() for loss in losses)), (recipe, write)
+            for loss in losses:
+                loss.backward()
+            for m in (model, twin):
+                write(m)
+        assert same_bits(*(loss_of(m, 0).detach() for m in (model, twin)))
+
+
+def test_every_write_is_seen(two):
+    two.run(writes)
+
+
+def memory(rank):
+    for recipe in RECIPES:
+        model = shard(make(recipe, width=256, hidden=256, blocks=1), mesh_of(rank, 2))
+        with torch.no_grad():
+            loss_of_width(model, 0)
+        assert all(k is None or k.names == (ROW,) for k in kept(model)), recipe
+        for step in range(2):
+            loss_of_width(model, step).backward()
+        plan = make_plan(ht.recipes.from_name(recipe), (256, 256), 2, 0)
+        sent = [plan.sends(*wanted) for wanted in ((True, False), (False, True))]
+        names = {name for names in sent for name in names if not {"values", "whole"} & set(names)}
+        for payload in kept(model):
+            assert set(() if payload is None else payload.names) == names, recipe
+            if payload is not None:
+                most = 1.04 * len(names) * 128 * 256
+                assert len(payload.sent(payload.names)) <= most, recipe
+    model = ht.quantize_(nn.Sequential(nn.Linear(256, 256, bias=False)), "mxfp8", persistent=True)
+    shard(model, mesh_of(rank, 2))
+    model(batch(0, width=256)).sum().backward()
+    assert kept(model) == [None]  # what is sent is what is kept anyway
+
+
+def test_what_is_kept_is_what_is_sent(two):
+    two.run(memory)
+
+
+def offloaded(rank):
+    """Where weights are on the host, nothing of them is kept on the device."""
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=here() == "cuda")}
+    model, twin = shard(make("mxfp8"), mesh_of(rank, 2), **options), shard(make("mxfp8"), mesh_of(rank, 2))
+    for step in range(2):
+        losses = [loss_of(m, step) for m in (model, twin)]
+        assert same_bits(*(loss.detach() for loss in losses))
+        for loss in losses:
+            loss.backward()
+    assert all((k is None) == (here() == "cuda") for k in kept(model))
+
+
+def test_offloaded_weights_keep_nothing_on_the_device(two):
+    two.run(offloaded)
+
+
+def other_streams(rank):
+    """Gathers on streams of their own, as ``unshard()`` by hand makes them, read what was made on another stream."""
+    model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
+    on_cuda = here() == "cuda"
+    for step in range(6):
+        side = torch.cuda.stream(torch.cuda.Stream()) if on_cuda and step % 2 else contextlib.nullcontext()
+        with side:
+            for block in model if step % 3 else ():
+                block.unshard()
+        if on_cuda:
+            torch.cuda.synchronize()
+        with torch.no_grad():
+            assert same_bits(*(loss_of(m, step) for m in (model, twin)))
+            for m in (model, twin):
+                for p in m.parameters():
+                    p.mul_(0.9)
+        for block in model:
+            block.reshard()
+
+
+def test_gathers_on_other_streams(two):
+    two.run(other_streams)
+
+
+def test_a_stretch_of_both_faces_is_what_one_face_is_alone():
+    for recipe in ("mxfp8", "fp8_rowwise", "mxfp8_fwd_nvfp4_bwd"):
+        plan = make_plan(ht.recipes.from_name(recipe), (256, 384), 2, 0)
+        both = Payload(plan, BOTH, torch.bfloat16, torch.device("cpu"))
+        for name in BOTH:
+            alone = Payload(plan, (name,), torch.bfloat16, torch.device("cpu"))
+            for number, (mine, theirs) in enumerate(zip(both.tensors[name], alone.tensors[name], strict=True)):
+                for t in (mine, theirs):
+                    t.view(torch.uint8).fill_(number + 1) if t.itemsize == 1 else t.fill_(number + 1)
+            sent = [p.sent((name,)) for p in (both, alone)]
+            assert sent[0].shape == sent[1].shape
+            assert sent[0].data_ptr() % 16 == 0
+            filled = alone.sent((name,)) != 0
+            assert torch.equal(sent[0][filled], sent[1][filled])
