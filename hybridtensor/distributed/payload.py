@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +103,9 @@ class Payload:
         self._bytes = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=device)
         self._stretches: dict[tuple[str, ...], Tensor] = {}
         self._stream: Any = None
+        self._again: Callable[[], None] | None = None
+        self._inputs: tuple[Any, ...] = ()
+        self._address = 0
         for name in names:
             self.tensors[name] = list(self._travelling(name))
             if name in _DIRECTIONS:
@@ -123,11 +128,18 @@ class Payload:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
+    def remake(self, inputs: tuple[Any, ...], make: Callable[[], Callable[[], None] | None]) -> None:
+        """Make the bytes of ``inputs``: by what ``make`` returned, if it was of the same tensors, or by ``make()``."""
+        address = inputs[0].data_ptr()
+        same = len(inputs) == len(self._inputs) and all(map(operator.is_, self._inputs, inputs))
+        if self._again is not None and same and self._address == address:
+            self._again()
+        else:
+            self._again, self._inputs, self._address = make(), inputs, address
+
     def fill(self, name: str, operand: Operand, first: int, rows: int) -> None:
-        """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more; nothing if it is there."""
+        """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more."""
         targets = self.tensors[name]
-        if operand.data is targets[0]:
-            return
         for index, (target, source) in enumerate(zip(targets, cut_out(operand, name, first, rows), strict=True)):
             piece = next((p for of, p, _ in self._layout.parts if (of, p.index) == (name, index)), None)
             if piece is not None and piece.rows_per_block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 from hybridtensor.distributed.agreement import around
 from hybridtensor.distributed.plan import Plan, rows_together
 from hybridtensor.quantizers import Quantizer
-from hybridtensor.quantizers.base import cast_into
+from hybridtensor.quantizers.base import writer
 from hybridtensor.state import Context
 
 
 def scaled_alike(
     values: Tensor, quantizer: Quantizer, plan: Plan, rank: int, amaxes: Tensor | None, state: Any, *,
-    rowwise: bool, columnwise: bool, dtype: torch.dtype, out: list[Tensor] | None = None,
+    rowwise: bool, columnwise: bool, dtype: torch.dtype,
 ) -> tuple[tuple[Any, Any], int]:  # fmt: skip
     """Quantize a part of a weight as the whole would be.
 
@@ -30,7 +31,6 @@ def scaled_alike(
         rowwise: Make the rowwise face.
         columnwise: Make the columnwise face.
         dtype: Of the computation.
-        out: Tensors of the faces, which are made in place if they can be.
 
     Returns:
         The operands asked for, maybe of more rows than the part has, and the first of its rows.
@@ -43,13 +43,31 @@ def scaled_alike(
         context = context._replace(first_row=rank * values.shape[0] - first)
     elif amaxes is not None:
         context = context._replace(amaxes=_by_face(plan, amaxes))
-    made: tuple[Any, Any] | None = None
-    if out is not None and rows is values:
-        casts = quantizer.casts(rowwise=rowwise, columnwise=columnwise, context=context)
-        made = None if casts is None else cast_into(out, rows, casts, dtype, context)
-    if made is None:
-        made = quantizer.operands(rows, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
+    made: tuple[Any, Any] = quantizer.operands(
+        rows, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+    )
     return made, first
+
+
+def writer_alike(
+    out: list[Tensor], values: Tensor, quantizer: Quantizer, plan: Plan, rank: int, amaxes: Tensor | None, state: Any,
+    *, rowwise: bool, columnwise: bool, dtype: torch.dtype,
+) -> Callable[[], None] | None:  # fmt: skip
+    """Return what makes the faces that ``scaled_alike`` returns, in ``out``, again and again; see ``writer``.
+
+    Returns:
+        That, or None where it takes more than one cast of this rank's rows.
+    """
+    context = Context("weight", state, first_row=rank * values.shape[0])
+    if amaxes is not None and plan.reduce is not None:
+        faces = (plan.row, plan.column)
+        if plan.of_rowwise or any(face.reduce not in (None, plan.reduce) for face in faces) or plan.reduce == "blocks":
+            return None
+        context = context._replace(amaxes=_by_face(plan, amaxes))
+    casts = quantizer.casts(rowwise=rowwise, columnwise=columnwise, context=context)
+    if casts is None or (state is None and quantizer.stochastic):
+        return None
+    return writer(out, values, casts, dtype, context)
 
 
 def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
 from hybridtensor.distributed.faces import Faces
 from hybridtensor.distributed.payload import Payload, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
-from hybridtensor.distributed.scales import scaled_alike
+from hybridtensor.distributed.scales import scaled_alike, writer_alike
 from hybridtensor.distributed.torch_compat import (
     Sharded,
     alloc_storage,
@@ -179,7 +180,11 @@ class Shard:
             kept = self._kept = Payload(self.plan, tuple(name for name in _DIRECTIONS if name in asked), dtype, device)
         kept.order()
         if kept.key != key:
-            self._fill_payload(kept, tensor)
+            state = tensor.state
+            kept.remake(
+                (tensor.master, self.amaxes, *(() if state is None else state[:3])),
+                lambda: self._fill_payload(kept, tensor),
+            )
             kept.key = key
         return kept
 
@@ -192,29 +197,33 @@ class Shard:
             and not (tensor.writes.replayed or getattr(tensor.layer, "replayed", False) or is_recorded())
         )
 
-    def _fill_payload(self, payload: Payload, tensor: Any) -> None:
-        """Make what is sent of this rank's part."""
+    def _fill_payload(self, payload: Payload, tensor: Any) -> Callable[[], None] | None:
+        """Make what is sent of this rank's part; return what makes it again of the same tensors, if one cast does."""
         if "values" in payload.names:
             payload.tensors["values"][0].copy_(_values(tensor, self.plan, payload.dtype))
         rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
         if not rowwise and not columnwise:
-            return
+            return None
         if isinstance(tensor, HybridTensor):
             made, first = tensor.operands(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
         else:
+            part = tensor.master, self.config.weight, self.plan, self.sharded.rank, self.amaxes, tensor.state
             out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
-            made, first = self.quantize(tensor.master, tensor.state, rowwise=rowwise, columnwise=columnwise, out=out)
+            write = writer_alike(out, *part, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
+            if write is not None:
+                write()
+                return write
+            made, first = scaled_alike(*part, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
         for direction, operand in zip(_DIRECTIONS, made, strict=True):
             if isinstance(operand, Operand) and direction in payload.names:
                 payload.fill(direction, operand, first, tensor.shape[0])
+        return None
 
-    def quantize(
-        self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool, out: list[Tensor] | None = None
-    ) -> tuple[tuple[Any, Any], int]:
+    def quantize(self, values: Tensor, state: Any, *, rowwise: bool, columnwise: bool) -> tuple[tuple[Any, Any], int]:
         """Return what ``scaled_alike`` returns for this rank's part."""
         return scaled_alike(
             values, self.config.weight, self.plan, self.sharded.rank, self.amaxes, state,
-            rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, out=out,
+            rowwise=rowwise, columnwise=columnwise, dtype=self.dtype,
         )  # fmt: skip
 
     # -- after the gather ---------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Shape letters: ``M`` rows, ``K`` columns, ``S`` delayed scales of a layer.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.cast import Cast, State, can_hold, empty_face, parse
 from hybridtensor.ops.library import define, implement, runs_directly
-from hybridtensor.ops.quantize_cuda import measure_cuda, quantize_cuda
+from hybridtensor.ops.quantize_cuda import measure_cuda, quantize_cuda, writer_cuda
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ops.references.faces import define_faces
 
@@ -160,24 +162,31 @@ def quantize_into(
             f"quantize_into: plain tensors of their own memory, as quantize makes them of {tuple(x.shape)} on "
             f"{x.device} with row={row}, column={column}, are required, got {got}; copy what quantize returns"
         )
-    write_faces(
+    writer(
         x, out, row=row, column=column, source=source, dtype=dtype, factors=factors, amaxes=amaxes, rounding=rounding,
         first_row=first_row, row_amax=row_amax, column_amax=column_amax,
-    )  # fmt: skip
+    )()  # fmt: skip
 
 
-def write_faces(
+def writer(
     x: Tensor, out: list[Tensor], *, row: Cast | None, column: Cast | None, source: Cast | None,
     dtype: torch.dtype | None, **others: Any,
-) -> None:  # fmt: skip
-    """Do what ``quantize_into`` does, into tensors of which ``can_hold`` is true."""
+) -> Callable[[], None]:  # fmt: skip
+    """Return what does ``quantize_into``, with tensors of which ``can_hold`` is true.
+
+    It can be called again and again while all tensors stay where they are.
+    """
     state = _state(x, row or source, column, State(**others))
-    if runs_directly(x):
-        quantize_cuda(x, row, column, source, dtype or x.dtype, state, out)
+    if not runs_directly(x):
+        casts = (str(cast or "") for cast in (row, column, source))
+        return functools.partial(_INTO, x, out, *casts, dtype or x.dtype, *state)
+    cast = writer_cuda(x, row, column, source, dtype or x.dtype, state, out)
+
+    def write() -> None:
+        cast()
         increment_version(out)
-        return
-    casts = (str(cast or "") for cast in (row, column, source))
-    _INTO(x, out, *casts, dtype or x.dtype, *state)
+
+    return write
 
 
 def _state(x: Tensor, row: Cast | None, column: Cast | None, state: State) -> State:

@@ -5,6 +5,7 @@ Shape letters: ``M`` rows, ``K`` columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,10 +90,7 @@ def quantize_cuda(
     if x.numel() == 0:
         made = define_faces(x, row, column, source, dtype, state)
         return made if out is None else [target.copy_(t) for target, t in zip(out, made, strict=True)]
-    if state.factors is None:
-        for cast in (row, column, source):
-            if cast is not None and cast.slot >= 0:
-                raise ValueError(f"quantize: {cast} needs delayed scales, got none")
+    _require_factors(state, row, column, source)
     x = _readable(x)
     if source is None or column is None:
         return _run(x, row, column, None, None, state, out)
@@ -101,6 +99,31 @@ def quantize_cuda(
         made = _run(x, row, None, None, None, state, of_row)
         return made + _run(x, None, column, source, dtype, state, of_column)
     return _run(x, row, column, source, dtype, state, out)
+
+
+def writer_cuda(
+    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State,
+    out: list[Tensor],
+) -> Callable[[], object]:  # fmt: skip
+    """Return what calls ``quantize_cuda`` with ``out``, worked out once where one cast makes all of it."""
+    if x.numel() == 0 or _readable(x) is not x or (source is not None and row is not None and row != source):
+        return functools.partial(quantize_cuda, x, row, column, source, dtype, state, out)
+    _require_factors(state, row, column, source)
+    source = None if column is None else source
+    plan = _plan(_key(x, row, column, source, None if source is None else dtype, state))
+
+    def write() -> None:
+        with on_device(x.device):
+            plan.run(x, state, out)
+
+    return write
+
+
+def _require_factors(state: State, *casts: Cast | None) -> None:
+    if state.factors is None:
+        for cast in casts:
+            if cast is not None and cast.slot >= 0:
+                raise ValueError(f"quantize: {cast} needs delayed scales, got none")
 
 
 def _size(cast: Cast) -> int:
@@ -133,10 +156,16 @@ def _run(
     out: list[Tensor] | None,
 ) -> list[Tensor]:
     """Cast by the plan for this kind of matrix."""
-    known = tuple(None if amax is None else amax.data_ptr() % 16 == 0 for amax in (state.row_amax, state.column_amax))
-    key = _Key(row, column, source, held, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None, known)
     with on_device(x.device):
-        return _plan(key).run(x, state, out)
+        return _plan(_key(x, row, column, source, held, state)).run(x, state, out)
+
+
+def _key(
+    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, held: torch.dtype | None, state: State
+) -> _Key:
+    """Return what decides how this matrix is cast."""
+    known = tuple(None if amax is None else amax.data_ptr() % 16 == 0 for amax in (state.row_amax, state.column_amax))
+    return _Key(row, column, source, held, x.shape, x.stride(), x.dtype, x.device, state.amaxes is not None, known)
 
 
 def measure_cuda(x: Tensor, row: Cast | None, column: Cast | None) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -132,7 +133,10 @@ class Quantizer(ABC):
         with torch.no_grad():
             x, asked = x.detach(), {"rowwise": dst.rowwise is not None, "columnwise": dst.columnwise is not None}
             casts = None if torch.compiler.is_compiling() else self.casts(**asked, context=context)
-            if casts is None or cast_into(_tensors_of(dst, casts), x, casts, dst.dtype, context) is None:
+            write = None if casts is None else writer(_tensors_of(dst, casts), x, casts, dst.dtype, context)
+            if write is not None:
+                write()
+            else:
                 overwrite_(who, dst, self.faces(x, **asked, dtype=dst.dtype, context=context))
         return dst
 
@@ -151,14 +155,18 @@ def overwrite_(who: str, dst: HybridTensor, fresh: Faces) -> None:
             target.copy_(source)
 
 
-def cast_into(
+def writer(
     out: list[Tensor], x: Tensor, casts: Casts, dtype: torch.dtype, context: Context
-) -> tuple[Operand | None, Operand | None] | None:
-    """Cast ``x`` into ``out`` and return it, if it is as the operator would make it; else do nothing, return None."""
+) -> Callable[[], None] | None:
+    """Return what casts ``x`` into ``out``, or None if that is not as the operator would make it.
+
+    What is returned can be called again and again, as long as all tensors stay where they are, those of the context
+    too; where a tensor on its own is rounded at random, with the same random numbers.
+    """
     matrix = tokens(x)
     if not ops.can_hold(out, matrix, casts.row, casts.column):
         return None
-    return cast_together(matrix, casts, dtype, context, out)
+    return ops.writer(matrix, out, **_arguments(matrix, casts, dtype, context))
 
 
 def _tensors_of(dst: HybridTensor, casts: Casts) -> list[Tensor]:
@@ -241,11 +249,18 @@ class OneFormatQuantizer(Quantizer):
 
 
 def cast_together(
-    x: Tensor, casts: Casts, dtype: torch.dtype, context: Context, out: list[Tensor] | None = None
+    x: Tensor, casts: Casts, dtype: torch.dtype, context: Context
 ) -> tuple[Operand | None, Operand | None]:
-    """Return what casts make of ``x``, in one go, in ``out`` if that is given and can hold it; see ``ops.quantize``."""
-    matrix, (row, column, source) = tokens(x), casts
-    rows, columns = matrix.shape
+    """Return what casts make of ``x``, in one go; see ``ops.quantize``."""
+    matrix, (row, column, _) = tokens(x), casts
+    made = ops.quantize(matrix, **_arguments(matrix, casts, dtype, context))
+    size = 0 if row is None else 2 + (row.format.tensor_block is not None)
+    return _operand(made[:size], row), _operand(made[size:], column)
+
+
+def _arguments(matrix: Tensor, casts: Casts, dtype: torch.dtype, context: Context) -> dict[str, Any]:
+    """Return what ``ops.quantize`` needs beside the matrix, or raise if it is not of whole blocks."""
+    (rows, columns), (row, column, source) = matrix.shape, casts
     for cast, shape, direction in (
         (row or source, (rows, columns), "rowwise"),
         (column, (columns, rows), "columnwise"),
@@ -255,7 +270,7 @@ def cast_together(
     state, rounding, first_row = context.state, None, 0
     if any(cast is not None and cast.stream >= 0 for cast in (row, column, source)):
         rounding, first_row = context.draws(rows, matrix.device)
-    arguments: dict[str, Any] = dict(
+    return dict(
         row=row, column=column, source=source, dtype=dtype,
         factors=None if state is None else state.scale,
         amaxes=state.amax if state is not None and context.record else None,
@@ -263,12 +278,6 @@ def cast_together(
         row_amax=None if row is None and source is None else context.amaxes[0],
         column_amax=None if column is None else context.amaxes[1],
     )  # fmt: skip
-    if out is None:
-        made = ops.quantize(matrix, **arguments)
-    else:
-        ops.write_faces(matrix, made := out, **arguments)
-    size = 0 if row is None else 2 + (row.format.tensor_block is not None)
-    return _operand(made[:size], row), _operand(made[size:], column)
 
 
 def _operand(tensors: list[Tensor], cast: Cast | None) -> Operand | None:
