@@ -7,7 +7,9 @@ reduction reduces for all of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from hybridtensor.distributed.plan import Plan
 from hybridtensor.distributed.torch_compat import Sharded
-from hybridtensor.ops import Cast, measure
+from hybridtensor.ops import Cast, measurer
 from hybridtensor.ops.references.blocks import block_amax
+
+_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
 class Shard(Protocol):
@@ -29,6 +33,7 @@ class Shard(Protocol):
     config: Any
     agreed: Any
     amaxes: Tensor | None
+    exchange: Exchange | None
 
 
 def check_recipes(shards: Sequence[Shard]) -> None:
@@ -64,30 +69,72 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
     Args:
         pairs: Shards that need it, on every rank in the same order, and the values of this rank's parts.
     """
-    first = pairs[0][0].sharded
-    own = [_amaxes(shard.plan, shard.sharded.rank, values).flatten().to(first.device) for shard, values in pairs]
-    found = torch.cat(own)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=first.process_group)
-    split = found.split([len(amaxes) for amaxes in own])
-    kept = []  # memory that stays: streams may use it later
-    for (shard, _), flat in zip(pairs, split, strict=True):
-        if shard.amaxes is None or shard.amaxes.shape != shard.plan.amaxes:
-            shard.amaxes = torch.empty(shard.plan.amaxes, device=flat.device)
-        kept.append(shard.amaxes.view(-1))
-    torch._foreach_copy_(kept, list(split))
+    shards, first = [shard for shard, _ in pairs], pairs[0][0]
+    if first.exchange is None or not first.exchange.is_of(shards):
+        first.exchange = Exchange(shards)
+    first.exchange.reduce([values for _, values in pairs])
 
 
-def _amaxes(plan: Plan, rank: int, values: Tensor) -> Tensor:
-    """Return the largest magnitudes of this rank's values, fp32, of shape ``plan.amaxes``."""
+class Exchange:
+    """The largest magnitudes of several shards: one tensor that stays, and what fills it.
+
+    Args:
+        shards: On every rank in the same order.
+    """
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self._shards, self._plans = shards, [shard.plan for shard in shards]
+        sizes = [math.prod(plan.amaxes) for plan in self._plans]
+        begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        self._all = torch.zeros(begins[-1], device=shards[0].sharded.device)
+        self._parts = [self._all[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)]
+        self._amaxes = [part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)]
+        self._measures: list[tuple[Tensor | None, int, Callable[[], object]]] = [(None, 0, _nothing)] * len(shards)
+
+    def is_of(self, shards: list[Shard]) -> bool:
+        """Whether this is for those shards, and as they are gathered now."""
+        if len(shards) != len(self._shards):
+            return False
+        known = zip(shards, self._shards, self._plans, strict=True)
+        return all(shard is mine and shard.plan is plan for shard, mine, plan in known)
+
+    def reduce(self, parts: list[Tensor]) -> None:
+        """Measure the values of this rank's parts, and reduce over the ranks."""
+        self._all.zero_()
+        for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
+            self._measure(index, shard, values)
+            shard.amaxes = self._amaxes[index]
+        dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
+
+    def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
+        """Measure one part; how that is done is kept for a part that is kept itself."""
+        seen, address, run = self._measures[index]
+        if seen is not values or address != values.data_ptr():
+            run = _measuring(shard.plan, shard.sharded.rank, values, self._parts[index])
+            if values is getattr(shard.sharded.tensor, "master", None):
+                self._measures[index] = values, values.data_ptr(), run
+        run()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _measuring(plan: Plan, rank: int, values: Tensor, out: Tensor) -> Callable[[], object]:
+    """Return what writes the largest magnitudes of this rank's values into ``out``, ``plan.amaxes`` flattened."""
     if plan.reduce == "tensor":
-        return measure(values, row=Cast("fp8_e4m3_tensor"))[0].view(plan.amaxes)
+        return measurer(values, out, row=Cast("fp8_e4m3_tensor"))
     if plan.reduce == "column":
-        return measure(values, column=Cast("fp8_e4m3_row"))[1].view(plan.amaxes)
-    block = plan.block
+        return measurer(values, out, column=Cast("fp8_e4m3_row"))
+    return lambda: out.copy_(_of_blocks(plan, rank, values).view(-1))
+
+
+def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:
+    """Return the largest magnitudes of this rank's square blocks, fp32 of shape ``plan.amaxes``; 0 for the others."""
     before, after = around(plan, rank)
-    mine = block_amax(F.pad(values, (0, 0, before, after)), (block, block))
+    mine = block_amax(F.pad(values, (0, 0, before, after)), (plan.block, plan.block))
     amaxes = mine.new_zeros(plan.amaxes)
-    amaxes.narrow(0, rank * plan.rows // block, len(mine)).copy_(mine)
+    amaxes.narrow(0, rank * plan.rows // plan.block, len(mine)).copy_(mine)
     return amaxes
 
 

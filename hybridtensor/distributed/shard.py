@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.agreement import check_recipes, reduce_amaxes
+from hybridtensor.distributed.agreement import Exchange, check_recipes, reduce_amaxes
 from hybridtensor.distributed.faces import Faces
 from hybridtensor.distributed.payload import Payload, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
@@ -55,6 +55,7 @@ class Shard:
         plan: How the weight is gathered.
         faces: Of the gathered weight, after the first gather.
         amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
+        exchange: What reduced the magnitudes of all shards, of which this is the first; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
         recompute: Whether a backward may run the forward again, which needs the rowwise face: None is to find out.
@@ -68,6 +69,7 @@ class Shard:
         self.plan: Any = None
         self.faces: Faces | None = None
         self.amaxes: Tensor | None = None
+        self.exchange: Exchange | None = None
         self.agreed: Any = None
         self.reduced: Any = None
         self.recompute: bool | None = None

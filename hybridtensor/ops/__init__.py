@@ -7,7 +7,7 @@ from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.ops.mx_quantize import mx_quantize
 from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
 from hybridtensor.ops.operand import Held, Operand
-from hybridtensor.ops.quantize import measure, quantize, quantize_into, writer
+from hybridtensor.ops.quantize import measure, measurer, quantize, quantize_into, writer
 from hybridtensor.ops.scaled_mm import Backend, product, scaled_mm, select_backend
 from hybridtensor.ops.transpose import transpose
 
@@ -22,6 +22,7 @@ __all__ = [
     "float8_cast",
     "float8_quantize",
     "measure",
+    "measurer",
     "mx_quantize",
     "nvfp4_quantize",
     "product",

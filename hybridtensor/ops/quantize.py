@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.cast import Cast, State, can_hold, empty_face, parse
 from hybridtensor.ops.library import define, implement, runs_directly
-from hybridtensor.ops.quantize_cuda import measure_cuda, quantize_cuda, writer_cuda
+from hybridtensor.ops.quantize_cuda import measure_cuda, measurer_cuda, quantize_cuda, writer_cuda
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ops.references.faces import define_faces
 
@@ -133,6 +133,22 @@ def measure(x: Tensor, *, row: Cast | None = None, column: Cast | None = None) -
         return measure_cuda(x, row, column)
     blocks = [(None if cast is None or not cast.measures else 1, None) for cast in (row, column)]
     return block_amax(x, blocks[0]).view(-1), block_amax(x.t(), blocks[1]).view(-1)
+
+
+def measurer(x: Tensor, out: Tensor, *, row: Cast | None = None, column: Cast | None = None) -> Callable[[], object]:
+    """Return what writes into ``out`` what ``measure`` returns for the one face that is asked for.
+
+    It can be called again and again while the tensors stay where they are.
+
+    Args:
+        x: As in ``measure``.
+        out: fp32, of the result's shape, at an address that is a multiple of 16; zeros when the call comes.
+        row: As in ``measure``.
+        column: As in ``measure``; either this or ``row``.
+    """
+    run = measurer_cuda(x, out, row, column) if runs_directly(x) and x.numel() and out.is_cuda else None
+    which = 0 if column is None else 1
+    return run or (lambda: out.copy_(measure(x, row=row, column=column)[which]))
 
 
 def quantize_into(

@@ -171,12 +171,24 @@ def _key(
 def measure_cuda(x: Tensor, row: Cast | None, column: Cast | None) -> tuple[Tensor, Tensor]:
     """Do what ``measure`` says, with a kernel."""
     x = _readable(x)
-    key = _Key(row, column, None, None, x.shape, x.stride(), x.dtype, x.device, False, (None, None))
-    measurement = _plan(key).measure
+    measurement = _plan(_key(x, row, column, None, None, State())).measure
     if measurement is None:
         raise ValueError(f"measure: formats with scales per tensor or row are required, got {row} and {column}")
     with on_device(x.device):
         return measurement(x)
+
+
+def measurer_cuda(x: Tensor, out: Tensor, row: Cast | None, column: Cast | None) -> Callable[[], object] | None:
+    """Return what ``measurer`` returns, or None if a kernel cannot read ``x``."""
+    if _readable(x) is not x:
+        return None
+    measurement = _plan(_key(x, row, column, None, None, State())).measurement_into
+
+    def run() -> None:
+        with on_device(x.device):
+            measurement(x, out)
+
+    return run
 
 
 def _plan(key: _Key) -> _Plan:
@@ -218,6 +230,11 @@ class _Plan:
             self.measure_held = self._held_measurement(reverse=passes == 1)
             passes += not self.by_largest
         self.cast = self._cast(column, reverse=passes == 1)
+
+    @functools.cached_property
+    def measurement_into(self) -> Callable[[Tensor, Tensor], object]:
+        """What ``measure`` does, into zeros that are given: compiled apart, because of other addresses."""
+        return self._measurement()
 
     def run(self, x: Tensor, state: State, out: list[Tensor] | None) -> list[Tensor]:
         """Allocate if there is no ``out``, measure and cast."""
@@ -286,8 +303,8 @@ class _Plan:
             }
         return self._cast(face, reverse=reverse, **changes)
 
-    def _measurement(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return what gives the amaxes that each face needs."""
+    def _measurement(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return what gives the amaxes that each face needs; those of one face in zeros that are given, if they are."""
         key, (row, column) = self.key, self.faces
         m, k = key.shape
         sizes = [extent if face.kind in _PER_ROW else 1 for face, extent in zip(self.faces, key.shape, strict=True)]
@@ -313,10 +330,11 @@ class _Plan:
             )  # fmt: skip
         one = flat or shared
 
-        def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+        def measure(x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
             new = torch.empty if alone else torch.zeros
-            amaxes = new(1 if one else sum(sizes), dtype=torch.float32, device=x.device)
-            of_row, of_column = (amaxes, amaxes) if one else (amaxes[: sizes[0]], amaxes[sizes[0] :])
+            amaxes = new(1 if one else sum(sizes), dtype=torch.float32, device=x.device) if out is None else out
+            together = one or out is not None
+            of_row, of_column = (amaxes, amaxes) if together else (amaxes[: sizes[0]], amaxes[sizes[0] :])
             if flat:
                 launch(x, amaxes, m * k)
             else:

@@ -16,7 +16,7 @@ from hybridtensor.formats import get_format
 from hybridtensor.ops import quantize_cuda as quantize_cuda_module
 from hybridtensor.ops.cast import Cast, State, parse
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
-from hybridtensor.ops.quantize import measure, quantize
+from hybridtensor.ops.quantize import measure, measurer, quantize
 from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.references import float8, mx, nvfp4
 from hybridtensor.ops.references.blocks import block_amax
@@ -348,6 +348,25 @@ def test_measure_is_what_casts_scale_by(view, device):
         got = measure(x, row=row, column=column)
         for amax, cast, transposed in zip(got, (row, column), (False, True), strict=True):
             assert cast is None or torch.equal(amax, known(x, cast, transposed))
+
+
+@pytest.mark.parametrize("view", ["whole", "strided", "empty"])
+def test_a_measurer_writes_what_measure_returns(view, device):
+    whole = random_tensor(96, 160, dtype=torch.float32, device=device)
+    x = {"whole": whole, "strided": whole.t()[::2], "empty": whole[:0]}[view]
+    for cast, way in itertools.product((Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_row")), ("row", "column")):
+        expected = measure(x, **{way: cast})[way == "column"]
+        for begin in (0, 4):
+            out = torch.zeros(len(expected) + 8, device=device)
+            run = measurer(x, out[begin : begin + len(expected)], **{way: cast})
+            for factor in (1.0, 0.25):  # smaller, too: nothing is left of what was there
+                whole.mul_(factor)
+                out.zero_()
+                run()
+                assert torch.equal(out[begin : begin + len(expected)], expected * factor)
+                assert not out[:begin].any()
+                assert not out[begin + len(expected) :].any()
+            whole.div_(0.25)
 
 
 def test_casts_are_text_and_back():

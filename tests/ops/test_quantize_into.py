@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridtensor.ops import Cast, quantize, quantize_into
+from hybridtensor.ops import Cast, quantize, quantize_into, writer
 from hybridtensor.ops.cast import empty_face
 from hybridtensor.testing import random_tensor
 from tests.ops.test_quantize import CASTS, SOME_PAIRS, bits, interpreted, state
@@ -64,6 +64,27 @@ def test_one_face_and_empty_ones(cast, into, device):
 
 def test_a_row_that_is_not_the_source(into, device):
     check(into, random_tensor(64, 96, device=device), Cast("nvfp4"), CASTS[3], source=CASTS[5])
+
+
+@pytest.mark.parametrize(("row", "column"), SOME_PAIRS[::3], ids=str)
+def test_a_writer_writes_what_its_tensors_hold_by_now(row, column, device):
+    for source in (None, row):
+        x, given = random_tensor(64, 160, device=device), state(device)
+        out, dtype = prepared(x, row, column), torch.bfloat16
+        known = dict.fromkeys(("row_amax", "column_amax")) | {"first_row": 0}
+        write = writer(x, out, row=row, column=column.for_columnwise(), source=source, dtype=dtype, **given, **known)
+        for step in range(3):
+            x.copy_(random_tensor(64, 160, seed=step, device=device) * 10.0 ** (1 - step))
+            given["factors"].mul_(1.5)
+            given["rounding"][1] += 1
+            before, expected_given = [t._version for t in out], {name: t.clone() for name, t in given.items()}
+            write()
+            expected = quantize(
+                x, row=row, column=column.for_columnwise(), source=source, dtype=dtype, **expected_given
+            )
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(out, expected, strict=True))
+            assert torch.equal(given["amaxes"], expected_given["amaxes"])
+            assert all(t._version > version for t, version in zip(out, before, strict=True))
 
 
 ROW, COLUMN = Cast("fp8_e4m3_row"), Cast("fp8_e4m3_1x128")
