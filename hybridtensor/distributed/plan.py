@@ -74,7 +74,7 @@ class Plan:
         """Return the plan of one face."""
         return self.row if direction == ROW else self.column
 
-    @property
+    @functools.cached_property
     def reduce(self) -> str | None:
         """What shards must know of each other to quantize what they send."""
         needs = {} if self.whole else {face.reduce for face in (self.row, self.column) if face.kind == "bytes"}
@@ -86,7 +86,7 @@ class Plan:
         face = self.row if self.row.reduce == "blocks" else self.column
         return face.format.block[0] or 1
 
-    @property
+    @functools.cached_property
     def amaxes(self) -> tuple[int, int]:
         """Shape of the largest magnitudes that are reduced."""
         if self.reduce == "blocks":

@@ -80,7 +80,8 @@ class MasterWeight(InterceptingTensor):
     @property
     def version(self) -> tuple[int, int, int]:
         """What changes with every write."""
-        return self.writes.count, _version(self), _version(self.master)
+        with torch._C.DisableTorchFunctionSubclass():  # which attributes of a tensor would pass through
+            return self.writes.count, _version(self), _version(self.master)
 
     def note_write(self) -> None:
         """Record that ``master`` was written to, so that no cached face and no saved tensor outlives it."""

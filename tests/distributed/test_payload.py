@@ -150,7 +150,11 @@ def other_streams(rank):
     model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
     on_cuda = here() == "cuda"
     for step in range(6):
-        side = torch.cuda.stream(torch.cuda.Stream()) if on_cuda and step % 2 else contextlib.nullcontext()
+        side = contextlib.nullcontext()
+        if on_cuda and step % 2:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())  # which wrote the weights
+            side = torch.cuda.stream(stream)
         with side:
             for block in model if step % 3 else ():
                 block.unshard()
