@@ -12,7 +12,7 @@ import torch
 from common import arguments, report, time_alternating
 from torch import Tensor
 
-from hybridtensor.ops import Cast, quantize, quantize_into, transpose
+from hybridtensor.ops import Cast, Hint, quantize, quantize_into, transpose
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 SHAPES = {"cuda": [(16384, 8192), (16384, 4096), (8192, 28672)], "cpu": [(512, 1024)]}
@@ -36,6 +36,7 @@ OF_ROWWISE = {
     "MXFP8, per column of it": (Cast("mxfp8_e4m3"), Cast("fp8_e4m3_row")),
 }
 INTO = ("1x128", "128x128", "MXFP8")
+BY_HINT = {"per tensor, power of two, as the last time": True, "per tensor, power of two, another one": False}
 
 
 def cast(x: Tensor, row: Cast | None, column: Cast | None, factors: Tensor) -> Callable[[], list[Tensor]]:
@@ -54,6 +55,19 @@ def cast_into(x: Tensor, row: Cast | None, column: Cast | None) -> Callable[[], 
     return run
 
 
+def cast_by_hint(x: Tensor, holds: bool) -> Callable[[], list[Tensor]]:
+    """Return what casts ``x`` as a layer does in every step, with the scale of the step before or with another one."""
+    hint, face, other = Hint(), Cast("fp8_e4m3_tensor", pow2_scale=True), torch.full((1,), 1e3, device=x.device)
+    quantize(x, row=face, column=face, hint=hint)
+
+    def run() -> list[Tensor]:
+        if not holds:
+            hint.amax = other
+        return quantize(x, row=face, column=face, hint=hint)
+
+    return run
+
+
 def cast_of_rowwise(x: Tensor, row: Cast, column: Cast) -> Callable[[], list[Tensor]]:
     """Return what casts ``x``, the columnwise face from what the rowwise one holds."""
     return lambda: quantize(x, row=row, column=column, source=row)
@@ -64,6 +78,7 @@ def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str,
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
     factors, copied = torch.ones(1, device=device), torch.empty_like(x)
     variants = {name: cast(x, *faces, factors) for name, faces in FACES.items()}
+    variants |= {name: cast_by_hint(x, holds) for name, holds in BY_HINT.items()}
     variants |= {name: cast_of_rowwise(x, *faces) for name, faces in OF_ROWWISE.items()}
     variants |= {f"{name}, into existing faces": cast_into(x, *FACES[name]) for name in INTO}
     times = time_alternating({"copy": lambda: copied.copy_(x), **variants}, device, repeats)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridtensor.ops import Hint
+
 ROLES = ("input", "weight", "grad_output")
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
 _FORGIVEN_CHANGES = 2  # of a weight without step_: loading, initializing late, sharpness-aware steps
@@ -52,6 +54,7 @@ class StateTensors(NamedTuple):
         slots: Names of the delayed scales.
         rank: Rank in the data-parallel group; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
+        hints: What speeds up casts of tensors like those before, by slot; None while compiling.
     """
 
     rounding: Tensor | None
@@ -60,6 +63,7 @@ class StateTensors(NamedTuple):
     slots: tuple[str, ...] = ()
     rank: int = 0
     name: str = ""
+    hints: dict[str, Hint] | None = None
 
     def position(self, slot: str) -> int:
         """Return where the scale of ``slot`` is.
@@ -109,6 +113,7 @@ class LayerState(nn.Module):
         self.group: dist.ProcessGroup | None = None
         self.version = 0
         self.replayed = False
+        self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
         self._seen: tuple[Any, Any, int] | None = None
         self._unstepped = 0
@@ -142,7 +147,7 @@ class LayerState(nn.Module):
         rounding = buffers["rounding"]
         draws = rounding is not None and dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(self.group) if draws else 0
-        return StateTensors(rounding, buffers["scale"], self.amax, self.slots, rank, self.name)
+        return StateTensors(rounding, buffers["scale"], self.amax, self.slots, rank, self.name, self.hints)
 
     def require(self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device) -> None:
         """Have exactly the scales of ``rules``, by slot, and a counter if ``stochastic``; keep those that stay."""

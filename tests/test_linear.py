@@ -324,6 +324,32 @@ def test_train_and_eval_in_any_order_never_see_a_stale_face(spec, order):
                 assert torch.equal(converted(x), fresh(x))
 
 
+@pytest.mark.parametrize("spec", ["fp8+pow2_scale", "fp8_rowwise_hp_grad_weight", "fp8_delayed"])
+def test_what_layers_remember_of_amaxes_changes_nothing(spec, device):
+    """Magnitudes that stay, rise and fall from step to step; the twin forgets after each."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 32)]
+        models.append(ht.quantize_(nn.Sequential(*layers).to(device, torch.bfloat16), spec))
+    for step in range(8):
+        x = random_tensor(48, 64, seed=step % 3, device=device) * 2.0 ** (step // 2)
+        for forgets, model in enumerate(models):
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad.sign() * 2.0 ** -(step % 3 + 5))
+            model.zero_grad()
+            ht.step_(model)
+            if forgets:
+                for p in model.parameters():
+                    getattr(getattr(p, "layer", None), "hints", {}).clear()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            assert torch.equal(getattr(p, "master", p), getattr(q, "master", q))
+    remembered = set(models[0][0].weight.layer.hints)
+    assert remembered == ({"input", "weight", "grad_output"} if spec == "fp8+pow2_scale" else set())
+
+
 def test_low_precision_really_runs():
     """The operators are called, and the result differs from BF16: a test that a silent fallback would fail."""
     calls = []

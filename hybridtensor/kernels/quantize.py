@@ -130,6 +130,9 @@ def _cast_fp8(
         unit = scale
     elif KIND == TENSOR:
         factor, scale = encode_scale(tl.load(measured), E5M2, POW2, OVERFLOW)
+        if NOTE:
+            amax = tl.max(tl.max(tl.abs(v), 1), 0)
+            raise_to(amaxes, amax, amax >= 0)
         y = v * factor
         unit = scale
     elif KIND == ROW:
@@ -252,8 +255,9 @@ def _cast_face(
     return wild, v
 
 
-@triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])
-def cast_kernel(
+@triton.jit
+def _cast_tile(
+    pid,
     x, stride_m, stride_k, M, K,
     row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, row_slot, row_stream,
     column_codes, column_scales, column_stride_k, column_stride_m, column_levels, column_measured, column_slot,
@@ -264,26 +268,11 @@ def cast_kernel(
     COLUMN_KIND: tl.constexpr, COLUMN_SIDE: tl.constexpr, COLUMN_E5M2: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_ROTATED: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PACK: tl.constexpr,
     ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, ROW_NOTE: tl.constexpr, COLUMN_NOTE: tl.constexpr,
-    ROW_STORE: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, ALIGNED: tl.constexpr,
+    ROW_STORE: tl.constexpr, HELD: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile into the faces that are asked for.
-
-    Args:
-        x: ``[M, K]`` with its strides.
-        row_codes: Elements of the rowwise face; ``row_scales`` with strides by row and block, ``row_levels`` its fp32
-            tensor scales, ``row_measured`` its amaxes (per tensor or row), ``row_slot`` its delayed scale,
-            ``row_stream`` its random numbers. The same for the columnwise face, transposed.
-        factors: Delayed factors; ``amaxes`` their notes.
-        rounding: Key and step; ``first_row`` counts this matrix's rows.
-        ROW_STORE: Whether the rowwise face is wanted, not only what it holds.
-        HELD: Make the columnwise face from what the rowwise one holds, as values of this dtype (see ``round_to``).
-        REVERSED: Begin at the end, where a pass before this one ended and the cache is warm.
-    """
-    pid = tl.program_id(0)
-    if REVERSED:
-        pid = tl.num_programs(0) - 1 - pid
+    """Cast tile ``pid``; see ``cast_kernel``."""
     tiles = tl.cdiv(K, BK)
     pm = pid // tiles
     pk = pid % tiles
@@ -327,3 +316,69 @@ def cast_kernel(
                     COLUMN_STOCHASTIC, COLUMN_NOTE, True, 0, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
                 )  # fmt: skip
                 wild |= again
+
+
+@triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])
+def cast_kernel(
+    x, stride_m, stride_k, M, K,
+    row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, row_slot, row_stream,
+    column_codes, column_scales, column_stride_k, column_stride_m, column_levels, column_measured, column_slot,
+    column_stream,
+    factors, amaxes, rounding, first_row,
+    ROW_KIND: tl.constexpr, ROW_SIDE: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
+    ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_PACK: tl.constexpr,
+    COLUMN_KIND: tl.constexpr, COLUMN_SIDE: tl.constexpr, COLUMN_E5M2: tl.constexpr, COLUMN_POW2: tl.constexpr,
+    COLUMN_ROTATED: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PACK: tl.constexpr,
+    ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, ROW_NOTE: tl.constexpr, COLUMN_NOTE: tl.constexpr,
+    ROW_STORE: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, CHECKED: tl.constexpr, ALIGNED: tl.constexpr,
+    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """Cast one tile into the faces that are asked for.
+
+    Args:
+        x: ``[M, K]`` with its strides.
+        row_codes: Elements of the rowwise face; ``row_scales`` with strides by row and block, ``row_levels`` its fp32
+            tensor scales, ``row_measured`` its amaxes (per tensor or row), ``row_slot`` its delayed scale,
+            ``row_stream`` its random numbers. The same for the columnwise face, transposed.
+        factors: Delayed factors; ``amaxes`` their notes.
+        rounding: Key and step; ``first_row`` counts this matrix's rows.
+        ROW_STORE: Whether the rowwise face is wanted, not only what it holds.
+        HELD: Make the columnwise face from what the rowwise one holds, as values of this dtype (see ``round_to``).
+        REVERSED: Begin at the end, where a pass before this one ended and the cache is warm.
+        CHECKED: The faces are there, scaled per tensor by the amax at ``factors``: cast all tiles again, several to a
+            program, if the scale of ``row_measured`` is another one; else do nothing.
+    """
+    pid = tl.program_id(0)
+    if CHECKED:
+        E5M2: tl.constexpr = ROW_E5M2 if ROW_KIND != NONE else COLUMN_E5M2
+        POW2: tl.constexpr = ROW_POW2 if ROW_KIND != NONE else COLUMN_POW2
+        now, _ = encode_scale(tl.load(row_measured), E5M2, POW2, ROW_OVERFLOW)
+        before, _ = encode_scale(tl.load(factors), E5M2, POW2, ROW_OVERFLOW)
+        if now != before:
+            for tile in range(pid, tl.cdiv(M, BM) * tl.cdiv(K, BK), tl.num_programs(0)):
+                _cast_tile(
+                    tile,
+                    x, stride_m, stride_k, M, K,
+                    row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, row_slot, row_stream,
+                    column_codes, column_scales, column_stride_k, column_stride_m, column_levels, column_measured,
+                    column_slot, column_stream, factors, amaxes, rounding, first_row,
+                    ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_ROTATED, ROW_STOCHASTIC, ROW_PACK,
+                    COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_ROTATED, COLUMN_STOCHASTIC, COLUMN_PACK,
+                    ROW_OVERFLOW, COLUMN_OVERFLOW, ROW_NOTE, COLUMN_NOTE, ROW_STORE, HELD, ALIGNED, HW, EVEN, WIDE,
+                    BM, BK, R, V,
+                )  # fmt: skip
+    else:
+        if REVERSED:
+            pid = tl.num_programs(0) - 1 - pid
+        _cast_tile(
+            pid,
+            x, stride_m, stride_k, M, K,
+            row_codes, row_scales, row_stride_m, row_stride_k, row_levels, row_measured, row_slot, row_stream,
+            column_codes, column_scales, column_stride_k, column_stride_m, column_levels, column_measured, column_slot,
+            column_stream, factors, amaxes, rounding, first_row,
+            ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_ROTATED, ROW_STOCHASTIC, ROW_PACK,
+            COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_ROTATED, COLUMN_STOCHASTIC, COLUMN_PACK,
+            ROW_OVERFLOW, COLUMN_OVERFLOW, ROW_NOTE, COLUMN_NOTE, ROW_STORE, HELD, ALIGNED, HW, EVEN, WIDE,
+            BM, BK, R, V,
+        )  # fmt: skip

@@ -1,6 +1,6 @@
 """Operators: one file each, with schema, eager reference (the definition), fake and checked public function."""
 
-from hybridtensor.ops.cast import Cast, Casts, can_hold
+from hybridtensor.ops.cast import Cast, Casts, Hint, can_hold
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.float8_cast import float8_cast
 from hybridtensor.ops.float8_quantize import float8_quantize
@@ -16,6 +16,7 @@ __all__ = [
     "Cast",
     "Casts",
     "Held",
+    "Hint",
     "Operand",
     "can_hold",
     "dequantize",

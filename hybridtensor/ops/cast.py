@@ -98,7 +98,6 @@ class Layout(NamedTuple):
         return tensor.numel() == 0 or all(extent == 1 or mine == theirs for extent, mine, theirs in steps)
 
 
-@functools.lru_cache(maxsize=1024)
 def face_layouts(cast: Cast | None, other: int, contraction: int) -> tuple[Layout, ...]:
     """Return how the tensors of an ``[other, contraction]`` face lie: elements, scales, in some formats tensor scales.
 
@@ -118,13 +117,16 @@ def face_layouts(cast: Cast | None, other: int, contraction: int) -> tuple[Layou
     return made if level is None else (*made, Layout(level, (max(level[1], 1), 1), torch.float32))
 
 
+_numeric_layouts = functools.lru_cache(maxsize=1024)(face_layouts)  # symbols of a traced shape have no hash
+
+
 def can_hold(out: list[Tensor], x: Tensor, row: Cast | None, column: Cast | None) -> bool:
     """Whether the faces of ``x`` can be written straight into ``out``, plain tensors that lie as kernels want them.
 
     They share no memory with each other, nor with ``x``, which is read while they are written.
     """
     rows, columns = x.shape
-    layouts = [*face_layouts(row, rows, columns), *face_layouts(column, columns, rows)]
+    layouts = (*_numeric_layouts(row, rows, columns), *_numeric_layouts(column, columns, rows))
     return (
         len(out) == len(layouts)
         and all(type(t) in (Tensor, torch.nn.Parameter) and t.device == x.device for t in (x, *out))
@@ -157,6 +159,31 @@ def required(dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
         raise TypeError("face_layouts: a quantized format is required, got the identity")
     return dtype
+
+
+class Hint:
+    """By what amax the last tensor of a kind was scaled: going by it, a cast takes one pass if the scale still holds.
+
+    It never changes a result. It is not saved, and empty in copies.
+
+    Attributes:
+        amax: fp32 ``[1]``, or None.
+        stream: On which it is known.
+    """
+
+    __slots__ = ("amax", "stream")
+
+    def __init__(self) -> None:
+        self.amax: Tensor | None = None
+        self.stream = 0
+
+    def __reduce__(self) -> tuple[type[Hint], tuple[()]]:
+        return Hint, ()
+
+    def last(self, device: torch.device, stream: int) -> Tensor | None:
+        """Return the amax, if it is known on that device and stream."""
+        amax = self.amax
+        return amax if amax is not None and amax.device == device and self.stream == stream else None
 
 
 class State(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hybridtensor.ops.cast import Cast, State, can_hold, empty_face, parse
+from hybridtensor.ops.cast import Cast, Hint, State, can_hold, empty_face, parse
 from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.quantize_cuda import measure_cuda, measurer_cuda, quantize_cuda, writer_cuda
 from hybridtensor.ops.references.blocks import block_amax
@@ -83,6 +83,7 @@ def quantize(
     first_row: int = 0,
     row_amax: Tensor | None = None,
     column_amax: Tensor | None = None,
+    hint: Hint | None = None,
 ) -> list[Tensor]:
     """Return the faces of ``x``, made in one pass where the device has a kernel.
 
@@ -103,6 +104,8 @@ def quantize(
         row_amax: Largest magnitudes that the rowwise face (or ``source``) is scaled by, instead of its own, where this
             is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row. For formats with such scales.
         column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
+        hint: Of what is quantized alike again and again, for one scale per tensor that is a power of two: the result is
+            the same, and takes one pass over ``x`` instead of two where the scale is that of the last time.
 
     Returns:
         The tensors of the rowwise face, then those of the columnwise one.
@@ -112,7 +115,7 @@ def quantize(
     """
     state = _state(x, row or source, column, State(factors, amaxes, rounding, first_row, row_amax, column_amax))
     if runs_directly(x):
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, state)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, state, hint=hint)
     casts = (str(cast or "") for cast in (row, column, source))
     made: list[Tensor] = _OP(x, *casts, dtype or x.dtype, *state)
     return made

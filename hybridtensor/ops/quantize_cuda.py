@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.cast import Cast, State, face_layouts
+from hybridtensor.ops.cast import Cast, Hint, State, face_layouts
 from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.references.faces import define_faces
 
 # As the kernels name them
@@ -85,6 +86,7 @@ def quantize_cuda(
     dtype: torch.dtype,
     state: State,
     out: list[Tensor] | None = None,
+    hint: Hint | None = None,
 ) -> list[Tensor]:
     """Do what ``quantize`` says, with kernels, or into ``out`` what ``quantize_into`` says."""
     if x.numel() == 0:
@@ -93,7 +95,7 @@ def quantize_cuda(
     _require_factors(state, row, column, source)
     x = _readable(x)
     if source is None or column is None:
-        return _run(x, row, column, None, None, state, out)
+        return _run(x, row, column, None, None, state, out, hint)
     if row is not None and row != source:
         of_row, of_column = (None, None) if out is None else (out[: _size(row)], out[_size(row) :])
         made = _run(x, row, None, None, None, state, of_row)
@@ -154,10 +156,14 @@ def _run(
     held: torch.dtype | None,
     state: State,
     out: list[Tensor] | None,
+    hint: Hint | None = None,
 ) -> list[Tensor]:
     """Cast by the plan for this kind of matrix."""
+    plan = _plan(_key(x, row, column, source, held, state))
     with on_device(x.device):
-        return _plan(_key(x, row, column, source, held, state)).run(x, state, out)
+        if hint is None or not plan.is_one_pow2_scale or is_captured():
+            return plan.run(x, state, out)
+        return plan.run_by(hint, x)
 
 
 def _key(
@@ -239,8 +245,7 @@ class _Plan:
     def run(self, x: Tensor, state: State, out: list[Tensor] | None) -> list[Tensor]:
         """Allocate if there is no ``out``, measure and cast."""
         device, of_row = x.device, len(self.layouts[0])
-        if out is None:
-            out = [layout.empty(device) for layouts in self.layouts for layout in layouts]
+        out = self._empty(device) if out is None else out
         row_out, column_out = out[:of_row], out[of_row:]
         row_amax = column_amax = x
         if self.measure is not None:
@@ -253,6 +258,47 @@ class _Plan:
             seen, extents = (row_amax, (1, 1, 1, 1)) if self.by_largest else (x, self.extents)
             self._start(self.measure_held, seen, extents, [], [], row_amax, column_amax, state)
         self._start(self.cast, x, self.extents, row_out, column_out, row_amax, column_amax, state)
+        return out
+
+    def _empty(self, device: torch.device) -> list[Tensor]:
+        """Return the faces, not filled."""
+        return [layout.empty(device) for layouts in self.layouts for layout in layouts]
+
+    @functools.cached_property
+    def is_one_pow2_scale(self) -> bool:
+        """Whether all is scaled by one power of two, which follows from the amax of the tensor."""
+        faces = [face for face in self.faces if face.kind != _NONE]
+        alike = {(face.kind, face.pow2, face.e5m2) for face in faces}
+        return (
+            alike <= {(_TENSOR, True, True), (_TENSOR, True, False)}
+            and len(alike) == 1
+            and self.key.known == (None, None)
+        )
+
+    @functools.cached_property
+    def _guess_and_check(self) -> tuple[Launch, Launch]:
+        """What casts by an amax and raises another one, and what casts again if that has another scale."""
+        row, column = self.faces
+        guess = self._cast(column, reverse=False, ROW_NOTE=row.kind == _TENSOR, COLUMN_NOTE=row.kind == _NONE)
+        device = self.key.device
+        wave = 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        return guess, self._cast(column, reverse=False, CHECKED=True, programs=min(self.tiles, wave))
+
+    def run_by(self, hint: Hint, x: Tensor) -> list[Tensor]:
+        """Do what ``run`` does, in one pass if the tensor has the scale that the hint's amax has."""
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+        last, out = hint.last(x.device, stream), self._empty(x.device)
+        row_out, column_out = out[: len(self.layouts[0])], out[len(self.layouts[0]) :]
+        if last is not None:
+            now = torch.zeros(1, dtype=torch.float32, device=x.device)
+            guess, check = self._guess_and_check
+            self._start(guess, x, self.extents, row_out, column_out, last, last, State(amaxes=now))
+            self._start(check, x, self.extents, row_out, column_out, now, now, State(factors=last))
+        else:
+            row_amax, column_amax = (x, x) if self.measure is None else self.measure(x)
+            self._start(self.cast, x, self.extents, row_out, column_out, row_amax, column_amax, State())
+            now = row_amax if self.faces[0].kind == _TENSOR else column_amax
+        hint.amax, hint.stream = now if now.data_ptr() % 16 == 0 else None, stream
         return out
 
     def _start(
@@ -282,8 +328,9 @@ class _Plan:
             COLUMN_ROTATED=column.rotated, COLUMN_STOCHASTIC=column.stream >= 0,
             COLUMN_PACK=_packs(column, key.shape[0]),
             ROW_OVERFLOW=_overflow(row, key.dtype), COLUMN_OVERFLOW=_overflow(column, key.held or key.dtype),
-            ROW_NOTE=key.notes, COLUMN_NOTE=key.notes and (bool(held) or row.kind != _GIVEN),
-            ROW_STORE=key.row is not None, HELD=held, REVERSED=reverse, ALIGNED=key.shape[1] % 8 == 0,
+            ROW_NOTE=key.notes and row.kind == _GIVEN,
+            COLUMN_NOTE=key.notes and column.kind == _GIVEN and (bool(held) or row.kind != _GIVEN),
+            ROW_STORE=key.row is not None, HELD=held, REVERSED=reverse, CHECKED=False, ALIGNED=key.shape[1] % 8 == 0,
             HW=converts_to_fp8(key.device), **self.shape,
         )  # fmt: skip
         programs = changes.pop("programs", self.tiles)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.formats import Format, nearest
-from hybridtensor.ops import Cast, Casts, Held, Operand
+from hybridtensor.ops import Cast, Casts, Held, Hint, Operand
 from hybridtensor.ops.library import require_float
 from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
@@ -253,7 +253,7 @@ def cast_together(
 ) -> tuple[Operand | None, Operand | None]:
     """Return what casts make of ``x``, in one go; see ``ops.quantize``."""
     matrix, (row, column, _) = tokens(x), casts
-    made = ops.quantize(matrix, **_arguments(matrix, casts, dtype, context))
+    made = ops.quantize(matrix, **_arguments(matrix, casts, dtype, context), hint=_hint(casts, context))
     size = 0 if row is None else 2 + (row.format.tensor_block is not None)
     return _operand(made[:size], row), _operand(made[size:], column)
 
@@ -278,6 +278,15 @@ def _arguments(matrix: Tensor, casts: Casts, dtype: torch.dtype, context: Contex
         row_amax=None if row is None and source is None else context.amaxes[0],
         column_amax=None if column is None else context.amaxes[1],
     )  # fmt: skip
+
+
+def _hint(casts: Casts, context: Context) -> Hint | None:
+    """Return what the layer remembers of the last such tensor, where casts can go by it."""
+    cast = casts.row or casts.column
+    hints = None if context.state is None else context.state.hints
+    if cast is None or hints is None or not cast.pow2_scale or cast.measures is not False:
+        return None
+    return hints.setdefault(context.slot, Hint())
 
 
 def _operand(tensors: list[Tensor], cast: Cast | None) -> Operand | None:

@@ -4,7 +4,9 @@ Oracle: the definitions of the single faces (which other files compare with impl
 together by hand. The kernels run on a GPU, and without one in Triton's interpreter, where they round by themselves.
 """
 
+import copy
 import itertools
+import pickle
 import warnings
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor.formats import get_format
 from hybridtensor.ops import quantize_cuda as quantize_cuda_module
-from hybridtensor.ops.cast import Cast, State, parse
+from hybridtensor.ops.cast import Cast, Hint, State, parse
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.quantize import measure, measurer, quantize
 from hybridtensor.ops.quantize_cuda import quantize_cuda
@@ -60,7 +62,7 @@ def run(request, device):
 
 def interpreted(
     x, *, row=None, column=None, source=None, dtype=None, factors=None, amaxes=None, rounding=None, first_row=0,
-    row_amax=None, column_amax=None, out=None,
+    row_amax=None, column_amax=None, out=None, hint=None,
 ):  # fmt: skip
     """Quantize with the kernels, on a CPU."""
     pytest.importorskip("triton", reason="Triton's interpreter is needed")
@@ -69,7 +71,7 @@ def interpreted(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
         given = State(factors, amaxes, rounding, first_row, row_amax, column_amax)
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, given, out)
+        return quantize_cuda(x, row, column, source, dtype or x.dtype, given, out, hint)
 
 
 def state(device):
@@ -337,6 +339,54 @@ def test_known_amaxes_have_to_fit():
         faces = {"row" if name == "row_amax" else "column": cast, "factors": amax}
         with pytest.raises(ValueError, match=f"quantize: {name} of shape {shape} is required for"):
             quantize(x, **faces, **{name: given})
+
+
+E4M3, E5M2 = (Cast(f"fp8_{element}_tensor", pow2_scale=True) for element in ("e4m3", "e5m2"))
+
+
+@pytest.mark.parametrize("faces", [(E4M3, E4M3), (E5M2, E5M2), (E4M3, None), (None, E5M2)], ids=str)
+def test_a_hint_never_changes_the_result(faces, run, device):
+    """Whatever the tensor before was like, and wherever scales change: among them zeros, NaN and Inf."""
+    hint, (row, column) = Hint(), faces
+    factors = ((0, 1.0), (1, 1.0), (2, 3.0), (2, 3.5), (3, 2.0**-20), (4, 0.0), (5, 1.0), (5, 2.0**90), (6, 1.0))
+    sequence = [random_tensor(96, 160, seed=seed, device=device) * factor for seed, factor in factors]
+    for special in (float("nan"), float("inf")):
+        sequence.append(sequence[0].index_fill(0, torch.tensor([3, 70], device=device), special))
+    sequence += [
+        edge_tensor(torch.bfloat16, device),
+        sequence[0],
+        sequence[0].t(),
+        sequence[0][:31, :45],
+        sequence[0][:0],
+    ]
+    for x in sequence:
+        got, expected = (run(x, row=row, column=column, hint=h) for h in (hint, None))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_hint_is_taken_where_there_is_one_scale_that_is_a_power_of_two(device):
+    quantizing = interpreted if device == "cpu" else quantize
+    x = random_tensor(64, 128, device=device)
+    for row, column, given, taken in (
+        (E4M3, E4M3, {}, True),
+        (E4M3, None, {}, True),
+        (E4M3, E5M2, {}, False),
+        (Cast("fp8_e4m3_tensor"), None, {}, False),
+        (Cast("fp8_e5m2_row", pow2_scale=True), None, {}, False),
+        (E4M3, None, {"row_amax": torch.ones(1, device=device)}, False),
+    ):
+        hint = Hint()
+        for _ in range(2):
+            quantizing(x, row=row, column=column, hint=hint, **given)
+            assert (hint.amax is not None) == taken
+        if taken:
+            expected = measure(x, row=E4M3)[0]
+            assert torch.equal(hint.amax, expected)
+            first = hint.amax
+            quantizing(x * 8, row=row, column=column, hint=hint)
+            assert hint.amax is not first
+            assert torch.equal(hint.amax, expected * 8)
+    assert copy.deepcopy(hint).amax is pickle.loads(pickle.dumps(hint)).amax is None
 
 
 @pytest.mark.parametrize("view", ["whole", "strided", "empty"])
