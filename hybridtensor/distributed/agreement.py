@@ -33,6 +33,7 @@ class Shard(Protocol):
     config: Any
     agreed: Any
     amaxes: Tensor | None
+    reductions: int
     exchange: Exchange | None
 
 
@@ -103,7 +104,7 @@ class Exchange:
         self._all.zero_()
         for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
             self._measure(index, shard, values)
-            shard.amaxes = self._amaxes[index]
+            shard.amaxes, shard.reductions = self._amaxes[index], shard.reductions + 1
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:

@@ -55,6 +55,7 @@ class Shard:
         plan: How the weight is gathered.
         faces: Of the gathered weight, after the first gather.
         amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
+        reductions: How often magnitudes were reduced.
         exchange: What reduced the magnitudes of all shards, of which this is the first; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
@@ -69,6 +70,7 @@ class Shard:
         self.plan: Any = None
         self.faces: Faces | None = None
         self.amaxes: Tensor | None = None
+        self.reductions = 0
         self.exchange: Exchange | None = None
         self.agreed: Any = None
         self.reduced: Any = None
@@ -174,7 +176,8 @@ class Shard:
             made = Payload(self.plan, sent, dtype, device)
             self._fill_payload(made, tensor)
             return made
-        kept, key = self._kept, (tensor.version, getattr(tensor.layer, "version", None), self.config)
+        # Reductions: another rank may have written its part of the weight
+        kept, key = self._kept, (tensor.version, self.reductions, getattr(tensor.layer, "version", None), self.config)
         asked = set(sent)
         if kept is None or kept.plan is not self.plan or kept.dtype != dtype or not asked.issubset(kept.names):
             if kept is not None and kept.plan is self.plan:

@@ -103,6 +103,24 @@ def test_every_write_is_seen(two):
     two.run(writes)
 
 
+def one_rank_writes(rank):
+    """Scales of a part follow what another rank wrote to its own, once magnitudes are exchanged."""
+    model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
+    for step in range(3):
+        losses = [loss_of(m, step) for m in (model, twin)]
+        assert same_bits(*(loss.detach() for loss in losses)), step
+        with torch.no_grad():
+            for m in (model, twin):
+                m[0].up.weight.mul_(0.5)
+            twin[1].down.weight[: len(twin[1].down.weight) // 2].mul_(8)
+            if rank == 0:
+                local(model[1].down.weight).mul_(8)
+
+
+def test_scales_follow_what_one_rank_wrote(two):
+    two.run(one_rank_writes)
+
+
 def memory(rank):
     for recipe in RECIPES:
         model = shard(make(recipe, width=256, hidden=256, blocks=1), mesh_of(rank, 2))
