@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hybridtensor.distributed.agreement import reduce_amaxes
 from hybridtensor.distributed.payload import cut_out
-from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
-from hybridtensor.distributed.shard import Shard, check_persistent, shard_of
+from hybridtensor.distributed.plan import COLUMN, ROW, Plan, check_persistent, make_plan
+from hybridtensor.distributed.shard import Shard, shard_of
 from hybridtensor.distributed.torch_compat import (
     MISSING,
     everything,

@@ -267,3 +267,20 @@ def rows_together(plan: Plan) -> int:
         if not face.format.is_identity:
             extents.append(face.format.block[along_rows] or 1)
     return math.lcm(*extents)
+
+
+def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
+    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to fall back on.
+
+    Raises:
+        ValueError: If not.
+    """
+    reasons = [plan.whole, plan.row.reason, plan.column.reason if plan.column.kind == "whole" else ""]
+    if plan.reduce == "blocks":
+        reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None:
+        raise ValueError(
+            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
+            "use another number of ranks or recipe, or quantize_ without persistent=True"
+        )

@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from hybridtensor.distributed.agreement import Exchange, check_recipes, reduce_amaxes
 from hybridtensor.distributed.faces import Faces
 from hybridtensor.distributed.payload import Payload, wire
-from hybridtensor.distributed.plan import COLUMN, ROW, Plan, make_plan
+from hybridtensor.distributed.plan import COLUMN, ROW, Plan, check_persistent, make_plan
 from hybridtensor.distributed.scales import scaled_alike, writer_alike
 from hybridtensor.distributed.torch_compat import (
     Sharded,
@@ -389,23 +389,6 @@ def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
         face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
         return face.dequantize(dtype)  # type: ignore[union-attr]
     return tensor.dequantize()  # type: ignore[no-any-return]
-
-
-def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
-    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to fall back on.
-
-    Raises:
-        ValueError: If not.
-    """
-    reasons = [plan.whole, plan.row.reason, plan.column.reason if plan.column.kind == "whole" else ""]
-    if plan.reduce == "blocks":
-        reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
-    reason = next((reason for reason in reasons if reason), None)
-    if reason is not None:
-        raise ValueError(
-            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
-            "use another number of ranks or recipe, or quantize_ without persistent=True"
-        )
 
 
 def shard_of(sharded: Sharded) -> Shard:
