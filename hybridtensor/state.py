@@ -225,13 +225,17 @@ class LayerState(nn.Module):
         """Copy everything but the group, which is shared, and what was seen of a weight that is not copied along."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        own = {name: value for name, value in self.__dict__.items() if name not in ("group", "_seen")}
-        new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None)
+        own = {name: value for name, value in self.__dict__.items() if name not in ("group", "_seen", "hints")}
+        new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None, hints={})
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the group, which belongs to this process, and what was seen of the weight."""
-        return self.__dict__ | {"group": None, "_seen": None}
+        """Leave out the group, which belongs to this process, what was seen of the weight, and hints."""
+        return self.__dict__ | {"group": None, "_seen": None, "hints": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See ``Module``; what was saved before there were hints has none."""
+        super().__setstate__({"hints": {}} | state)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights."""

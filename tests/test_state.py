@@ -476,3 +476,21 @@ def test_compiled_training_equals_eager(recipe, backend, device):
     for a, b in zip(states(eager).values(), states(compiled).values(), strict=True):
         assert torch.equal(a, b)
     torch._dynamo.reset()
+
+
+def test_hints_are_not_saved_and_not_copied():
+    """A parameter with what its layer remembers is read back by torch's restricted unpickler."""
+    layer = ht.quantize_(nn.Linear(32, 32), "fp8+pow2_scale")
+    layer(torch.randn(4, 32)).sum().backward()
+    state = layer.weight.layer
+    assert set(state.hints) == {"input", "weight", "grad_output"}
+    file = io.BytesIO()
+    torch.save(list(layer.parameters()), file)
+    file.seek(0)
+    weight, _ = torch.load(file, weights_only=True)
+    assert torch.equal(weight.master, layer.weight.master)
+    assert weight.layer.hints == copy.deepcopy(layer).weight.layer.hints == {}
+    old = {name: value for name, value in state.__getstate__().items() if name != "hints"}
+    before_hints = LayerState.__new__(LayerState)
+    before_hints.__setstate__(old)
+    assert before_hints.tensors().hints == {}

@@ -72,7 +72,8 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
     """
     shards, first = [shard for shard, _ in pairs], pairs[0][0]
     if first.exchange is None or not first.exchange.is_of(shards):
-        first.exchange = Exchange(shards)
+        with torch.inference_mode(False):
+            first.exchange = Exchange(shards)
     first.exchange.reduce([values for _, values in pairs])
 
 
@@ -90,7 +91,7 @@ class Exchange:
         self._all = torch.zeros(begins[-1], device=shards[0].sharded.device)
         self._parts = [self._all[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)]
         self._amaxes = [part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)]
-        self._measures: list[tuple[Tensor | None, int, Callable[[], object]]] = [(None, 0, _nothing)] * len(shards)
+        self._measures: list[tuple[Any, Callable[[Tensor], object]]] = [(None, _nothing)] * len(shards)
 
     def is_of(self, shards: list[Shard]) -> bool:
         """Whether this is for those shards, and as they are gathered now."""
@@ -108,26 +109,30 @@ class Exchange:
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
-        """Measure one part; how that is done is kept for a part that is kept itself."""
-        seen, address, run = self._measures[index]
-        if seen is not values or address != values.data_ptr():
+        """Measure one part; how that is done is kept for values that lie as these do."""
+        place, (seen, run) = place_of(values), self._measures[index]
+        if seen != place:
             run = _measuring(shard.plan, shard.sharded.rank, values, self._parts[index])
-            if values is getattr(shard.sharded.tensor, "master", None):
-                self._measures[index] = values, values.data_ptr(), run
-        run()
+            self._measures[index] = place, run
+        run(values)
 
 
-def _nothing() -> None:
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where and how a tensor lies; what was worked out for it holds for another one there."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _nothing(values: Tensor) -> None:
     return None
 
 
-def _measuring(plan: Plan, rank: int, values: Tensor, out: Tensor) -> Callable[[], object]:
+def _measuring(plan: Plan, rank: int, values: Tensor, out: Tensor) -> Callable[[Tensor], object]:
     """Return what writes the largest magnitudes of this rank's values into ``out``, ``plan.amaxes`` flattened."""
     if plan.reduce == "tensor":
         return measurer(values, out, row=Cast("fp8_e4m3_tensor"))
     if plan.reduce == "column":
         return measurer(values, out, column=Cast("fp8_e4m3_row"))
-    return lambda: out.copy_(_of_blocks(plan, rank, values).view(-1))
+    return lambda values: out.copy_(_of_blocks(plan, rank, values).view(-1))
 
 
 def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:

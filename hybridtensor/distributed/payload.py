@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtensor.distributed.agreement import place_of
 from hybridtensor.distributed.plan import COLUMN, ROW, Piece, Plan, pieces
 from hybridtensor.ops import Cast, Operand
 from hybridtensor.ops.cast import face_layouts
@@ -103,9 +104,8 @@ class Payload:
         self._bytes = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=device)
         self._stretches: dict[tuple[str, ...], Tensor] = {}
         self._stream: Any = None
-        self._again: Callable[[], None] | None = None
-        self._inputs: tuple[Any, ...] = ()
-        self._address = 0
+        self._again: Callable[[Tensor], None] | None = None
+        self._inputs: tuple[Any, tuple[Any, ...]] = None, ()
         for name in names:
             self.tensors[name] = list(self._travelling(name))
             if name in _DIRECTIONS:
@@ -128,14 +128,19 @@ class Payload:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
-    def remake(self, inputs: tuple[Any, ...], make: Callable[[], Callable[[], None] | None]) -> None:
-        """Make the bytes of ``inputs``: by what ``make`` returned, if it was of the same tensors, or by ``make()``."""
-        address = inputs[0].data_ptr()
-        same = len(inputs) == len(self._inputs) and all(map(operator.is_, self._inputs, inputs))
-        if self._again is not None and same and self._address == address:
-            self._again()
+    def remake(
+        self, part: Tensor, others: tuple[Any, ...], make: Callable[[], Callable[[Tensor], None] | None]
+    ) -> None:
+        """Make the bytes of ``part`` and ``others``: by what ``make`` returned for the same tensors, or by ``make()``.
+
+        The part is not kept alive: it is the rank's high-precision weight, which may be moved to another device.
+        """
+        known, inputs = self._inputs
+        same = known == place_of(part) and len(inputs) == len(others) and all(map(operator.is_, inputs, others))
+        if self._again is not None and same:
+            self._again(part)
         else:
-            self._again, self._inputs, self._address = make(), inputs, address
+            self._again, self._inputs = make(), (place_of(part), others)
 
     def fill(self, name: str, operand: Operand, first: int, rows: int) -> None:
         """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more."""
@@ -165,7 +170,8 @@ class Payload:
         now = torch.cuda.current_stream(device)
         if self._stream is not None:
             now.wait_stream(self._stream)
-            self._bytes.record_stream(now)
+            for tensor in (self._bytes, *self.alike.values()):
+                tensor.record_stream(now)
         self._stream = now
 
 

@@ -52,7 +52,7 @@ def scaled_alike(
 def writer_alike(
     out: list[Tensor], values: Tensor, quantizer: Quantizer, plan: Plan, rank: int, amaxes: Tensor | None, state: Any,
     *, rowwise: bool, columnwise: bool, dtype: torch.dtype,
-) -> Callable[[], None] | None:  # fmt: skip
+) -> Callable[[Tensor], None] | None:  # fmt: skip
     """Return what makes the faces that ``scaled_alike`` returns, in ``out``, again and again; see ``writer``.
 
     Returns:

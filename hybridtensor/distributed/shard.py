@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ class Shard:
         self.traced = False
         self._made_for: Any = None
         self._kept: Payload | None = None
+        self._kept_of: weakref.ref[Tensor] | None = None
         self._fillers: dict[Any, list[Any]] = {}
 
     @property
@@ -106,7 +108,8 @@ class Shard:
     def version(self) -> Any:
         """Return what changes with every write to this rank's part."""
         tensor: Any = self.sharded.tensor
-        return id(tensor.writes), tensor.version, self.config
+        # The counter itself, so that nothing else gets its address; and the DTensor's version, which graphs increment
+        return tensor.writes, self.sharded.version, tensor.version, self.config
 
     # -- before the gather --------------------------------------------------------------------------------------------
 
@@ -171,27 +174,33 @@ class Shard:
         """Return what this rank sends, made when the shard was last written, or now."""
         dtype, device = self.dtype, self.sharded.device
         if not self._keeps(tensor, sent):
-            if "values" not in sent:
+            if "values" not in sent and not is_recorded():
                 self._kept = None
-            made = Payload(self.plan, sent, dtype, device)
+            with torch.inference_mode(False):
+                made = Payload(self.plan, sent, dtype, device)
             self._fill_payload(made, tensor)
             return made
         # Reductions: another rank may have written its part of the weight
-        kept, key = self._kept, (tensor.version, self.reductions, getattr(tensor.layer, "version", None), self.config)
+        kept, key = self._kept, (self.version(), self.reductions, tensor.layer, getattr(tensor.layer, "version", None))
         asked = set(sent)
         if kept is None or kept.plan is not self.plan or kept.dtype != dtype or not asked.issubset(kept.names):
             if kept is not None and kept.plan is self.plan:
                 asked.update(kept.names)  # from now on, both faces are made in one go
-            kept = self._kept = Payload(self.plan, tuple(name for name in _DIRECTIONS if name in asked), dtype, device)
+            with torch.inference_mode(False):
+                kept = Payload(self.plan, tuple(name for name in _DIRECTIONS if name in asked), dtype, device)
+            self._kept = kept
         kept.order()
         if kept.key != key:
             state = tensor.state
-            kept.remake(
-                (tensor.master, self.amaxes, *(() if state is None else state[:3])),
-                lambda: self._fill_payload(kept, tensor),
-            )
-            kept.key = key
+            others = self.amaxes, *(() if state is None else state[:3])
+            kept.remake(tensor.master, others, lambda: self._fill_payload(kept, tensor))
+            kept.key, self._kept_of = key, weakref.ref(tensor.master, self._forget)
         return kept
+
+    def _forget(self, dead: weakref.ref[Tensor]) -> None:
+        """Let go of what was kept of a part that is no more: the model was moved, or loaded anew."""
+        if dead is self._kept_of:
+            self._kept = None
 
     def _keeps(self, tensor: Any, sent: tuple[str, ...]) -> bool:
         """Whether what is sent is made of this rank's part, quantized, and can be sent again until that is written."""
@@ -202,8 +211,8 @@ class Shard:
             and not (tensor.writes.replayed or getattr(tensor.layer, "replayed", False) or is_recorded())
         )
 
-    def _fill_payload(self, payload: Payload, tensor: Any) -> Callable[[], None] | None:
-        """Make what is sent of this rank's part; return what makes it again of the same tensors, if one cast does."""
+    def _fill_payload(self, payload: Payload, tensor: Any) -> Callable[[Tensor], None] | None:
+        """Make what is sent of this rank's part; return what makes it again of the part, if one cast does."""
         if "values" in payload.names:
             payload.tensors["values"][0].copy_(_values(tensor, self.plan, payload.dtype))
         rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
@@ -216,7 +225,7 @@ class Shard:
             out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
             write = writer_alike(out, *part, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
             if write is not None:
-                write()
+                write(tensor.master)
                 return write
             made, first = scaled_alike(*part, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype)
         for direction, operand in zip(_DIRECTIONS, made, strict=True):

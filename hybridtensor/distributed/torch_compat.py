@@ -57,6 +57,12 @@ class Sharded(NamedTuple):
         return local(self.param.sharded_param)  # type: ignore[no-any-return]
 
     @property
+    def version(self) -> int:
+        """What changes with every write to the DTensor, or -1 for one of inference mode."""
+        param = self.param.sharded_param
+        return -1 if param.is_inference() else param._version
+
+    @property
     def size(self) -> tuple[int, ...]:
         """Shape of the whole parameter (under tensor parallelism: of what FSDP2 shards of it)."""
         return tuple(self.param._orig_size)

@@ -115,7 +115,8 @@ def _filler_of_blocks(
     """Return what copies scales of blocks that shards cut: each from the rank of its first row."""
     whole = bytewise(whole.t() if turned else whole)
     size, (rows, columns) = whole.itemsize, piece.shape
-    view = _View(whole.dtype, (plan.num_ranks, rows, columns), (layout.nbytes // size, columns, 1), begin // size)
+    strides = (layout.nbytes // size, *piece.strides)
+    view = _View(whole.dtype, (plan.num_ranks, rows, columns), strides, begin // size)
 
     def fill(received: Tensor) -> None:
         of_blocks = view.of(received).movedim(1 + piece.dim, 1).flatten(0, 1)  # [R * blocks that a shard touches, ..]

@@ -164,7 +164,7 @@ def required(dtype: torch.dtype | None) -> torch.dtype:
 class Hint:
     """By what amax the last tensor of a kind was scaled: going by it, a cast takes one pass if the scale still holds.
 
-    It never changes a result. It is not saved, and empty in copies.
+    It never changes a result, and is not saved.
 
     Attributes:
         amax: fp32 ``[1]``, or None.
@@ -176,9 +176,6 @@ class Hint:
     def __init__(self) -> None:
         self.amax: Tensor | None = None
         self.stream = 0
-
-    def __reduce__(self) -> tuple[type[Hint], tuple[()]]:
-        return Hint, ()
 
     def last(self, device: torch.device, stream: int) -> Tensor | None:
         """Return the amax, if it is known on that device and stream."""

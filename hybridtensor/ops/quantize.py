@@ -5,7 +5,6 @@ Shape letters: ``M`` rows, ``K`` columns, ``S`` delayed scales of a layer.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -138,10 +137,12 @@ def measure(x: Tensor, *, row: Cast | None = None, column: Cast | None = None) -
     return block_amax(x, blocks[0]).view(-1), block_amax(x.t(), blocks[1]).view(-1)
 
 
-def measurer(x: Tensor, out: Tensor, *, row: Cast | None = None, column: Cast | None = None) -> Callable[[], object]:
+def measurer(
+    x: Tensor, out: Tensor, *, row: Cast | None = None, column: Cast | None = None
+) -> Callable[[Tensor], object]:
     """Return what writes into ``out`` what ``measure`` returns for the one face that is asked for.
 
-    It can be called again and again while the tensors stay where they are.
+    It can be called again and again with ``x``, or what lies just as ``x`` does, and keeps neither alive.
 
     Args:
         x: As in ``measure``.
@@ -151,7 +152,7 @@ def measurer(x: Tensor, out: Tensor, *, row: Cast | None = None, column: Cast | 
     """
     run = measurer_cuda(x, out, row, column) if runs_directly(x) and x.numel() and out.is_cuda else None
     which = 0 if column is None else 1
-    return run or (lambda: out.copy_(measure(x, row=row, column=column)[which]))
+    return run or (lambda x: out.copy_(measure(x, row=row, column=column)[which]))
 
 
 def quantize_into(
@@ -184,25 +185,26 @@ def quantize_into(
     writer(
         x, out, row=row, column=column, source=source, dtype=dtype, factors=factors, amaxes=amaxes, rounding=rounding,
         first_row=first_row, row_amax=row_amax, column_amax=column_amax,
-    )()  # fmt: skip
+    )(x)  # fmt: skip
 
 
 def writer(
     x: Tensor, out: list[Tensor], *, row: Cast | None, column: Cast | None, source: Cast | None,
     dtype: torch.dtype | None, **others: Any,
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[Tensor], None]:  # fmt: skip
     """Return what does ``quantize_into``, with tensors of which ``can_hold`` is true.
 
-    It can be called again and again while all tensors stay where they are.
+    It can be called again and again with ``x``, or what lies just as ``x`` does, while all other tensors stay where
+    they are; ``x`` is not kept alive.
     """
     state = _state(x, row or source, column, State(**others))
     if not runs_directly(x):
-        casts = (str(cast or "") for cast in (row, column, source))
-        return functools.partial(_INTO, x, out, *casts, dtype or x.dtype, *state)
+        arguments = (out, *(str(cast or "") for cast in (row, column, source)), dtype or x.dtype, *state)
+        return lambda x: _INTO(x, *arguments)
     cast = writer_cuda(x, row, column, source, dtype or x.dtype, state, out)
 
-    def write() -> None:
-        cast()
+    def write(x: Tensor) -> None:
+        cast(x)
         increment_version(out)
 
     return write

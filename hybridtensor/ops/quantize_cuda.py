@@ -106,15 +106,15 @@ def quantize_cuda(
 def writer_cuda(
     x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State,
     out: list[Tensor],
-) -> Callable[[], object]:  # fmt: skip
+) -> Callable[[Tensor], object]:  # fmt: skip
     """Return what calls ``quantize_cuda`` with ``out``, worked out once where one cast makes all of it."""
     if x.numel() == 0 or _readable(x) is not x or (source is not None and row is not None and row != source):
-        return functools.partial(quantize_cuda, x, row, column, source, dtype, state, out)
+        return lambda x: quantize_cuda(x, row, column, source, dtype, state, out)
     _require_factors(state, row, column, source)
     source = None if column is None else source
     plan = _plan(_key(x, row, column, source, None if source is None else dtype, state))
 
-    def write() -> None:
+    def write(x: Tensor) -> None:
         with on_device(x.device):
             plan.run(x, state, out)
 
@@ -184,13 +184,13 @@ def measure_cuda(x: Tensor, row: Cast | None, column: Cast | None) -> tuple[Tens
         return measurement(x)
 
 
-def measurer_cuda(x: Tensor, out: Tensor, row: Cast | None, column: Cast | None) -> Callable[[], object] | None:
+def measurer_cuda(x: Tensor, out: Tensor, row: Cast | None, column: Cast | None) -> Callable[[Tensor], object] | None:
     """Return what ``measurer`` returns, or None if a kernel cannot read ``x``."""
     if _readable(x) is not x:
         return None
     measurement = _plan(_key(x, row, column, None, None, State())).measurement_into
 
-    def run() -> None:
+    def run(x: Tensor) -> None:
         with on_device(x.device):
             measurement(x, out)
 

@@ -135,7 +135,7 @@ class Quantizer(ABC):
             casts = None if torch.compiler.is_compiling() else self.casts(**asked, context=context)
             write = None if casts is None else writer(_tensors_of(dst, casts), x, casts, dst.dtype, context)
             if write is not None:
-                write()
+                write(tokens(x))
             else:
                 overwrite_(who, dst, self.faces(x, **asked, dtype=dst.dtype, context=context))
         return dst
@@ -157,11 +157,12 @@ def overwrite_(who: str, dst: HybridTensor, fresh: Faces) -> None:
 
 def writer(
     out: list[Tensor], x: Tensor, casts: Casts, dtype: torch.dtype, context: Context
-) -> Callable[[], None] | None:
+) -> Callable[[Tensor], None] | None:
     """Return what casts ``x`` into ``out``, or None if that is not as the operator would make it.
 
-    What is returned can be called again and again, as long as all tensors stay where they are, those of the context
-    too; where a tensor on its own is rounded at random, with the same random numbers.
+    What is returned can be called again and again with the matrix ``x``, or one that lies just as it does, as long as
+    all other tensors stay where they are, those of the context too; where a tensor on its own is rounded at random,
+    with the same random numbers.
     """
     matrix = tokens(x)
     if not ops.can_hold(out, matrix, casts.row, casts.column):

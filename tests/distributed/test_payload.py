@@ -1,6 +1,9 @@
 """What a shard sends is made once per write of it, is kept as long as it holds, and no longer."""
 
 import contextlib
+import copy
+import gc
+import weakref
 from unittest import mock
 
 import torch
@@ -13,7 +16,7 @@ from hybridtensor.distributed.payload import Payload
 from hybridtensor.distributed.plan import COLUMN, ROW, make_plan
 from hybridtensor.distributed.shard import Shard, shard_of
 from hybridtensor.distributed.torch_compat import local, locate
-from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, same_bits, shard
+from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, same_bits, shard, train
 
 
 @contextlib.contextmanager
@@ -101,6 +104,114 @@ def writes(rank):
 
 def test_every_write_is_seen(two):
     two.run(writes)
+
+
+def follow(rank, recipe, change, *, steps=3):
+    """Train a model and its twin, with a change of both in between, and compare every loss."""
+    model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
+    for step in range(steps):
+        losses = [loss_of(m, step) for m in (model, twin)]
+        assert same_bits(*(loss.detach() for loss in losses)), (recipe, step)
+        for m, loss in zip((model, twin), losses, strict=True):
+            loss.backward()
+            with torch.no_grad():
+                for p in m.parameters():
+                    p.mul_(0.5)
+            m.zero_grad()
+            ht.step_(m)
+            change(m)
+
+
+def moved(rank):
+    """As ``to`` another device and back does: what is fresh begins at the same versions."""
+    for recipe in ("mxfp8", "fp8", "fp8_rowwise", "fp8_delayed"):
+        follow(rank, recipe, lambda m: [m._apply(torch.clone) for _ in range(2)])
+    model = shard(make("fp8"), mesh_of(rank, 2))
+    loss_of(model, 0).backward()
+    masters = [weakref.ref(local(m.weight).master) for m in model.modules() if isinstance(m, nn.Linear)]
+    assert all(masters)
+    assert any(kept(model))
+    model.zero_grad()
+    model._apply(torch.clone)
+    gc.collect()
+    assert not any(ref() is not None for ref in masters)
+    assert not any(kept(model))
+
+
+def test_weights_that_were_moved(two):
+    two.run(moved)
+
+
+def assigned(rank):
+    """Two checkpoints that take the place of the weights, with an evaluation in between."""
+    for recipe in ("mxfp8", "fp8"):
+        model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
+        for factor in (1.0, 3.0, 0.25):
+            for m in (model, twin):
+                m.load_state_dict({name: p.detach() * factor for name, p in m.state_dict().items()}, assign=True)
+            with torch.no_grad():
+                assert same_bits(*(loss_of(m, 0) for m in (model, twin))), (recipe, factor)
+
+
+def test_checkpoints_that_take_the_place_of_weights(two):
+    two.run(assigned)
+
+
+def compiled_optimizer(rank):
+    """Graphs write memory of weights, and say so of the DTensors around them."""
+    for recipe in ("mxfp8", "fp8"):
+        model, twin = shard(make(recipe, blocks=1), mesh_of(rank, 2)), make(recipe, blocks=1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=True) for m in (model, twin)]
+        steps = torch.compile(optimizers[0].step), optimizers[1].step
+        for step in range(3):
+            losses = [loss_of(m, step) for m in (model, twin)]
+            torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)  # gradients are means over ranks
+            for m, loss, advance in zip((model, twin), losses, steps, strict=True):
+                m.zero_grad()
+                loss.backward()
+                advance()
+        assert losses[0] < 0.99 * loss_of(make(recipe, blocks=1), 2)  # it does train
+
+
+def test_a_compiled_optimizer_is_seen(two):
+    two.run(compiled_optimizer)
+
+
+def inference_first(rank):
+    """What is kept from a gather in inference mode on can be written later. (What torch gathers itself cannot.)"""
+    for recipe in ("mxfp8", "fp8", "fp8_rowwise"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+        twin = ht.quantize_(copy.deepcopy(plain), recipe)
+        model = shard(ht.quantize_(plain, recipe), mesh_of(rank, 2))
+        for step in range(2):
+            with torch.inference_mode():
+                assert same_bits(*(loss_of(m, step) for m in (model, twin)))
+            losses = [loss_of(m, step) for m in (model, twin)]
+            assert same_bits(*(loss.detach() for loss in losses))
+            for m, loss in zip((model, twin), losses, strict=True):
+                loss.backward()
+                m.zero_grad()
+                with torch.no_grad():
+                    for p in m.parameters():
+                        p.mul_(0.5)
+
+
+def test_a_first_gather_in_inference_mode(two):
+    two.run(inference_first)
+
+
+def ragged(rank):
+    """On one rank faces travel although their last block is cut."""
+    quantizer = ht.Float8Quantizer(granularity="block", block="1x128")
+    config = ht.HybridConfig(input=quantizer, weight=quantizer, grad_output=quantizer)
+    for hidden in (80, 208):
+        model, twin = (make(config, hidden=hidden) for _ in range(2))
+        train(rank, shard(model, mesh_of(rank, 1)), twin, steps=2, grad_input=True)
+
+
+def test_cut_blocks_on_one_rank(two):
+    two.run(ragged)
 
 
 def one_rank_writes(rank):

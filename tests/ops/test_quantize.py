@@ -4,9 +4,7 @@ Oracle: the definitions of the single faces (which other files compare with impl
 together by hand. The kernels run on a GPU, and without one in Triton's interpreter, where they round by themselves.
 """
 
-import copy
 import itertools
-import pickle
 import warnings
 
 import numpy as np
@@ -386,7 +384,6 @@ def test_a_hint_is_taken_where_there_is_one_scale_that_is_a_power_of_two(device)
             quantizing(x * 8, row=row, column=column, hint=hint)
             assert hint.amax is not first
             assert torch.equal(hint.amax, expected * 8)
-    assert copy.deepcopy(hint).amax is pickle.loads(pickle.dumps(hint)).amax is None
 
 
 @pytest.mark.parametrize("view", ["whole", "strided", "empty"])
@@ -412,7 +409,7 @@ def test_a_measurer_writes_what_measure_returns(view, device):
             for factor in (1.0, 0.25):  # smaller, too: nothing is left of what was there
                 whole.mul_(factor)
                 out.zero_()
-                run()
+                run(x)
                 assert torch.equal(out[begin : begin + len(expected)], expected * factor)
                 assert not out[:begin].any()
                 assert not out[begin + len(expected) :].any()

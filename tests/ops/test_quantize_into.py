@@ -78,7 +78,7 @@ def test_a_writer_writes_what_its_tensors_hold_by_now(row, column, device):
             given["factors"].mul_(1.5)
             given["rounding"][1] += 1
             before, expected_given = [t._version for t in out], {name: t.clone() for name, t in given.items()}
-            write()
+            write(x)
             expected = quantize(
                 x, row=row, column=column.for_columnwise(), source=source, dtype=dtype, **expected_given
             )
