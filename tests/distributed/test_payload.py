@@ -159,7 +159,7 @@ def test_checkpoints_that_take_the_place_of_weights(two):
 
 def compiled_optimizer(rank):
     """Graphs write memory of weights, and say so of the DTensors around them."""
-    for recipe in ("mxfp8", "fp8"):
+    for recipe in ("fp8",):  # whose scales are exchanged, too
         model, twin = shard(make(recipe, blocks=1), mesh_of(rank, 2)), make(recipe, blocks=1)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=True) for m in (model, twin)]
         steps = torch.compile(optimizers[0].step), optimizers[1].step

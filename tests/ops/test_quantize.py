@@ -347,9 +347,9 @@ def test_a_hint_never_changes_the_result(faces, run, device):
     """Whatever the tensor before was like, and wherever scales change: among them zeros, NaN and Inf."""
     hint, (row, column) = Hint(), faces
     factors = ((0, 1.0), (1, 1.0), (2, 3.0), (2, 3.5), (3, 2.0**-20), (4, 0.0), (5, 1.0), (5, 2.0**90), (6, 1.0))
-    sequence = [random_tensor(96, 160, seed=seed, device=device) * factor for seed, factor in factors]
+    sequence = [random_tensor(64, 96, seed=seed, device=device) * factor for seed, factor in factors]
     for special in (float("nan"), float("inf")):
-        sequence.append(sequence[0].index_fill(0, torch.tensor([3, 70], device=device), special))
+        sequence.append(sequence[0].index_fill(0, torch.tensor([3, 50], device=device), special))
     sequence += [
         edge_tensor(torch.bfloat16, device),
         sequence[0],
