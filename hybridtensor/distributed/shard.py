@@ -20,6 +20,7 @@ from hybridtensor.distributed.torch_compat import (
     alloc_storage,
     free_storage,
 )
+from hybridtensor.distributed.transposed import Transposed
 from hybridtensor.distributed.unpack import fillers
 from hybridtensor.ops import Held, Operand
 from hybridtensor.ops.library import is_recorded
@@ -356,34 +357,6 @@ class Shard:
             if sharded.group is self.sharded.group and isinstance(sharded.tensor, InterceptingTensor):
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
-
-
-class Transposed:
-    """A ``Shard`` as the transpose of its gathered weight sees it: the faces are swapped."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-
-    @property
-    def sharded(self) -> Sharded:
-        """The parameter as FSDP2 holds it."""
-        return self.shard.sharded
-
-    def note_traced(self) -> None:
-        """See ``Shard.note_traced``."""
-        self.shard.note_traced()
-
-    def transposed(self) -> Shard:
-        """Return the shard."""
-        return self.shard
-
-    def is_there(self, direction: str) -> bool:
-        """See ``Shard.is_there``."""
-        return self.shard.is_there(COLUMN if direction == ROW else ROW)
-
-    def require(self, direction: str) -> None:
-        """See ``Shard.require``."""
-        self.shard.require(COLUMN if direction == ROW else ROW)
 
 
 def note_training_use(tensor: Any) -> None:

@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from recorder import recorded
 
 from hybridtensor import formats
 from hybridtensor.formats import Format
@@ -57,17 +58,8 @@ def test_what_was_finite_stays_finite(device):
 
 def test_a_launch_is_kept_for_addresses_of_one_kind_only(monkeypatch):
     """Triton compiles for addresses that are multiples of 16, which scales of a slice need not have."""
-    made = []
-
-    class Recorder:
-        def __init__(self, *_, **__):
-            made.append(self)
-
-        def __call__(self, *_):
-            pass
-
     module = importlib.import_module("hybridtensor.ops.dequantize")
-    monkeypatch.setattr(module, "Launch", Recorder)
+    made = recorded(monkeypatch, module)
     monkeypatch.setattr(module, "_PLANS", {})
     codes = torch.zeros(8, 32).to(torch.float8_e4m3fn)
     scales, levels = torch.ones(9, 1), torch.ones(9, 1)

@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from recorder import recorded
 
 from hybridtensor.ops.finish import finish, finish_cuda, finish_reference
 from hybridtensor.testing import random_tensor
@@ -61,17 +62,8 @@ def test_factors_beyond_fp32_make_no_nan_of_zero(kernel, device):
 
 def test_a_launch_is_kept_for_arguments_of_one_kind_only(monkeypatch):
     """Triton compiles for strides and addresses that are multiples of 16: others need a launch of their own."""
-    made = []
-
-    class Recorder:
-        def __init__(self, *_, **__):
-            made.append(self)
-
-        def __call__(self, *_):
-            pass
-
     module = importlib.import_module("hybridtensor.ops.finish")
-    monkeypatch.setattr(module, "Launch", Recorder)
+    made = recorded(monkeypatch, module)
     module._launch.cache_clear()
     wide, bias, one = torch.zeros(8, 64), torch.zeros(51), torch.ones(1, 1)
     left = wide[:, :50]

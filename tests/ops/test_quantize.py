@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor.formats import get_format
-from hybridtensor.ops import quantize_cuda as quantize_cuda_module
+from hybridtensor.ops import cast_plan
 from hybridtensor.ops.cast import Cast, Hint, State, parse
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.quantize import measure, measurer, quantize
@@ -251,8 +251,8 @@ class NoLaunch:
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    monkeypatch.setattr(quantize_cuda_module, "Launch", NoLaunch)
-    monkeypatch.setattr(quantize_cuda_module, "_PLANS", {})
+    monkeypatch.setattr(cast_plan, "Launch", NoLaunch)
+    monkeypatch.setattr(cast_plan, "_PLANS", {})
 
 
 @pytest.mark.usefixtures("no_launches")
