@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-_HEAD_START = 2_000_000  # cycles, about a millisecond
+_HEAD_START = 8_000_000  # cycles, some 4.5 milliseconds
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -30,31 +30,46 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def time_alternating(variants: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of each variant; they take turns, so that drift meets all alike."""
+def time_alternating(
+    variants: dict[str, Callable[[], Any]], device: str, repeats: int, *, lead: int = 0, count: int = 1
+) -> dict[str, float]:
+    """Return the median milliseconds of each variant; they take turns, so that drift meets all alike.
+
+    Args:
+        variants: What is called, by name.
+        device: Where it runs.
+        repeats: How many times are taken.
+        lead: How many calls are not timed, right before those that are: the host is then as far ahead of the device
+            as it gets, as in the middle of training.
+        count: How many calls are timed as one, without waiting between them.
+    """
     for function in variants.values():
         for _ in range(3):
             function()
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, function in variants.items():
-            times[name].append(_time_once(function, device))
+            times[name].append(_time_once(function, device, lead, count))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _time_once(function: Callable[[], Any], device: str) -> float:
+def _time_once(function: Callable[[], Any], device: str, lead: int, count: int) -> float:
     if not device.startswith("cuda"):
-        start = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - start)
+        begin = time.perf_counter()
+        for _ in range(count):
+            function()
+        return 1e3 * (time.perf_counter() - begin) / count
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(_HEAD_START)  # what is measured is the device: the host gets ahead of it
+    for _ in range(lead):
+        function()
     start.record()
-    function()
+    for _ in range(count):
+        function()
     stop.record()
     stop.synchronize()
-    return float(start.elapsed_time(stop))
+    return float(start.elapsed_time(stop)) / count
 
 
 def environment(device: str) -> dict[str, str]:

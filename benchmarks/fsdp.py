@@ -25,7 +25,7 @@ import hybridtensor as ht
 
 SIZES = {"cuda": (Size(layers=12), (2, 4096)), "cpu": (Size(1, 128, 384, 4, 2, 512), (1, 64))}
 RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise"]
-STEPS = 4  # one after the other, as in training: the host need not wait for the device after each
+LEAD, STEPS = 2, 4  # one after the other, as in training: the host need not wait for the device after each
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -104,24 +104,13 @@ def gathering(step: Callable[[], None], kind: str) -> dict[str, float]:
     return {**found, "all-gather ms": times.sum().item() / 1e3}
 
 
-def several(step: Callable[[], None]) -> Callable[[], None]:
-    """Return what runs several steps."""
-
-    def steps() -> None:
-        for _ in range(STEPS):
-            step()
-
-    return steps
-
-
 def measure(mode: str, kind: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per recipe."""
     tokens = SIZES[kind][1][0] * SIZES[kind][1][1]
     baseline, rows = training("bf16", mode, kind), []
     for recipe in RECIPES:
         step = training(recipe, mode, kind)
-        variants = {"bf16": several(baseline), recipe: several(step)}
-        times = {name: ms / STEPS for name, ms in time_alternating(variants, kind, repeats).items()}
+        times = time_alternating({"bf16": baseline, recipe: step}, kind, repeats, lead=LEAD, count=STEPS)
         if not rows:
             rows.append(row(mode, "bf16", times["bf16"], times["bf16"], tokens, gathering(baseline, kind)))
         rows.append(row(mode, recipe, times[recipe], times["bf16"], tokens, gathering(step, kind)))
@@ -143,7 +132,7 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     torch._dynamo.config.recompile_limit = 64
-    rows = [r for mode in ("eager", "compiled") for r in measure(mode, kind, min(options.repeats, 4))]
+    rows = [r for mode in ("eager", "compiled") for r in measure(mode, kind, min(options.repeats, 3))]
     if dist.get_rank() == 0:
         report(f"fsdp_{dist.get_world_size()}_ranks", rows, options)
     dist.destroy_process_group()
