@@ -99,9 +99,17 @@ def test_end_to_end_table():
 
 
 def test_fsdp_table():
-    rows = results("fsdp_2_ranks_nvidia_h200")["rows"]
-    assert table("fsdp_2_ranks_nvidia_h200") == [
-        [r["mode"], r["recipe"], f"{r['tokens/s per rank']:.0f}", f"{r['over BF16']:.2f}x"] for r in rows
+    rows = results("fsdp_4_ranks_nvidia_h200")["rows"]
+    assert table("fsdp_4_ranks_nvidia_h200") == [
+        [
+            r["mode"],
+            r["recipe"],
+            f"{r['tokens/s per rank']:.0f}",
+            f"{r['over BF16']:.2f}x",
+            f"{r['all-gather MiB'] / 1024:.1f}",
+            f"{r['all-gather ms']:.0f}",
+        ]
+        for r in rows
     ]
 
 
