@@ -26,7 +26,7 @@ from hybridtensor.distributed.torch_compat import (
 )
 from hybridtensor.ops import Held, Operand
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
-from hybridtensor.subclasses.hybrid_tensor import as_face
+from hybridtensor.subclasses.hybrid_tensor import as_face, is_of
 from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 _DIRECTIONS = (ROW, COLUMN)
@@ -138,6 +138,12 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             elif isinstance(operand, Operand) and isinstance(face, IdentityTensor):
                 plain = operand.data if direction == ROW else operand.data.t()
                 face.source.copy_(plain[: values.shape[0]])
+        if (
+            shard.plan.column.kind == "held"
+            and part.columnwise is not None
+            and not is_of(part.columnwise, part.rowwise)
+        ):
+            part.columnwise.copy_(part.rowwise)
 
 
 def sharded_as(part: HybridTensor, config: Any) -> Shard | None:

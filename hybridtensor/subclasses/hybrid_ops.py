@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridtensor.subclasses.common_ops import bound, register_common
-from hybridtensor.subclasses.hybrid_tensor import HybridTensor
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.matmul import register_matmul
 from hybridtensor.subclasses.op_table import overloads
 from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
@@ -31,7 +32,15 @@ def _with_original(made: HybridTensor, x: HybridTensor, *bounds: int) -> HybridT
 
 
 def _on_faces(x: HybridTensor, fn: Any) -> HybridTensor:
-    row, column = (None if face is None else fn(face) for face in (x.rowwise, x.columnwise))
+    row, column = x.rowwise, x.columnwise
+    if is_of(column, row):  # what one face is of the other, it stays: one memory, and one write for both
+        row = fn(row)
+        column = IdentityTensor(row)
+    elif is_of(row, column):
+        column = fn(column)
+        row = IdentityTensor(column)
+    else:
+        row, column = (None if face is None else fn(face) for face in (row, column))
     return HybridTensor(row, column, x.config).like(x)
 
 

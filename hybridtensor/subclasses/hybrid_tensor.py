@@ -165,6 +165,22 @@ def _check_same(rowwise: Face, columnwise: Face) -> None:
             )
 
 
+def is_of(face: Face | None, other: Face | None) -> bool:
+    """Whether ``face`` gives back what ``other`` holds, quantized, from the same memory."""
+    source = face.source if isinstance(face, IdentityTensor) else None
+    if not isinstance(source, QuantizedTensor) or not isinstance(other, QuantizedTensor):
+        return False
+    names, metadata = source.parts()
+    return (names, metadata) == other.parts() and all(_is_same(getattr(source, n), getattr(other, n)) for n in names)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    lie = [(t.shape, t.stride(), t.storage_offset()) for t in (a, b)]
+    return lie[0] == lie[1] and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def _format_of(face: Face | None) -> str:
     if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
         return f"identity of {face.source.format}"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from checkpointing import bits
 from processes import generator, here, run
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
@@ -89,3 +89,31 @@ def matrix(rank, path, persistent):
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
 def test_reshard_every_recipe_bitwise(persistent, tmp_path, device):
     run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, device=device)
+
+
+def replicas(rank, path, persistent):
+    row = init_device_mesh(here(), (4,))
+    square = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = make(persistent, row)
+    train(model, optimizer)
+    checkpoint.save(f"{path}/row", 1, {"model": model, "optimizer": optimizer})
+    replicated = load(f"{path}/row", persistent, square)
+    checkpoint.save(f"{path}/square", 1, replicated)
+    assert same(parts(model, optimizer), parts(**load(f"{path}/square", persistent, row)))
+    assert same(parts(**replicated), parts(**load(f"{path}/square", persistent, square)))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    wholes = [load(f"{path}/{name}", persistent, None, group=alone) for name in ("row", "square")]
+    assert bits(*wholes[0].values()) == bits(*wholes[1].values())
+
+
+def load(path, persistent, mesh, **options):
+    """Return a model and its optimizer with what a folder holds, and other values before."""
+    model, optimizer = make(persistent, mesh, seed=1)
+    state = {"model": model, "optimizer": optimizer}
+    assert checkpoint.load(path, state, **options) == 1
+    return state
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+def test_with_and_without_replicas_of_shards(persistent, tmp_path, four):
+    four.run(replicas, str(tmp_path), persistent)

@@ -12,7 +12,7 @@ from checkpointing import bits, make, train
 from processes import here, run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hybridtensor as ht
@@ -95,6 +95,48 @@ def matrix(rank, path, persistent, rows, dim):
 )
 def test_reshard_every_recipe_bitwise(persistent, rows, dim, tmp_path, device):
     run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, rows, dim, device=device)
+
+
+def place(model, mesh, placements):
+    """Make every weight a DTensor that lies on a mesh of two dimensions."""
+    for layer in model.values():
+        weight = part = layer.weight.detach()
+        for placement, index, size in zip(placements, mesh.get_coordinate(), mesh.shape, strict=True):
+            part = cut(part, index, size, placement.dim) if isinstance(placement, Shard) else part
+        shape, stride = weight.shape, weight.stride()
+        layer.weight = nn.Parameter(
+            DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+        )
+    return model
+
+
+def meshes_of_two_dimensions(rank, path, persistent, rows, kinds):
+    mesh = init_device_mesh(here(), (2, 2))
+    for kind, placements in enumerate(kinds):
+        checkpoint.save(f"{path}/{kind}", 1, {"model": place(layers(persistent, rows), mesh, placements)})
+    source = layers(persistent, rows)
+    for kind in range(len(kinds)):
+        placements = kinds[kind - 1]  # another one
+        model, expected = place(layers(persistent, rows, seed=1), mesh, placements), place(source, mesh, placements)
+        assert parts(model) != parts(expected)
+        checkpoint.load(f"{path}/{kind}", {"model": model})
+        assert parts(model) == parts(expected), (kinds[kind], placements)
+        source = layers(persistent, rows)
+        whole = layers(persistent, rows, seed=1)
+        checkpoint.load(f"{path}/{kind}", {"model": whole})
+        assert parts(whole) == parts(source)
+
+
+@pytest.mark.parametrize(
+    ("persistent", "rows", "kinds"),
+    [
+        (False, 256, [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(1), Replicate()]]),
+        (True, 1536, [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Replicate()]]),
+    ],
+    ids=["masters", "persistent"],
+)
+def test_meshes_of_two_dimensions(persistent, rows, kinds, tmp_path, four):
+    four.run(meshes_of_two_dimensions, str(tmp_path), persistent, rows, kinds)
 
 
 def state_dicts_of_shards(rank):

@@ -75,6 +75,27 @@ def test_weights_that_stay_gathered(two):
     two.run(trains_like_the_twin, ["fp8", "fp8_rowwise"], 2, {"reshard_after_forward": False})
 
 
+def writes_reach_both_faces(rank, apart):
+    model = shard(make("nvfp4_dequantized_backward"), mesh_of(rank, 2))
+    parts = [local(p) for p in model.parameters()]
+    parts = [part for part in parts if isinstance(part, ht.HybridTensor)]
+    for part in parts if apart else ():
+        part.columnwise = ht.IdentityTensor(part.columnwise.source.clone())
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+    before = [part.rowwise.dequantize() for part in parts]
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    for part, old in zip(parts, before, strict=True):
+        assert not torch.equal(part.rowwise.dequantize(), old)
+        assert torch.equal(part.rowwise.dequantize(), part.columnwise.dequantize())
+        assert apart == (part.rowwise.qdata.data_ptr() != part.columnwise.source.qdata.data_ptr())
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one memory", "two"])
+def test_a_write_reaches_both_faces(two, apart):
+    two.run(writes_reach_both_faces, apart)
+
+
 def features(rank):
     """Replicas, recomputation, compiling, and a change of the recipe."""
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))

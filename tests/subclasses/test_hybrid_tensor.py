@@ -1,5 +1,6 @@
 """HybridTensor: construction, precision, serialization, flattening."""
 
+import copy
 import io
 import pickle
 import subprocess
@@ -8,7 +9,16 @@ import sys
 import pytest
 import torch
 
-from hybridtensor import Float8Quantizer, HybridConfig, HybridQuantizer, HybridTensor, IdentityQuantizer
+from hybridtensor import (
+    Float8Quantizer,
+    HybridConfig,
+    HybridQuantizer,
+    HybridTensor,
+    IdentityQuantizer,
+    IdentityTensor,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from hybridtensor.subclasses.wrapper import flatten, unflatten
 from hybridtensor.testing import random_tensor
 
@@ -40,6 +50,41 @@ def test_faces_must_belong_together():
         HybridTensor(x.rowwise, x.columnwise.to(torch.float32))
     with pytest.raises(ValueError, match="at least one face"):
         HybridTensor(None, None)
+
+
+COPIES = {
+    "clone": torch.clone,
+    "deepcopy": copy.deepcopy,
+    "to": lambda x: x.to(torch.float32),
+    "empty_like": torch.empty_like,
+    "new_zeros": lambda x: x.new_zeros((64, 32)),
+    "copy_": lambda x: torch.empty_like(x).copy_(x),
+    "view": lambda x: x.view(4, 8, 32),
+    "slice": lambda x: x[16:],
+    "detach": torch.detach,
+}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("format", [E4M3, ROW, MXFP8Quantizer(), NVFP4Quantizer()], ids=str)
+def test_what_one_face_is_of_the_other_it_stays(format, name, turned):
+    """One memory, and so one write, for a face that gives back what the other one holds."""
+    x = HybridQuantizer(format, IdentityQuantizer(), "rowwise_dequantized").quantize(random_tensor(32, 32))
+    made = COPIES[name](x.t() if turned and name not in ("view", "slice") else x)
+    quantized, other = made.rowwise, made.columnwise
+    if isinstance(quantized, IdentityTensor):
+        quantized, other = other, quantized
+    for inner in quantized.inner_names:
+        mine, theirs = getattr(quantized, inner), getattr(other.source, inner)
+        assert (mine is None) == (theirs is None)
+        assert mine is None or mine.data_ptr() == theirs.data_ptr()
+
+
+def test_faces_of_memories_of_their_own_are_copied_apart():
+    x = HybridQuantizer(E4M3, IdentityQuantizer(), "rowwise_dequantized").quantize(random_tensor(32, 32))
+    x = HybridTensor(x.rowwise, IdentityTensor(E5M2.quantize(random_tensor(32, 32, seed=1)).rowwise))
+    assert torch.equal(x.clone(), x)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
