@@ -1,9 +1,12 @@
 """Triton's interpreter, for kernels on a machine without a GPU: set up before Triton is imported.
 
-It rounds to bfloat16 wrongly; ``repair`` has ml_dtypes do that. Kernels round to FP8 by themselves there.
+It rounds to bfloat16 wrongly; ``repair`` has ml_dtypes do that. Kernels round to FP8 by themselves there. What it does
+again and again for the same outcome, more than half of its time, is left out.
 """
 
+import dataclasses
 import importlib
+import inspect
 import os
 
 import ml_dtypes
@@ -19,6 +22,17 @@ def use():
         interpreter = importlib.import_module("triton.runtime.interpreter")
     except ImportError:
         return
+    repair(interpreter)
+    patch_once(interpreter)
+    remember_dtypes(interpreter)
+    # What it checks is dropped again where Triton does not debug
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def repair(interpreter):
+    """Round to bfloat16 as hardware does."""
     theirs = interpreter._convert_float
 
     def convert(x, source, target, rounding):
@@ -31,3 +45,37 @@ def use():
         return result.view(f"uint{8 * result.itemsize}").reshape(x.shape)
 
     interpreter._convert_float = convert
+
+
+def patch_once(interpreter):
+    """Patch Triton's language for good: each launch does it and undoes it, and each call of a device function again."""
+    patch, patched, seen_by = interpreter._patch_lang, set(), {}
+    languages = interpreter.tl, interpreter.tl.core
+
+    def modules(names):
+        if id(names) not in seen_by:
+            seen_by[id(names)] = {m.__name__ for m in names.values() if inspect.ismodule(m) and m in languages}
+        return seen_by[id(names)]
+
+    def patch_new(fn):
+        if not modules(fn.__globals__) <= patched:
+            patch(fn)
+            patched.update(modules(fn.__globals__))
+        return interpreter._LangPatchScope()  # with nothing to undo
+
+    interpreter._patch_lang = patch_new
+
+
+def remember_dtypes(interpreter):
+    """Look up which numpy dtype stands for Triton's, not make the table of them each time."""
+    theirs, known = interpreter._get_np_dtype, {}
+
+    def dtype_of(dtype):
+        scalar = dtype.scalar
+        if scalar.is_ptr():
+            return theirs(scalar)
+        if scalar not in known:
+            known[scalar] = theirs(scalar)
+        return known[scalar]
+
+    interpreter._get_np_dtype = dtype_of
