@@ -28,7 +28,7 @@ demo: $(VENV)/.core
 	$(BIN)/python examples/train.py $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
 
 # On a machine with a GPU and its own torch: PYTHON names the interpreter that has it.
 test-gpu:

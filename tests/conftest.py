@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+# Where tests share what takes long to start: each in one worker
+TOGETHER = ("tests/distributed/", "tests/test_convergence.py")
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))  # type: ignore[arg-type]
@@ -35,6 +39,17 @@ def default_device(device: str) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out tests one by one, but for those that stay together: pytest 9.2 makes pytest-xdist 3.8 forget its marks."""
+
+    class Scheduler(importlib.import_module("xdist.scheduler").LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
+
+    return Scheduler(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import traceback
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,13 +59,6 @@ class Ranks:
         for process in self.processes:
             process.join(5)
             process.kill()
-
-
-def pytest_collection_modifyitems(items):
-    """Run all of this in one worker, so that ranks are started once."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 def serve(rank, size, path, device, pipe):
