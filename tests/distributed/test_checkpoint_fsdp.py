@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import bits
-from processes import generator, here, run
+from processes import generator, here
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -87,8 +87,8 @@ def matrix(rank, path, persistent):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
-def test_reshard_every_recipe_bitwise(persistent, tmp_path, device):
-    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, device=device)
+def test_reshard_every_recipe_bitwise(four, persistent, tmp_path):
+    four.run(matrix, str(tmp_path / "run"), persistent)
 
 
 def replicas(rank, path, persistent):
@@ -115,5 +115,5 @@ def load(path, persistent, mesh, **options):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
-def test_with_and_without_replicas_of_shards(persistent, tmp_path, four):
+def test_with_and_without_replicas_of_shards(four, persistent, tmp_path):
     four.run(replicas, str(tmp_path), persistent)

@@ -1,9 +1,11 @@
 """Several ranks: any number of them loads what any number saved, and all of them fail together."""
 
+import contextlib
 import datetime
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -93,8 +95,8 @@ def matrix(rank, path, persistent, rows, dim):
     [(False, 224, 0), (True, 1536, 0)],
     ids=["masters, uneven shards", "persistent"],
 )
-def test_reshard_every_recipe_bitwise(persistent, rows, dim, tmp_path, device):
-    run(matrix, 4, tmp_path, str(tmp_path / "run"), persistent, rows, dim, device=device)
+def test_reshard_every_recipe_bitwise(four, persistent, rows, dim, tmp_path):
+    four.run(matrix, str(tmp_path / "run"), persistent, rows, dim)
 
 
 def place(model, mesh, placements):
@@ -190,9 +192,11 @@ def misaligned(rank, path):
 def one_fails_all_raise(rank, path):
     model, _ = make("fp8")
     checkpoint.save(path, 1, {"model": model})
-    if rank == 1:
-        checkpoint.store.Writer.write_data = full_disk
-    with pytest.raises(RuntimeError, match=r"checkpoint.save: OSError: .*No space left on device \(rank 1\)"):
+    full = mock.patch.object(checkpoint.store.Writer, "write_data", full_disk)
+    with (
+        full if rank == 1 else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match=r"checkpoint.save: OSError: .*No space left on device \(rank 1\)"),
+    ):
         checkpoint.save(path, 2, {"model": model})
     dist.barrier()  # the first rank has tidied up
     assert os.listdir(path) == ["step_00000001"]
@@ -223,8 +227,8 @@ def full_disk(*args):
     [(state_dicts_of_shards, replicas_and_backgrounds, misaligned, others_must_be_alike, one_fails_all_raise)],
     ids=lambda bodies: " ".join(body.__name__ for body in bodies),
 )
-def test_on_two_ranks(bodies, tmp_path, device):
-    run(everything, 2, tmp_path, bodies, str(tmp_path), device=device)
+def test_on_two_ranks(two, bodies, tmp_path):
+    two.run(everything, bodies, str(tmp_path))
 
 
 def everything(rank, bodies, path):

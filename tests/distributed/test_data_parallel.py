@@ -1,49 +1,17 @@
 """Several ranks, as gloo processes: DDP trains converted models like plain ones."""
 
 import contextlib
-import datetime
-import traceback
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridtensor as ht
 
 WORLD = 2
-
-
-def run(body, path):
-    """Run ``body(rank)`` in ``WORLD`` processes; the first failure fails the test."""
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    workers = [context.Process(target=worker, args=(rank, body, str(path), queue)) for rank in range(WORLD)]
-    for process in workers:
-        process.start()
-    for process in workers:
-        process.join(120)
-    errors = []
-    while not queue.empty():
-        errors.append(queue.get())
-    assert not errors, "\n".join(errors)
-    assert [process.exitcode for process in workers] == [0] * WORLD
-
-
-def worker(rank, body, path, queue):
-    try:
-        torch.set_num_threads(1)
-        store = dist.FileStore(path, WORLD)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
-        )
-        body(rank)
-        dist.destroy_process_group()
-    except BaseException:  # pytest.raises fails with one that is no Exception
-        queue.put(f"rank {rank}: {traceback.format_exc()}")
 
 
 def make(seed, spec=None, persistent=False):
@@ -163,5 +131,6 @@ def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
     ],
     ids=lambda f: f.__name__,
 )
-def test_on_two_ranks(body, tmp_path):
-    run(body, tmp_path / "store")
+@pytest.mark.parametrize("two", ["cpu"], indirect=True)
+def test_on_two_ranks(two, body):
+    two.run(body)
