@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import runpy
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from scripts import refused
+from scripts import called, refused
 
 import hybridtensor as ht
 
@@ -21,7 +22,8 @@ RUNS = {"bf16-0", "bf16-1", "bf16-0-replica1", "bf16-0-replica2", "fp8-0", "fp8-
 
 def call(*arguments):
     command = [sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environ)
 
 
 def folders(path):
@@ -126,23 +128,20 @@ def test_gaps_follow_from_the_losses(smoke):
     assert (smoke / "plots" / "losses.png").stat().st_size > 10_000
 
 
-def test_a_verdict_is_above_only_beyond_the_noise():
-    code = """
-import convergence, json
-cases = [(0.2, 0.25, 0.01), (-3.0, 0.25, 0.01), (0.4, 0.25, 0.1), (0.4, 0.25, 0.01), (0.4, 0.25, None)]
-nan = float("nan")
-print(json.dumps([convergence.verdict(*case) for case in [*cases, (nan, 0.25, 0.1), (nan, 0.25, None)]]))
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPT.parent, check=True)
-    assert json.loads(run.stdout) == ["within", "within", "noise", "above", "above", "above", "above"]
+def test_a_verdict_is_above_only_beyond_the_noise(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    verdict = runpy.run_path(str(SCRIPT))["verdict"]
+    cases = [(0.2, 0.25, 0.01), (-3.0, 0.25, 0.01), (0.4, 0.25, 0.1), (0.4, 0.25, 0.01), (0.4, 0.25, None)]
+    made = [verdict(*case) for case in [*cases, (math.nan, 0.25, 0.1), (math.nan, 0.25, None)]]
+    assert made == ["within", "within", "noise", "above", "above", "above", "above"]
 
 
-def test_finished_runs_are_not_repeated(smoke, text):
+def test_finished_runs_are_not_repeated(smoke, text, monkeypatch):
     before = {name: file.stat().st_mtime_ns for name, file in files(smoke).items()}
     rows = record(smoke)["rows"]
     files(smoke)["fp8-0"].unlink()
-    again = call(*SMOKE, "--data", text, *folders(smoke))
-    assert again.returncode == 0, again.stdout + again.stderr
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert called(SCRIPT, [*SMOKE, "--data", text, *folders(smoke)], monkeypatch) == 0
     after = {name: file.stat().st_mtime_ns for name, file in files(smoke).items()}
     assert {name for name in RUNS if after[name] != before[name]} == {"fp8-0"}
     gaps = [[row["gap %"] for row in made] for made in (rows, record(smoke)["rows"])]

@@ -1,6 +1,7 @@
 """The demo, at its smallest: what it prints, writes and refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ TRAIN = Path(__file__).parent.parent / "examples" / "train.py"
 
 
 def demo(*arguments):
+    """Run the demo with one thread: more would wait for each other where other tests run too."""
     command = [sys.executable, "-W", "error", str(TRAIN), "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def test_trains_saves_resumes_and_reports(tmp_path):
