@@ -43,7 +43,10 @@ def _seed() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out tests one by one, but for those that stay together: pytest 9.2 makes pytest-xdist 3.8 forget its marks."""
+    """Hand out tests one by one, but for those that stay together.
+
+    What pytest-xdist has for it, marks, version 3.8 forgets with pytest 9.2.
+    """
 
     class Scheduler(importlib.import_module("xdist.scheduler").LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

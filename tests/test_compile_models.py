@@ -30,6 +30,12 @@ class DemoBlock(nn.Module):
         return self.block(x, (self.cos[: x.shape[1]], self.sin[: x.shape[1]]))
 
 
+# Of each way to make and keep faces one: torch.compile sees no difference between siblings and one wide layer but that
+# they cast the same thing, which test_compile_graphs counts for every recipe.
+FOR_SIBLINGS = [
+    "fp8_rowwise", "fp8_block", "fp8_delayed", "fp8_high_precision_backward", "fp8_dequantized_backward",
+    "high_precision_fwd_mxfp8_bwd", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "nvfp4_row_scaled_fwd_mxfp8_bwd",
+]  # fmt: skip
 BLOCKS = {"demo": DemoBlock, "llama": llama.Block}
 
 
@@ -92,7 +98,7 @@ def test_one_graph_per_recipe_and_one_for_all_lengths(recipe, device):
         assert compiled.counter.frame_count == graphs
 
 
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ht.recipes.RECIPES if torch.cuda.is_available() else FOR_SIBLINGS)
 def test_siblings_and_grouped_heads_of_any_length(recipe, device):
     eager, compiled = pair("llama", recipe, device, dynamic=True)
     for seed, length in enumerate(lengths(recipe)[1:]):
