@@ -123,7 +123,9 @@ def check(run, x, row=None, column=None, source=None, dtype=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_each_face_alone_and_both(cast, dtype, run, device):
-    x = random_tensor(160, 288, dtype=dtype, device=device)
+    """In the interpreter many tiles of one dtype: where they lie and what they hold are apart in the kernels."""
+    many = dtype == torch.bfloat16 or run is not interpreted
+    x = random_tensor(*((160, 288) if many else (96, 160)), dtype=dtype, device=device)
     other = cast.for_columnwise()
     check(run, x, row=cast)
     check(run, x, column=other)
