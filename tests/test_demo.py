@@ -27,9 +27,11 @@ def demo_here(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "warnoptions", ["error"])  # for the processes that it starts
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    before = torch.are_deterministic_algorithms_enabled()
+    before, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.set_num_threads(1)
     yield lambda *arguments: called(TRAIN, ["--device", "cpu", *arguments], monkeypatch)
     torch.use_deterministic_algorithms(before)
+    torch.set_num_threads(threads)
 
 
 def test_trains_saves_resumes_and_reports(tmp_path):
@@ -106,4 +108,5 @@ def test_ranks_that_are_not_possible_are_refused(monkeypatch):
     ids=["recipe", "steps", "data", "short", "size", "ranks", "resume"],
 )
 def test_bad_arguments_end_with_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("ranks were started"))  # in place of this process
     assert message in refused(TRAIN, ["--device", "cpu", *arguments], monkeypatch, capsys)[-1]
