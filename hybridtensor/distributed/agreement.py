@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.distributed.plan import Plan
+from hybridtensor.distributed.streams import Turns
 from hybridtensor.distributed.torch_compat import Sharded
 from hybridtensor.ops import Cast, measurer
 from hybridtensor.ops.references.blocks import block_amax
@@ -33,6 +34,7 @@ class Shard(Protocol):
     config: Any
     agreed: Any
     amaxes: Tensor | None
+    turns: Turns | None
     reductions: int
     exchange: Exchange | None
 
@@ -88,7 +90,7 @@ class Exchange:
         self._shards, self._plans = shards, [shard.plan for shard in shards]
         sizes = [math.prod(plan.amaxes) for plan in self._plans]
         begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
-        self._all = torch.zeros(begins[-1], device=shards[0].sharded.device)
+        self._all, self._turns = torch.zeros(begins[-1], device=shards[0].sharded.device), Turns()
         self._parts = [self._all[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)]
         self._amaxes = [part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)]
         self._measures: list[tuple[Any, Callable[[Tensor], object]]] = [(None, _nothing)] * len(shards)
@@ -102,10 +104,11 @@ class Exchange:
 
     def reduce(self, parts: list[Tensor]) -> None:
         """Measure the values of this rank's parts, and reduce over the ranks."""
+        self._turns.take(self._all)
         self._all.zero_()
         for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
             self._measure(index, shard, values)
-            shard.amaxes, shard.reductions = self._amaxes[index], shard.reductions + 1
+            shard.amaxes, shard.turns, shard.reductions = self._amaxes[index], self._turns, shard.reductions + 1
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:

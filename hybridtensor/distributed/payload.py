@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.agreement import place_of
 from hybridtensor.distributed.plan import COLUMN, ROW, Piece, Plan, pieces
+from hybridtensor.distributed.streams import Turns
 from hybridtensor.ops import Cast, Operand
 from hybridtensor.ops.cast import face_layouts
 
@@ -103,7 +104,7 @@ class Payload:
         self._layout = wire(plan, names, dtype)
         self._bytes = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=device)
         self._stretches: dict[tuple[str, ...], Tensor] = {}
-        self._stream: Any = None
+        self._turns = Turns()
         self._again: Callable[[Tensor], None] | None = None
         self._inputs: tuple[Any, tuple[Any, ...]] = None, ()
         for name in names:
@@ -162,17 +163,7 @@ class Payload:
 
     def order(self) -> None:
         """Let what follows on this stream wait for what the last user's stream does with the bytes."""
-        if not self._bytes.is_cuda:
-            return
-        device = self._bytes.device
-        if self._stream is not None and self._stream.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index):
-            return
-        now = torch.cuda.current_stream(device)
-        if self._stream is not None:
-            now.wait_stream(self._stream)
-            for tensor in (self._bytes, *self.alike.values()):
-                tensor.record_stream(now)
-        self._stream = now
+        self._turns.take(self._bytes, *self.alike.values())
 
 
 def bytewise(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from hybridtensor.distributed.faces import Faces
 from hybridtensor.distributed.payload import Payload, wire
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, check_persistent, make_plan
 from hybridtensor.distributed.scales import scaled_alike, writer_alike
+from hybridtensor.distributed.streams import Turns
 from hybridtensor.distributed.torch_compat import (
     Sharded,
     alloc_storage,
@@ -57,6 +58,7 @@ class Shard:
         plan: How the weight is gathered.
         faces: Of the gathered weight, after the first gather.
         amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
+        turns: Of streams with the magnitudes, or None.
         reductions: How often magnitudes were reduced.
         exchange: What reduced the magnitudes of all shards, of which this is the first; or None.
         agreed: Recipe that all ranks were found to have.
@@ -72,6 +74,7 @@ class Shard:
         self.plan: Any = None
         self.faces: Faces | None = None
         self.amaxes: Tensor | None = None
+        self.turns: Turns | None = None
         self.reductions = 0
         self.exchange: Exchange | None = None
         self.agreed: Any = None
@@ -179,6 +182,7 @@ class Shard:
                 self._kept = None
             with torch.inference_mode(False):
                 made = Payload(self.plan, sent, dtype, device)
+            self._order_amaxes()
             self._fill_payload(made, tensor)
             return made
         # Reductions: another rank may have written its part of the weight
@@ -192,11 +196,17 @@ class Shard:
             self._kept = kept
         kept.order()
         if kept.key != key:
+            self._order_amaxes()
             state = tensor.state
             others = self.amaxes, *(() if state is None else state[:3])
             kept.remake(tensor.master, others, lambda: self._fill_payload(kept, tensor))
             kept.key, self._kept_of = key, weakref.ref(tensor.master, self._forget)
         return kept
+
+    def _order_amaxes(self) -> None:
+        """Let this stream wait for the one that reduces magnitudes."""
+        if self.turns is not None and self.amaxes is not None:
+            self.turns.take(self.amaxes)
 
     def _forget(self, dead: weakref.ref[Tensor]) -> None:
         """Let go of what was kept of a part that is no more: the model was moved, or loaded anew."""

@@ -6,6 +6,7 @@ import gc
 import weakref
 from unittest import mock
 
+import pytest
 import torch
 from processes import here
 from torch import nn
@@ -300,6 +301,33 @@ def other_streams(rank):
 
 def test_gathers_on_other_streams(two):
     two.run(other_streams)
+
+
+def late_magnitudes(rank):
+    """A cast on another stream than the exchange of magnitudes waits for it, however long that takes."""
+    model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
+    for step in range(3):
+        ready = torch.cuda.current_stream().record_event()
+        for index, block in enumerate(model):
+            stream = torch.cuda.Stream()
+            stream.wait_event(ready)  # the weights are written
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(0 if index else 50_000_000)
+                block.unshard()
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            assert same_bits(*(loss_of(m, step) for m in (model, twin)))
+            for m in (model, twin):
+                for p in m.parameters():
+                    p.mul_(0.5)
+        for block in model:
+            block.reshard()
+
+
+def test_magnitudes_that_come_late(two):
+    if two.device != "cuda":
+        pytest.skip("streams need a CUDA device")
+    two.run(late_magnitudes)
 
 
 def test_a_stretch_of_both_faces_is_what_one_face_is_alone():
