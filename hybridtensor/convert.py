@@ -306,6 +306,7 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
 def _swap(parameter: nn.Parameter, new: Tensor) -> None:
     """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the new weight."""
     kept = {name: value for name, value in parameter.__dict__.items() if name not in new.__dict__}
+    hooks = {name: getattr(parameter, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
     replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
     grad, parameter.grad = parameter.grad, None
@@ -318,6 +319,10 @@ def _swap(parameter: nn.Parameter, new: Tensor) -> None:
             f"convert the model before compiling it and outside of forward/backward ({error})"
         ) from error
     parameter.grad = grad
+    for name, registered in hooks.items():
+        if registered:  # they went with what the parameter was
+            setattr(parameter, name, None)
+            setattr(parameter, name, registered)
 
 
 def _keep_recipe_on_assign(

@@ -460,3 +460,20 @@ class TestBadInput:
     def test_torchao_with_other_modules(self):
         with pytest.raises(TypeError, match="converts the weight of linear layers, got weight of Embedding"):
             torchao_quantize_(nn.Embedding(4, 4), FP8, filter_fn=lambda m, n: True)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+def test_hooks_of_parameters_go_on(persistent):
+    """Those of before, and their handles."""
+    model, seen = nn.Linear(32, 32), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(("after", tuple(p.shape))))
+    handles = [p.register_hook(lambda g: seen.append(("gradient", tuple(g.shape)))) for p in model.parameters()]
+    ht.quantize_(model, "fp8", persistent=persistent, filter_fn=lambda *_: True)
+    model(torch.randn(8, 32)).sum().backward()
+    assert sorted(seen) == sorted((what, shape) for what in ("after", "gradient") for shape in ((32, 32), (32,)))
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    model(torch.randn(8, 32)).sum().backward()
+    assert sorted(seen) == [("after", (32,)), ("after", (32, 32))]
