@@ -74,6 +74,10 @@ class MasterWeights(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: also the masters and what steps them."""
+        return {**super().__getstate__(), "inner": self.inner, "_pairs": self._pairs}
+
     def masters(self) -> dict[HybridTensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
         return dict(self._pairs)
