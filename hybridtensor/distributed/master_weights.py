@@ -256,7 +256,8 @@ def _stand_in(part: _Part, direction: str, reduced: Tensor) -> Tensor:
     values = _grouped(_seen(part.matrix(), direction), fmt.block, 0.0)
     free = _grouped(_seen(~part.own(), direction), fmt.block, False)
     amax, has_nan = reduced
-    for number, wanted in ((amax, amax > 0), (amax * float("nan"), has_nan > 0)):
+    larger = amax > values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(1)  # than all that this rank has
+    for number, wanted in ((amax, larger), (amax * float("nan"), has_nan > 0)):
         first = free.to(torch.uint8).argmax(1, keepdim=True)
         possible = free.any(1) & wanted
         values.scatter_(1, first, torch.where(possible[:, None], number[:, None], values.gather(1, first)))
@@ -329,6 +330,7 @@ def _write(part: _Part, row: Operand | Tensor | None, column: Operand | Tensor |
         as_face(made, 0, _shaped(weight, values), weight.dtype),
     )
     overwrite_("quantize_master_weights", weight, (None if weight.rowwise is None else fresh[0], fresh[1]))
+    weight.original = None  # the masters are the caller's
 
 
 def _shaped(weight: HybridTensor, values: Tensor) -> Tensor:

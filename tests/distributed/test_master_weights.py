@@ -103,6 +103,25 @@ def test_every_recipe_equals_quantizing_the_whole(two, special):
     two.run(equals_the_whole, RECIPES + UNUSUAL, special)
 
 
+def one_element_of_a_block_elsewhere(rank):
+    """A NaN that is all that another rank has of a block makes the block NaN everywhere."""
+    for config in ("nvfp4", "nvfp4_1d_weight", "nvfp4/mxfp8/bf16", "mxfp8"):
+        for place in (0, -1):
+            whole = torch.randn(SHAPES[0], generator=generator(1))
+            whole.view(-1)[place] = float("nan")
+            weights = [layers(config)[0].weight for _ in range(2)]
+            cut = 1 if place == 0 else whole.numel() - 1
+            begin, end = [(0, cut), (cut, whole.numel())][rank]
+            quantize_master_weights(weights[:1], [whole.flatten()[begin:end]], [begin])
+            weights[1].refresh_(whole)
+            assert_same_faces(*weights)
+            assert weights[0].original is None
+
+
+def test_one_element_of_a_block_elsewhere(two):
+    two.run(one_element_of_a_block_elsewhere)
+
+
 def test_on_four_ranks(four):
     four.run(equals_the_whole, ["fp8", "fp8_block", "mxfp8", "nvfp4", *UNUSUAL], True)
 
