@@ -1,14 +1,17 @@
 """Optimizers on master weights are bitwise those on plain ones; masters of persistent weights write back exactly."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 
 import hybridtensor as ht
 from hybridtensor import HybridTensor
+from hybridtensor.distributed import checkpoint
 from hybridtensor.optim import MasterWeights
 
 SPECS = ["fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+dequantized", "bf16"]
@@ -240,3 +243,70 @@ def test_bad_input():
     set_grads(ours.parameters(), 0)
     with pytest.raises(NotImplementedError, match=r"HybridTensor: aten\.add_.* step it through .*MasterWeights"):
         direct.step()
+
+
+WAYS = ["copy_", "initializer", "plain state dict", "state dict without originals", "distributed checkpoint"]
+
+
+def write(model, values, way, folder):
+    """Write values into a persistent model, or what an initializer draws."""
+    source = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8", persistent=True)
+    source[0].weight.detach().copy_(values)
+    source[0].weight.original = None
+    if way == "copy_":
+        model[0].weight.detach().copy_(values)
+    elif way == "initializer":
+        nn.init.uniform_(model[0].weight)
+    elif way == "plain state dict":
+        model.load_state_dict({"0.weight": values})
+    elif way == "state dict without originals":
+        model.load_state_dict(source.state_dict())
+    else:
+        planners = checkpoint.HybridSavePlanner(), checkpoint.HybridLoadPlanner()
+        dcp.save(source.state_dict(), checkpoint_id=folder, planner=planners[0], no_dist=True)
+        dcp.load(model.state_dict(), checkpoint_id=folder, planner=planners[1], no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", WAYS)
+def test_masters_are_of_what_was_written_last(way, tmp_path):
+    """Not of what the weight was made from at first. What MXFP8 holds is what it makes of it again."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8", persistent=True)
+    values, before = torch.randn(32, 32), model[0].weight.dequantize()
+    write(model, values, way, tmp_path)
+    faces = model[0].weight.dequantize()
+    assert not torch.equal(faces, before)
+    (master,) = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0).masters().values()
+    assert torch.equal(ht.MXFP8Quantizer().quantize(master.detach()).dequantize(), faces)
+    assert torch.equal(master, values) == (way in ("copy_", "plain state dict"))
+
+
+def test_masters_keep_the_precision_of_the_original_in_another_dtype():
+    model = nn.Linear(32, 32, bias=False)
+    values = model.weight.detach().clone()
+    ht.quantize_(model, "fp8", persistent=True, filter_fn=lambda *_: True)
+    (master,) = MasterWeights(torch.optim.SGD, model.bfloat16().parameters(), lr=0.0).masters().values()
+    assert torch.equal(master, values.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_copies_have_masters_of_their_own(copied):
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8", persistent=True)
+    pairs = [(model, MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.1))]
+    for _ in range(2):
+        for each, optimizer in pairs:
+            torch.manual_seed(1)
+            each(torch.randn(8, 32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for (m, _), (n, _) in [(pairs[0], pairs[-1])] for a, b in values_of(m, n))
+        pairs = [pairs[0], copied(pairs[0])]
+    assert pairs[0][1].masters().keys().isdisjoint(pairs[1][1].masters())
+
+
+def values_of(*models):
+    """Return parameters in high precision, model by model."""
+    plain = [[p.dequantize() if isinstance(p, ht.HybridTensor) else p for p in m.parameters()] for m in models]
+    return zip(*plain, strict=True)

@@ -108,10 +108,10 @@ class _Gathering:
     @staticmethod
     def refresh(pairs: list[tuple[HybridTensor, Tensor]]) -> bool:
         """Quantize new values into parts of persistent weights, with one reduction for all; False if they are none."""
-        of_part = {id(sharded.tensor): sharded for sharded in everything()}
-        if not all(id(part) in of_part for part, _ in pairs):
+        of_part = {memory_of(s.tensor): s for s in everything() if isinstance(s.tensor, HybridTensor)}
+        if not all(memory_of(part) in of_part for part, _ in pairs):
             return False
-        shards = [shard_of(of_part[id(part)]) for part, _ in pairs]
+        shards = [shard_of(of_part[memory_of(part)]) for part, _ in pairs]
         for shard, (part, _) in zip(shards, pairs, strict=True):
             shard.adopt(part.config)
         with torch.no_grad():
@@ -120,6 +120,11 @@ class _Gathering:
 
 
 InterceptingTensor.gathering = _Gathering
+
+
+def memory_of(part: HybridTensor) -> tuple[Any, ...]:
+    """Return what a part has in common with all its aliases, such as ``parameter.data``."""
+    return part.data_ptr(), part.shape, part.device
 
 
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
@@ -153,7 +158,9 @@ def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
         ValueError: If a persistent weight cannot be sharded with that recipe.
     """
     for sharded in everything():
-        if sharded.tensor is part:
+        if sharded.tensor is part or (
+            isinstance(sharded.tensor, HybridTensor) and memory_of(sharded.tensor) == memory_of(part)
+        ):
             shard = shard_of(sharded)
             check_persistent(shard.plan_of(config), (sharded.size[0], sharded.size[1]))
             return shard

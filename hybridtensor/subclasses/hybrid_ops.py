@@ -58,15 +58,15 @@ def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor
     return made
 
 
-@table.register(
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-)
+@table.register(aten.clone.default, aten._pin_memory.default, aten._to_copy.default, aten.new_zeros.default)
+def _both_faces_and_original(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+    made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
+    if args[0].original is not None:
+        made.original = func(args[0].original, *args[1:], **kwargs)
+    return made
+
+
+@table.register(aten.view.default, aten._unsafe_view.default, aten.empty_like.default, aten.new_empty.default)
 def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
     if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
@@ -74,14 +74,6 @@ def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hyb
             f"of shards {tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
         )
     return _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
-
-
-@table.register(aten.new_zeros.default)
-def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
-    made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
-    if args[0].original is not None:
-        made.original = func(args[0].original, *args[1:], **kwargs)
-    return made
 
 
 @table.register(aten.is_pinned.default)
@@ -101,8 +93,9 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         for name in dst.inner_names:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
-        if dst.original is not None and src.original is not None:
-            dst.original.copy_(src.original, non_blocking=non_blocking)
+        if dst.original is not None:
+            values = src.dequantize() if src.original is None else src.original
+            dst.original.copy_(values, non_blocking=non_blocking)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return _requantize_(dst, values.to(dst.device).expand(dst.shape))

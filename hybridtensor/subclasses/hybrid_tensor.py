@@ -137,9 +137,10 @@ class HybridTensor(InterceptingTensor):
 
         All ranks do it together where this is a part of a sharded weight: its scales are those of the whole.
         """
-        if self.gathering is not None and self.gathering.refresh([(self, values)]):
-            return
-        self.config.weight.update_(self, values, context=Context("weight", self.state))
+        if self.gathering is None or not self.gathering.refresh([(self, values)]):
+            self.config.weight.update_(self, values, context=Context("weight", self.state))
+        if self.original is not None:
+            self.original.copy_(values.detach())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).

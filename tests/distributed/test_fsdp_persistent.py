@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from processes import here
+from processes import generator, here
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -133,6 +133,28 @@ def loads_values(rank):
     model.load_state_dict(state)
     with torch.no_grad():
         assert same_bits(model(batch(0)), twin(batch(0)))
+
+
+def writes_through_aliases(rank):
+    values = torch.randn(64, 64, generator=generator(5)) * torch.arange(1.0, 65.0)[:, None]
+    mesh = mesh_of(rank, 2)
+    for recipe in ("fp8", "fp8_rowwise", "nvfp4"):
+        twin = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, persistent=True)[0].weight.detach()
+        twin.copy_(values)
+        for way in ("data", "detach", "state_dict"):
+            model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, persistent=True)
+            weight = fully_shard(model, mesh=mesh)[0].weight
+            aliases = {"data": weight.data, "detach": weight.detach(), "state_dict": model.state_dict()["0.weight"]}
+            aliases[way].copy_(distribute_tensor(values, mesh, [Shard(0)]))
+            model.unshard()
+            assert_faces_equal(model[0].weight.rowwise, twin.rowwise)
+            assert_faces_equal(model[0].weight.columnwise, twin.columnwise)
+            model.reshard()
+
+
+def test_writes_through_aliases(two):
+    """Their scales are those of the whole, too."""
+    two.run(writes_through_aliases)
 
 
 def test_load_state_dict(two):

@@ -92,6 +92,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]
         self._followers = {f"{n}.{rest}": pair for n, value in persistent for rest, pair in followers(value).items()}
+        self._originals = [(f"{n}.", local(value)) for n, value in persistent if local(value).original is not None]
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
@@ -135,6 +136,9 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
+        for prefix, weight in self._originals:
+            if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
+                weight.original.copy_(weight.dequantize())
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
