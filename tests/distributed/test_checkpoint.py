@@ -1,5 +1,6 @@
 """A folder of checkpoints: what is loaded is what was written, whatever happened to the run and the disk."""
 
+import copy
 import json
 import os
 import pickle
@@ -57,6 +58,31 @@ def folder(path, step):
 
 
 @pytest.mark.usefixtures("default_device")
+class Grown:
+    """Something with a state that gets more as it runs."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state):
+        self.held = state
+
+
+def assert_equal_nested(a, b):
+    assert type(a) is type(b)
+    if isinstance(b, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(b, (dict, list)):
+        assert (a.keys() if isinstance(b, dict) else len(a)) == (b.keys() if isinstance(b, dict) else len(b))
+        for key in b if isinstance(b, dict) else range(len(b)):
+            assert_equal_nested(a[key], b[key])
+    else:
+        assert a == b
+
+
 class TestRoundTrip:
     @pytest.mark.parametrize(("recipe", "persistent", "faces"), CASES)
     def test_of_every_recipe_is_bitwise(self, recipe, persistent, faces, tmp_path):
@@ -94,6 +120,35 @@ class TestRoundTrip:
         assert (fresh["seen"], fresh["counts"], fresh["nested"]["n"]) == (7, {3: (1, 2)}, 1.5)
         assert torch.equal(inside, torch.ones(2))
         assert torch.equal(fresh["rng"], state["rng"])
+
+    @pytest.mark.parametrize("stateful", [False, True], ids=["data", "stateful"])
+    @pytest.mark.parametrize(
+        ("later", "fresh"),
+        [
+            ({"total": torch.ones(1), "seen": {"file": 7}}, {"total": torch.zeros(1), "seen": {}}),
+            ({"x": torch.ones(2), "new": 5, "more": [1, {"t": torch.ones(3)}]}, {"x": torch.zeros(2)}),
+            ({"parts": [torch.ones(2), torch.full((3,), 2.0)]}, {"parts": [torch.zeros(2)]}),
+            ({"x": torch.ones(1), "steps": [3, 5]}, {"x": torch.zeros(1), "steps": [1]}),
+            ({"x": torch.ones(1), "best": {"loss": 1.5}}, {"x": torch.zeros(1), "best": None}),
+            ({"average": {"w": torch.ones(2)}, "n": 1}, {"average": {}, "n": 0}),
+            ({"only": 1, "numbers": {"a": 2}}, {"only": 0, "numbers": {}}),
+        ],
+        ids=["dict", "keys", "tensors", "list", "none", "first tensor", "no tensor"],
+    )
+    def test_of_what_came_later(self, later, fresh, stateful, tmp_path):
+        """Entries grow: what was stored comes back whole, whatever there was before."""
+        model, _ = make("fp8")
+        wrap = Grown if stateful else lambda held: held
+        checkpoint.save(tmp_path, 1, {"model": model, "entry": wrap(copy.deepcopy(later))})
+        state = {"model": model, "entry": wrap(copy.deepcopy(fresh))}
+        checkpoint.load(tmp_path, state)
+        assert_equal_nested(state["entry"].held if stateful else state["entry"], later)
+
+    def test_what_is_not_stored_is_an_error(self, tmp_path):
+        model, _ = make("fp8")
+        checkpoint.save(tmp_path, 1, {"model": model, "entry": {"x": torch.ones(1)}})
+        with pytest.raises(ValueError, match=r"entry\.y is not in it"):
+            checkpoint.load(tmp_path, {"model": model, "entry": {"x": torch.ones(1), "y": 1}})
 
     def test_some_entries_can_be_left_out(self, tmp_path):
         expected, _ = trained()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -181,12 +181,15 @@ class Restoration:
                 self._add(entry, name, value)
         for entry, kind in training.kinds.items():
             if kind in ("stateful", "data"):
-                self.target[entry] = self._other(entry, kind)
+                self.target[entry] = self._other(entry, kind, metadata)
 
-    def _other(self, entry: str, kind: str) -> Any:
+    def _other(self, entry: str, kind: str, metadata: Metadata) -> Any:
         value = self.training.state[entry]
         own = value.state_dict() if kind == "stateful" else value
-        return own if _has_parts(own) else Opaque(None)
+        paths = {n: p for n, p in (metadata.planner_data or {}).items() if p[0] == entry and n in self._stored}
+        if entry in paths or not paths:
+            return own if _has_parts(own) else Opaque(None)
+        return _with_room(own, entry, {n: (p, metadata.state_dict_metadata[n]) for n, p in paths.items()})
 
     def _same(self, full: str) -> bool:
         return self._weights.get(full) == self.training.weights.get(full)
@@ -292,6 +295,57 @@ def _has_parts(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) for key in value) and any(map(_has_parts, value.values()))
     return isinstance(value, list) and any(map(_has_parts, value))
+
+
+def _with_room(own: Any, entry: str, stored: dict[str, tuple[tuple[Any, ...], Any]]) -> Any:
+    """Return what an entry has, in place, and places for what else is stored of it: keys and items that came later.
+
+    Args:
+        own: What the entry has.
+        entry: Its name.
+        stored: Paths, which begin with the entry, and metadata of what is stored of it.
+    """
+    missing = [(path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])]
+    if not missing:
+        return own
+    root = {entry: _containers(own)}
+    for path, found in missing:
+        is_tensor = isinstance(found, TensorStorageMetadata)
+        _place(root, path, torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else Opaque(None))
+    return root[entry]
+
+
+def _leads_to_value(value: Any, path: tuple[Any, ...]) -> bool:
+    """Whether there is something other than a container where a path leads."""
+    for key in path:
+        known = isinstance(value, Mapping) and key in value
+        known |= isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value)
+        if not known:
+            return False
+        value = value[key]
+    return not isinstance(value, (Mapping, list, tuple))
+
+
+def _containers(value: Any) -> Any:
+    """Return new containers of the same values."""
+    if isinstance(value, Mapping):
+        return {key: _containers(inner) for key, inner in value.items()}
+    return [_containers(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _place(holder: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Put a value where a path leads, through containers that are made where there are none."""
+    key, *rest = path
+    if isinstance(holder, list):
+        holder.extend([None] * (key + 1 - len(holder)))
+    if not rest:
+        holder[key] = value
+        return
+    kind = dict if isinstance(rest[0], str) else list
+    inner = holder.get(key) if isinstance(holder, dict) else holder[key]
+    if not isinstance(inner, kind):
+        inner = holder[key] = kind()
+    _place(inner, tuple(rest), value)
 
 
 def _masters(target: Any) -> Iterator[Any]:
