@@ -79,7 +79,17 @@ def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> Face |
 
 
 def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm") -> Tensor:
-    """Apply the rule to any mix of hybrid, leaf, identity and plain matrices."""
+    """Apply the rule to any mix of hybrid, leaf, identity and plain matrices.
+
+    Raises:
+        NotImplementedError: If one is a layer's weight, and gradients may be wanted: they would not be the recipe's.
+    """
+    weights = [t for t in (left, right) if isinstance(t, HybridTensor) and t.config is not None]
+    if weights and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{gemm}: a product that autograd sees is required with {weights[0]!r}, the weight of a layer, got one "
+            "below it, as from torch.func transforms; call F.linear, or x @ weight.t(), or do it in torch.no_grad()"
+        )
     return multiply(
         take_face(left, "rowwise", name="the left operand", gemm=gemm),
         take_face(right, "columnwise", name="the right operand", gemm=gemm),

@@ -8,7 +8,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, IdentityQuantizer
 from hybridtensor.testing import product_bound, random_tensor
 
@@ -134,3 +136,18 @@ def test_operands_that_do_not_go_together_are_refused():
         torch.addmm(x, x, x.t())
     flat = TENSOR.quantize(random_tensor(2, 2, 8)).view(-1, 8)
     assert torch.mm(flat, flat.t()).shape == (4, 4)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_transforms_of_torch_func_are_refused(persistent):
+    """Below autograd a backward would not be that of the recipe."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8", persistent=persistent)
+    x = torch.randn(8, 32)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    with pytest.raises(NotImplementedError, match=r"F.linear, or x @ weight.t\(\)"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    with torch.inference_mode():
+        assert model(x).shape == (8, 32)
