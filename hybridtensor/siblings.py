@@ -42,7 +42,9 @@ def quantize_once(input: Tensor, weight: Any, how: tuple[Any, ...], make: Callab
     """Return ``make()``, or what it returned for another weight and this very input, unchanged since.
 
     A weight that comes again is a new pass: then nothing is taken over, as what changed the input (the replay of a CUDA
-    graph) may not have been counted. Nothing is taken over, either, where what runs may run again without Python.
+    graph) may not have been counted. Nothing is taken over, either, where what runs may run again without Python; nor
+    of an input that autograd has not recorded: a buffer that numpy, ``.data`` or a collective writes looks the same
+    after it, and only where backward needs what was made must nobody do that.
 
     Args:
         input: What is quantized.
@@ -50,7 +52,7 @@ def quantize_once(input: Tensor, weight: Any, how: tuple[Any, ...], make: Callab
         how: What else they depend on, compared with ``==``.
         make: Quantizes.
     """
-    if torch.compiler.is_compiling() or input.is_inference() or is_recorded():
+    if torch.compiler.is_compiling() or input.grad_fn is None or is_recorded():
         return make()
     last, reader = _last, getattr(weight, "writes", None) or weakref.ref(weight)
     key = (input._version, _stream(input), *how)

@@ -48,10 +48,15 @@ def casts(monkeypatch):
     return made
 
 
+def recorded(x):
+    """Return the same values as a result of what autograd has recorded, as layers read them in training."""
+    return x.detach().requires_grad_().view_as(x)
+
+
 def step(model, x, **how):
     """Return the loss and all gradients."""
     x = x.detach().requires_grad_()
-    loss = model(x, **how)
+    loss = model(x.view_as(x), **how)
     loss.backward()
     grads = [x.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
@@ -62,7 +67,7 @@ def saved(model, x, **how):
     """Return the addresses of what is saved for backward."""
     addresses = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: addresses.append(t.data_ptr()) or t, lambda t: t):
-        model(x.detach().requires_grad_(), **how)
+        model(recorded(x), **how)
     return addresses
 
 
@@ -96,36 +101,51 @@ def test_what_belongs_to_a_layer_is_not_shared(recipe, casts):
 
 
 def test_an_input_that_changed_is_quantized_again(casts):
-    model, x = Attention("fp8"), torch.randn(64, SIZE, dtype=torch.bfloat16)
+    model, x = Attention("fp8"), recorded(torch.randn(64, SIZE, dtype=torch.bfloat16)).clone()
     first, second, _ = model.layers
-    with torch.no_grad():
-        first(x)
-        x.mul_(3)
-        assert second(x).equal(second(x.clone()))
+    first(x)
+    x.mul_(3)
+    assert second(x).equal(second(x.clone()))
     assert len(casts) == 3
+
+
+WRITES = {
+    "numpy": lambda x: x.view(torch.int16).numpy().__iadd__(128),  # times two
+    "data": lambda x: x.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "training"])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_are_not_counted_are_seen(write, grad):
+    """To a buffer of observations, as in reinforcement learning, that actor and critic read."""
+    first, second, _ = Attention("fp8").layers
+    x = torch.randn(64, SIZE, dtype=torch.bfloat16)
+    with torch.set_grad_enabled(grad):
+        first(x)
+        WRITES[write](x)
+        assert second(x).equal(second(x.clone()))
 
 
 def test_a_weight_that_comes_again_quantizes_again():
     """As after the replay of a CUDA graph, which writes without being counted."""
-    model, x = Attention("fp8"), torch.randn(64, SIZE, dtype=torch.bfloat16)
+    model, x = Attention("fp8"), recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
     layer = model.layers[0]
-    with torch.no_grad():
-        layer(x)
-        memory = x.view(torch.int16).numpy()
-        memory += 128  # times two, behind torch's back
-        assert layer(x).equal(layer(x.clone()))
+    layer(x)
+    WRITES["data"](x)
+    assert layer(x).equal(layer(x.clone()))
 
 
 def test_recipe_dtype_and_faces_tell_apart(casts):
-    x = torch.randn(64, SIZE, dtype=torch.bfloat16)
-    a, b = Attention("fp8").layers[0], Attention("fp8_rowwise").layers[0]
-    with torch.no_grad():
-        assert a(x).equal(a(x.clone()))
-        assert b(x).equal(b(x.clone()))
-        a(x)
-    b(x)  # needs the columnwise face, too
+    x = recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
+    (a, other), b = Attention("fp8").layers[:2], Attention("fp8_rowwise").layers[0]
+    assert a(x).equal(a(x.clone()))
+    assert b(x).equal(b(x.clone()))
+    assert len(casts) == 4
+    other.weight.requires_grad_(False)
+    other(x)  # without the columnwise face
     Attention("fp8").layers[1](x)
-    assert len(casts) == 7
+    assert len(casts) == 6
 
 
 def test_autocast_shares_what_it_casts(casts):
@@ -144,18 +164,18 @@ def test_under_checkpointing(reentrant, casts):
     casts.clear()
 
     def run(x):
-        return checkpoint(model, x, use_reentrant=reentrant)
+        return checkpoint(lambda x: model(x.view_as(x)), x, use_reentrant=reentrant)
 
     a = x.detach().requires_grad_()
     run(a).backward()
     assert a.grad.equal(expected[1])
-    assert len(casts) == 2  # forward, and when it runs again
+    assert len(casts) == (3 if reentrant else 1) + 1  # forward, of which that one records nothing, and again
 
 
 def test_nothing_outlives_the_input():
-    layer, x = Attention("fp8").layers[0], torch.randn(64, SIZE, dtype=torch.bfloat16)
-    with torch.no_grad():
-        layer(x)
+    layer, x = Attention("fp8").layers[0], recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
+    layer.requires_grad_(False)  # so that the result does not hold on to the face
+    layer(x)
     face = weakref.ref(siblings._last.operands[0].data)
     assert face() is not None
     del x
@@ -165,9 +185,9 @@ def test_nothing_outlives_the_input():
 
 
 def test_an_input_may_die_in_another_thread():
-    layer, box = Attention("fp8").layers[0], [torch.randn(64, SIZE, dtype=torch.bfloat16)]
-    with torch.no_grad():
-        layer(box[0])
+    layer, box = Attention("fp8").layers[0], [recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))]
+    layer(box[0])
+    assert siblings._last.operands is not None
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()
@@ -176,9 +196,8 @@ def test_an_input_may_die_in_another_thread():
 
 def test_threads_share_nothing(casts):
     first, second, _ = Attention("fp8").layers
-    x = torch.randn(64, SIZE, dtype=torch.bfloat16)
-    with torch.no_grad():
-        first(x)
+    x = recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
+    first(x)
     thread = threading.Thread(target=lambda: second(x))
     thread.start()
     thread.join()
@@ -197,11 +216,10 @@ def test_inference_tensors_are_quantized_each_time(casts):
 def test_persistent_weights_share_too(casts):
     model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))).bfloat16()
     ht.quantize_(model, "fp8", persistent=True)
-    x = torch.randn(64, SIZE, dtype=torch.bfloat16)
-    with torch.no_grad():
-        together = [layer(x) for layer in model]
-        apart = [layer(x.clone()) for layer in model]
-        assert all(a.equal(b) for a, b in zip(together, apart, strict=True))
-        assert len(casts) == 3
-        model[0](x), model[0](x)
+    x = recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
+    together = [layer(x) for layer in model]
+    apart = [layer(x.clone()) for layer in model]
+    assert all(a.equal(b) for a, b in zip(together, apart, strict=True))
+    assert len(casts) == 3
+    model[0](x), model[0](x)
     assert len(casts) == 5
