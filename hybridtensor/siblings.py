@@ -43,8 +43,7 @@ def quantize_once(input: Tensor, weight: Any, how: tuple[Any, ...], make: Callab
 
     A weight that comes again is a new pass: then nothing is taken over, as what changed the input (the replay of a CUDA
     graph) may not have been counted. Nothing is taken over, either, where what runs may run again without Python; nor
-    of an input that autograd has not recorded: a buffer that numpy, ``.data`` or a collective writes looks the same
-    after it, and only where backward needs what was made must nobody do that.
+    of an input that autograd has not recorded: numpy, ``.data`` and collectives write buffers, and nothing counts it.
 
     Args:
         input: What is quantized.

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 
 from hybridtensor.distributed.agreement import reduce_amaxes
 from hybridtensor.distributed.payload import cut_out
+from hybridtensor.distributed.plain import followers
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, check_persistent, make_plan
 from hybridtensor.distributed.shard import Shard, shard_of
 from hybridtensor.distributed.torch_compat import (
     MISSING,
+    Sharded,
     everything,
     local,
     locate,
 )
 from hybridtensor.ops import Held, Operand
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
-from hybridtensor.subclasses.hybrid_tensor import as_face, is_of
+from hybridtensor.subclasses.hybrid_tensor import as_face
 from hybridtensor.subclasses.wrapper import InterceptingTensor
 
 _DIRECTIONS = (ROW, COLUMN)
@@ -108,10 +110,10 @@ class _Gathering:
     @staticmethod
     def refresh(pairs: list[tuple[HybridTensor, Tensor]]) -> bool:
         """Quantize new values into parts of persistent weights, with one reduction for all; False if they are none."""
-        of_part = {memory_of(s.tensor): s for s in everything() if isinstance(s.tensor, HybridTensor)}
-        if not all(memory_of(part) in of_part for part, _ in pairs):
+        known = persistent_parts()
+        if not all(memory_of(part) in known for part, _ in pairs):
             return False
-        shards = [shard_of(of_part[memory_of(part)]) for part, _ in pairs]
+        shards = [shard_of(known[memory_of(part)]) for part, _ in pairs]
         for shard, (part, _) in zip(shards, pairs, strict=True):
             shard.adopt(part.config)
         with torch.no_grad():
@@ -124,7 +126,12 @@ InterceptingTensor.gathering = _Gathering
 
 def memory_of(part: HybridTensor) -> tuple[Any, ...]:
     """Return what a part has in common with all its aliases, such as ``parameter.data``."""
-    return part.data_ptr(), part.shape, part.device
+    return part.data_ptr() or id(part), part.shape, part.device  # nothing on the meta device has an address
+
+
+def persistent_parts() -> dict[tuple[Any, ...], Sharded]:
+    """Return what FSDP2 holds of persistent weights, by ``memory_of`` this rank's part."""
+    return {memory_of(s.tensor): s for s in everything() if isinstance(s.tensor, HybridTensor)}
 
 
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
@@ -143,12 +150,8 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             elif isinstance(operand, Operand) and isinstance(face, IdentityTensor):
                 plain = operand.data if direction == ROW else operand.data.t()
                 face.source.copy_(plain[: values.shape[0]])
-        if (
-            shard.plan.column.kind == "held"
-            and part.columnwise is not None
-            and not is_of(part.columnwise, part.rowwise)
-        ):
-            part.columnwise.copy_(part.rowwise)
+        for source, follower in followers(part).values():
+            follower.copy_(source)
 
 
 def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
@@ -157,14 +160,12 @@ def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
     Raises:
         ValueError: If a persistent weight cannot be sharded with that recipe.
     """
-    for sharded in everything():
-        if sharded.tensor is part or (
-            isinstance(sharded.tensor, HybridTensor) and memory_of(sharded.tensor) == memory_of(part)
-        ):
-            shard = shard_of(sharded)
-            check_persistent(shard.plan_of(config), (sharded.size[0], sharded.size[1]))
-            return shard
-    return None
+    sharded = persistent_parts().get(memory_of(part))
+    if sharded is None:
+        return None
+    shard = shard_of(sharded)
+    check_persistent(shard.plan_of(config), (sharded.size[0], sharded.size[1]))
+    return shard
 
 
 def remake_(part: HybridTensor, values: Tensor, config: Any) -> bool:

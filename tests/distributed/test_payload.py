@@ -275,6 +275,17 @@ def test_offloaded_weights_keep_nothing_on_the_device(two):
     two.run(offloaded)
 
 
+def agree_and_shrink(model, twin, step):
+    """Compare what both compute; then write all weights, to other scales, and reshard."""
+    with torch.no_grad():
+        assert same_bits(*(loss_of(m, step) for m in (model, twin)))
+        for m in (model, twin):
+            for p in m.parameters():
+                p.mul_(0.5)
+    for block in model:
+        block.reshard()
+
+
 def other_streams(rank):
     """Gathers on streams of their own, as ``unshard()`` by hand makes them, read what was made on another stream."""
     model, twin = shard(make("fp8"), mesh_of(rank, 2)), make("fp8")
@@ -290,13 +301,7 @@ def other_streams(rank):
                 block.unshard()
         if on_cuda:
             torch.cuda.synchronize()
-        with torch.no_grad():
-            assert same_bits(*(loss_of(m, step) for m in (model, twin)))
-            for m in (model, twin):
-                for p in m.parameters():
-                    p.mul_(0.9)
-        for block in model:
-            block.reshard()
+        agree_and_shrink(model, twin, step)
 
 
 def test_gathers_on_other_streams(two):
@@ -315,13 +320,7 @@ def late_magnitudes(rank):
                 torch.cuda._sleep(0 if index else 50_000_000)
                 block.unshard()
         torch.cuda.synchronize()
-        with torch.no_grad():
-            assert same_bits(*(loss_of(m, step) for m in (model, twin)))
-            for m in (model, twin):
-                for p in m.parameters():
-                    p.mul_(0.5)
-        for block in model:
-            block.reshard()
+        agree_and_shrink(model, twin, step)
 
 
 def test_magnitudes_that_come_late(two):
