@@ -7,6 +7,7 @@ from torch import nn
 
 import hybridtensor as ht
 from hybridtensor.ops import Held
+from hybridtensor.ops.cast import parse
 from hybridtensor.ops.operand import take_apart
 from hybridtensor.testing import random_tensor, saved_for_backward
 
@@ -73,3 +74,41 @@ def test_weights_and_states_stay_where_they_are(recipe):
     tensors = 1 + (0 if state is None else sum(t is not None for t in state[:3]))
     assert len(graphs.static) == 3 * tensors
     assert len(inputs) == 1 + 3 * tensors
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8", "fp8+pow2_scale", "nvfp4_1d_weight", "nvfp4_fwd_mxfp8_bwd", "fp8_rowwise", "mxfp8"]
+)
+def test_what_has_one_scale_is_measured_by_operations_that_can_be_fused(recipe):
+    """So that a compiler measures a tensor where it makes it, if that is all that has to be measured; not weights."""
+    net, _, graphs = compiled(recipe)
+    weights = {tuple(parameter.shape) for parameter in net.parameters()}
+    for name in ("forward", "backward"):
+        casts = [node for node in graphs.graphs[name].graph.nodes if node.target is QUANTIZE]
+        made = [node for node in casts if tuple(node.args[0].meta["val"].shape) not in weights]
+        assert made
+        for node in casts:
+            row, column, source = (parse(text) for text in node.args[1:4])
+            of_x = row or source, None if source else column
+            amaxes = dict(zip(of_x, (*node.args[9:], None, None)[:2], strict=True))
+            amaxes.pop(None, None)
+            whole = {cast for cast in amaxes if cast.measures is False}
+            plain = node in made and not any(cast.format.hadamard or cast.measures for cast in amaxes)
+            assert {cast for cast, amax in amaxes.items() if amax is not None} == (whole if plain else set())
+    assert bool(graphs.count("forward", torch.ops.aten.amax.default)) == (
+        recipe in ("fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd")
+    )
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd"])
+@pytest.mark.parametrize("edge", ["normal", "nan", "inf", "zeros", "nothing"])
+def test_measuring_in_the_graph_changes_no_bit(recipe, edge, device):
+    net = ht.quantize_(Siblings(), recipe).to(device)
+    x = random_tensor(0 if edge == "nothing" else 128, 64, device=device)
+    if edge == "zeros":
+        x.zero_()
+    elif edge in ("nan", "inf"):
+        x[3, 5], x[77] = float(edge), -float(edge)
+    eager = net(x)
+    fast = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(eager, fast, strict=True))

@@ -15,6 +15,7 @@ from hybridtensor import ops
 from hybridtensor.formats import Format, nearest
 from hybridtensor.ops import Cast, Casts, Held, Hint, Operand
 from hybridtensor.ops.library import require_float
+from hybridtensor.ops.references.blocks import amax_by_rows
 from hybridtensor.state import Context, DelayedRule
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.subclasses.hybrid_tensor import as_face, column_operand, row_operand
@@ -254,9 +255,25 @@ def cast_together(
 ) -> tuple[Operand | None, Operand | None]:
     """Return what casts make of ``x``, in one go; see ``ops.quantize``."""
     matrix, (row, column, _) = tokens(x), casts
+    if torch.compiler.is_compiling() and context.role != "weight":
+        context = _measured_by_the_graph(matrix, casts, context)
     made = ops.quantize(matrix, **_arguments(matrix, casts, dtype, context), hint=_hint(casts, context))
     size = 0 if row is None else 2 + (row.format.tensor_block is not None)
     return _operand(made[:size], row), _operand(made[size:], column)
+
+
+def _measured_by_the_graph(matrix: Tensor, casts: Casts, context: Context) -> Context:
+    """Return the context with the amax of the matrix, if that is all that casts measure, from operations of torch.
+
+    A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not made, but read.
+    """
+    of_matrix = (casts.row or casts.source, casts.column if casts.source is None else None)
+    measures = [cast is not None and cast.measures is not None for cast in of_matrix]
+    if any(cast is not None and (cast.measures or cast.format.hadamard) for cast in of_matrix) or not any(measures):
+        return context
+    amax = amax_by_rows(matrix)
+    row, column = (amax if wanted else None for wanted in measures)
+    return context._replace(amaxes=(row, column))
 
 
 def _arguments(matrix: Tensor, casts: Casts, dtype: torch.dtype, context: Context) -> dict[str, Any]:
