@@ -5,6 +5,7 @@ Legend: as in ``tiles`` and ``quantize``.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from hybridtensor.kernels.hadamard import rotate
 from hybridtensor.kernels.numbers import INF_BITS
@@ -41,9 +42,15 @@ def measure_kernel(
     ROW: tl.constexpr, ROW_PER_ROW: tl.constexpr, ROW_ROTATED: tl.constexpr,
     COLUMN: tl.constexpr, COLUMN_PER_ROW: tl.constexpr, COLUMN_ROTATED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    V: tl.constexpr,
+    V: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """Raise the amaxes that the casts of either face need, which begin at zero."""
+    """Raise the amaxes that the casts of either face need, which begin at zero.
+
+    Args:
+        FOLLOWED: Let the kernel after this one start while this one ends; it waits before it uses the amaxes.
+    """
+    if FOLLOWED:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     tiles = tl.cdiv(K, BK)
     pm = pid // tiles
@@ -58,8 +65,12 @@ def measure_kernel(
 
 
 @triton.jit
-def measure_flat_kernel(x, target, size, BLOCK: tl.constexpr, STEPS: tl.constexpr, ALONE: tl.constexpr):
+def measure_flat_kernel(
+    x, target, size, BLOCK: tl.constexpr, STEPS: tl.constexpr, ALONE: tl.constexpr, FOLLOWED: tl.constexpr
+):  # fmt: skip
     """Raise the amax of a contiguous tensor, which begins at zero; write it, if this program is ``ALONE``."""
+    if FOLLOWED:
+        gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     amax = tl.zeros([BLOCK], tl.float32)
     for step in tl.static_range(STEPS):

@@ -9,6 +9,7 @@ of a face ``[OTHER, ALONG]``. With ``HELD`` the columnwise one is cast from what
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from hybridtensor.kernels.hadamard import rotate, rotate_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
@@ -270,7 +271,7 @@ def _cast_tile(
     ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, ROW_NOTE: tl.constexpr, COLUMN_NOTE: tl.constexpr,
     ROW_STORE: tl.constexpr, HELD: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    V: tl.constexpr,
+    V: tl.constexpr, FOLLOWING: tl.constexpr,
 ):  # fmt: skip
     """Cast tile ``pid``; see ``cast_kernel``."""
     tiles = tl.cdiv(K, BK)
@@ -284,6 +285,8 @@ def _cast_tile(
         if wild:
             tl.debug_barrier()
             tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
+            if FOLLOWING:
+                gdc_wait()
             columns = as_columns(tile, BM, BK)
             wild = pid < 0
             if ROW_KIND != NONE:
@@ -332,7 +335,7 @@ def cast_kernel(
     ROW_OVERFLOW: tl.constexpr, COLUMN_OVERFLOW: tl.constexpr, ROW_NOTE: tl.constexpr, COLUMN_NOTE: tl.constexpr,
     ROW_STORE: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, CHECKED: tl.constexpr, ALIGNED: tl.constexpr,
     HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    V: tl.constexpr,
+    V: tl.constexpr, FOLLOWING: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile into the faces that are asked for.
 
@@ -348,6 +351,7 @@ def cast_kernel(
         REVERSED: Begin at the end, where a pass before this one ended and the cache is warm.
         CHECKED: The faces are there, scaled per tensor by the amax at ``factors``: cast all tiles again, several to a
             program, if the scale of ``row_measured`` is another one; else do nothing.
+        FOLLOWING: Started while the kernel that measures is ending: wait for it once the tile is read.
     """
     pid = tl.program_id(0)
     if CHECKED:
@@ -366,7 +370,7 @@ def cast_kernel(
                     ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_ROTATED, ROW_STOCHASTIC, ROW_PACK,
                     COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_ROTATED, COLUMN_STOCHASTIC, COLUMN_PACK,
                     ROW_OVERFLOW, COLUMN_OVERFLOW, ROW_NOTE, COLUMN_NOTE, ROW_STORE, HELD, ALIGNED, HW, EVEN, WIDE,
-                    BM, BK, R, V,
+                    BM, BK, R, V, False,
                 )  # fmt: skip
     else:
         if REVERSED:
@@ -380,5 +384,5 @@ def cast_kernel(
             ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_ROTATED, ROW_STOCHASTIC, ROW_PACK,
             COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_ROTATED, COLUMN_STOCHASTIC, COLUMN_PACK,
             ROW_OVERFLOW, COLUMN_OVERFLOW, ROW_NOTE, COLUMN_NOTE, ROW_STORE, HELD, ALIGNED, HW, EVEN, WIDE,
-            BM, BK, R, V,
+            BM, BK, R, V, FOLLOWING,
         )  # fmt: skip

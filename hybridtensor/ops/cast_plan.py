@@ -223,9 +223,12 @@ class Plan:
             COLUMN_NOTE=key.notes and column.kind == _GIVEN and (bool(held) or row.kind != _GIVEN),
             ROW_STORE=key.row is not None, HELD=held, REVERSED=reverse, CHECKED=False, ALIGNED=key.shape[1] % 8 == 0,
             HW=converts_to_fp8(key.device), **self.shape,
+            FOLLOWING=reverse and overlaps_kernels(key.device),
         )  # fmt: skip
         programs = changes.pop("programs", self.tiles)
-        return Launch("quantize", "cast_kernel", programs, options=self.options, **{**constants, **changes})
+        constants |= changes
+        options = self.options | ({"launch_pdl": True} if constants["FOLLOWING"] else {})
+        return Launch("quantize", "cast_kernel", programs, options=options, **constants)
 
     def _held_measurement(self, *, reverse: bool) -> Launch:
         """Return what raises the amaxes that the columnwise face needs of what the rowwise one holds."""
@@ -235,6 +238,7 @@ class Plan:
         if self.by_largest:
             changes |= {
                 "programs": 1,
+                "FOLLOWING": False,
                 "EVEN": False,
                 "WIDE": False,
                 "V": self.shape["V"] * self.key.dtype.itemsize // 4,
@@ -249,14 +253,14 @@ class Plan:
         wanted = self.wanted
         plain = [face.kind not in _PER_ROW and not face.rotated for face in self.faces]
         shared = all(wanted) and all(plain)
-        alone = False
+        alone, followed = False, overlaps_kernels(key.device)
         flat = all(p for p, w in zip(plain, wanted, strict=True) if w) and _is_contiguous(key)
         if flat:
             programs = -(-m * k // (_FLAT_BLOCK * _FLAT_STEPS))
             alone = programs == 1
             launch = Launch(
                 "measure", "measure_flat_kernel", programs,
-                BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, ALONE=alone, options={"num_warps": 8},
+                BLOCK=_FLAT_BLOCK, STEPS=_FLAT_STEPS, ALONE=alone, FOLLOWED=followed, options={"num_warps": 8},
             )  # fmt: skip
         else:
             launch = Launch(
@@ -264,7 +268,7 @@ class Plan:
                 ROW=wanted[0], ROW_PER_ROW=row.kind in _PER_ROW, ROW_ROTATED=row.rotated,
                 COLUMN=wanted[1] and not shared, COLUMN_PER_ROW=column.kind in _PER_ROW,
                 COLUMN_ROTATED=column.rotated, HW=converts_to_fp8(key.device), options=self.options,
-                **self.shape,
+                **self.shape, FOLLOWED=followed,
             )  # fmt: skip
         one = flat or shared
 
@@ -360,4 +364,15 @@ def _overflow(face: _Face, dtype: torch.dtype) -> float:
 
 def converts_to_fp8(device: torch.device) -> bool:
     """Whether the device rounds to FP8 itself."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return _nvidia(device) >= (8, 9)
+
+
+def overlaps_kernels(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it ends: programmatic dependent launch."""
+    return _nvidia(device) >= (9, 0)
+
+
+def _nvidia(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, of anything else zeros."""
+    ours = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if ours else (0, 0)
