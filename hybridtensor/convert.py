@@ -18,6 +18,7 @@ from hybridtensor.distributed.torch_compat import with_local
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.kept import Kept
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
 Factory = Callable[[QuantizerRole], Quantizer]
@@ -101,8 +102,8 @@ def quantize_(
 def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Change the recipe of every weight that ``quantize_`` converted; optimizer state is untouched.
 
-    The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights are remade from
-    what they hold; the optimizer's next step makes them again from its masters.
+    The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights are made again, from
+    the masters of ``optim.MasterWeights`` or else from what they hold.
 
     Args:
         model: A model that went through ``quantize_``.
@@ -290,17 +291,18 @@ def _persistent(values: Tensor, config: HybridConfig, trainable: bool, layer: La
     weight = HybridTensor(made.rowwise, made.columnwise, config)
     weight.layer = layer
     if trainable:
-        weight.original = values
+        weight.kept = Kept(values, follows=True)
     return weight
 
 
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     """Replace the faces of a persistent weight by those of another recipe."""
-    values = weight.original if weight.original is not None else weight.dequantize()
-    if remake_(weight, values, config):
-        return
-    made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
-    weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
+    values = weight.kept.values
+    values = weight.dequantize() if values is None else values
+    if not remake_(weight, values, config):
+        made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
+        weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
+    weight.kept.note_quantized(values)
 
 
 def _swap(parameter: nn.Parameter, new: Tensor) -> None:

@@ -105,7 +105,7 @@ def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtyp
     """Return the whole tensor, in ``dtype`` if it is a floating-point one."""
     weight = local(value).detach()
     if isinstance(weight, HybridTensor):
-        original = local(value).original
+        original = local(value).kept.original
         weight = weight.dequantize() if original is None else original
         weight = local(masters.get(id(value), weight))
     elif isinstance(weight, MasterWeight):

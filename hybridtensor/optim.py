@@ -23,7 +23,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     Every persistent parameter gets an fp32 master: its original value where the parameter still holds that (and then
     lets go of it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
-    parameter is ``quantize(master)``, bit for bit, written in place once.
+    parameter is ``quantize(master)``, bit for bit, written in place once. What is written into a parameter in between,
+    such as loaded values, is its master from then on.
 
     Args:
         optimizer_class: For example ``torch.optim.AdamW``.
@@ -56,15 +57,17 @@ class MasterWeights(torch.optim.Optimizer):
         part = _part(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
-        values = part.original if part.original is not None else part.dequantize()
-        part.original = None
+        values, follows = part.kept.values, part.kept.follows
+        values = part.dequantize() if values is None else values
         values = _like(parameter, values.detach().to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        part.kept.give_to(_part(master), follows=follows)
         self._pairs.append((parameter, master))
         return master
 
     def _share_groups(self) -> None:
         """Let schedulers, which write ``param_groups``, reach the inner optimizer: all options live in its groups."""
+        self.state = self.inner.state  # by master; torch asks it whether there was a step
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
@@ -77,6 +80,12 @@ class MasterWeights(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: also the masters and what steps them."""
         return {**super().__getstate__(), "inner": self.inner, "_pairs": self._pairs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``."""
+        super().__setstate__(state)
+        for parameter, master in self._pairs:
+            _part(parameter).kept.give_to(_part(master), follows=False)
 
     def masters(self) -> dict[HybridTensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
@@ -98,17 +107,19 @@ class MasterWeights(torch.optim.Optimizer):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.inner.step()
         self._write_back([pair for pair in self._pairs if pair[1].grad is not None])
-        for _, master in self._pairs:
+        for parameter, master in self._pairs:
             master.grad = None
+            _part(parameter).kept.loaded = False
         return loss
 
     def _write_back(self, pairs: list[tuple[HybridTensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters; parts of sharded ones all together, because ranks exchange scales."""
         parts = [(_part(parameter), _part(master.detach())) for parameter, master in pairs]
-        if parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts):
-            return
-        for part, values in parts:
+        together = parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts)
+        for part, values in [] if together else parts:
             part.refresh_(values)
+        for parameter, master in pairs:
+            _part(parameter).kept.give_to(_part(master), follows=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -121,26 +132,62 @@ class MasterWeights(torch.optim.Optimizer):
         self._share_groups()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state and the masters."""
+        """Return what the inner optimizer gives, and with each persistent parameter its master.
+
+        And ``"follows"``: whether the parameter is what quantizing the master gives, whenever that is done.
+        """
         self._push_options()
-        return {"inner": self.inner.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+        packed = self.inner.state_dict()
+        for (parameter, master), number in zip(self._pairs, self._keys(packed), strict=True):
+            own = {"master": master.detach(), "follows": follows_from_master(parameter)}
+            packed["state"][number] = {**packed["state"].get(number, {}), **own}
+        return packed
+
+    def _keys(self, packed: dict[str, Any]) -> list[Any]:
+        """Return what a state dict calls the parameters with masters: it has numbers, or names, in our order."""
+        keys = [key for group in packed["param_groups"] for key in group["params"]]
+        every = [id(parameter) for group in self.inner.param_groups for parameter in group["params"]]
+        of = dict(zip(every, keys, strict=False))
+        return [of.get(id(master)) for _, master in self._pairs]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave, and quantize every persistent parameter from its master.
+        """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from its master.
+
+        Parameters that did not, such as frozen ones and those with delayed scales, come with the model's state. It may
+        be loaded before or after this: until the next step, what is loaded into parameters leaves the masters alone.
+
+        Frozen ones may have no master there, because torch's ``get_optimizer_state_dict`` leaves them out.
 
         Raises:
             ValueError: If the masters do not fit the parameters.
         """
-        loaded = state_dict["masters"]
-        shapes = [[tuple(t.shape) for t in tensors] for tensors in (loaded, [m for _, m in self._pairs])]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"MasterWeights.load_state_dict: masters of {shapes[1]} are required, got {shapes[0]}")
-        self.inner.load_state_dict(state_dict["inner"])
+        state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
+        own = [state.get(key, {}) for key in self._keys(state_dict)]
+        loaded = [(of_one.pop("master", None), of_one.pop("follows", False)) for of_one in own]
+        self._check_masters([values for values, _ in loaded])
+        self.inner.load_state_dict({**state_dict, "state": {key: of_one for key, of_one in state.items() if of_one}})
         self._share_groups()
+        found = [(*pair, *new) for pair, new in zip(self._pairs, loaded, strict=True) if new[0] is not None]
         with torch.no_grad():
-            for (_, master), values in zip(self._pairs, loaded, strict=True):
+            for _, master, values, _ in found:
                 master.copy_(values)
-            self._write_back(self._pairs)
+            self._write_back([(parameter, master) for parameter, master, _, follows in found if follows])
+        for parameter, master, _, follows in found:
+            _part(parameter).kept.give_to(_part(master), follows=bool(follows), loaded=True)
+
+    def _check_masters(self, loaded: list[Tensor | None]) -> None:
+        """Raise ValueError unless a state dict has a master of every trainable parameter, in its shape."""
+        shapes = [None if values is None else tuple(values.shape) for values in loaded]
+        wanted = [tuple(master.shape) for _, master in self._pairs]
+        for (parameter, _), shape, needed in zip(self._pairs, shapes, wanted, strict=True):
+            if shape != needed and (shape is not None or parameter.requires_grad):
+                raise ValueError(f"MasterWeights.load_state_dict: masters of {wanted} are required, got {shapes}")
+
+
+def follows_from_master(parameter: Any) -> bool:
+    """Whether a persistent parameter, or this rank's part of it, is what quantizing its master gives, at any time."""
+    part = _part(parameter)
+    return bool(part.kept.follows and part.config.weight.repeatable)
 
 
 def _part(parameter: Any) -> Any:

@@ -330,7 +330,7 @@ def _write(part: _Part, row: Operand | Tensor | None, column: Operand | Tensor |
         as_face(made, 0, _shaped(weight, values), weight.dtype),
     )
     overwrite_("quantize_master_weights", weight, (None if weight.rowwise is None else fresh[0], fresh[1]))
-    weight.original = None  # the masters are the caller's
+    weight.kept.let_go()  # the masters are the caller's
 
 
 def _shaped(weight: HybridTensor, values: Tensor) -> Tensor:

@@ -28,10 +28,7 @@ def alias(tensor: Tensor) -> Tensor:
     """Return a new wrapper object over the same plain tensors, all the way down."""
     if not isinstance(tensor, WrapperTensor):
         return tensor
-    made = tensor.map_inner(alias)
-    if getattr(tensor, "original", None) is not None:
-        made.original = tensor.original  # type: ignore[attr-defined]
-    return made
+    return tensor.map_inner(alias).alias_of(tensor)
 
 
 SliceAlong = Callable[[Any, int, int, int, int], Tensor]

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.kept import Kept
 from hybridtensor.subclasses.matmul import register_matmul
 from hybridtensor.subclasses.op_table import overloads
 from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
@@ -19,15 +20,11 @@ table = HybridTensor.ops
 
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
-    return _with_original(
-        _on_faces(x, lambda f: aten.slice.Tensor(f, dim, start, stop, step)), x, dim, start, stop, step
-    )
-
-
-def _with_original(made: HybridTensor, x: HybridTensor, *bounds: int) -> HybridTensor:
-    """Give a slice of a weight the same slice of what the weight was made from: shards begin from it."""
-    if x.original is not None:
-        made.original = aten.slice.Tensor(x.original, *bounds)
+    """Slice the faces, and what the weight was made from: shards begin from it."""
+    made = _on_faces(x, lambda face: aten.slice.Tensor(face, dim, start, stop, step))
+    values = x.kept.values
+    if values is not None:
+        made.kept = x.kept.of_slice(aten.slice.Tensor(values, dim, start, stop, step))
     return made
 
 
@@ -61,8 +58,11 @@ def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor
 @table.register(aten.clone.default, aten._pin_memory.default, aten._to_copy.default, aten.new_zeros.default)
 def _both_faces_and_original(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
     made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
-    if args[0].original is not None:
-        made.original = func(args[0].original, *args[1:], **kwargs)
+    kept = args[0].kept
+    if kept.original is not None:
+        original = func(kept.original, *args[1:], **kwargs)
+        same = func is not aten.new_zeros.default and original.dtype == kept.original.dtype
+        made.kept = Kept(original, kept.follows and same)
     return made
 
 
@@ -93,9 +93,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         for name in dst.inner_names:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
-        if dst.original is not None:
-            values = src.dequantize() if src.original is None else src.original
-            dst.original.copy_(values, non_blocking=non_blocking)
+        dst.kept.note_copied(src.dequantize, src.kept)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return _requantize_(dst, values.to(dst.device).expand(dst.shape))

@@ -12,6 +12,7 @@ from hybridtensor.ops import Held, Operand
 from hybridtensor.ops.operand import plain_operand
 from hybridtensor.state import Context
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.kept import Kept, is_same
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.wrapper import InterceptingTensor
@@ -29,7 +30,7 @@ class HybridTensor(InterceptingTensor):
         rowwise: Face whose scale groups run along the last dimension, or None.
         columnwise: Face whose scale groups run along the first dimension, or None.
         config: The recipe of the layer whose weight this is (a ``HybridConfig``), or None.
-        original: High-precision value that a trainable weight was made from, until an optimizer takes it; or None.
+        kept: Its values in high precision, which aliases of a weight share.
     """
 
     ops = OpTable("HybridTensor", "call dequantize() first, or step it through hybridtensor.optim.MasterWeights")
@@ -41,7 +42,7 @@ class HybridTensor(InterceptingTensor):
     rowwise: Face | None
     columnwise: Face | None
     config: Any
-    original: Tensor | None = None
+    kept: Kept
 
     @staticmethod
     def __new__(
@@ -69,6 +70,12 @@ class HybridTensor(InterceptingTensor):
         stride: tuple[int, ...] | None = None,
     ) -> None:
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
+        self.kept = Kept()
+
+    @property
+    def original(self) -> Tensor | None:
+        """High-precision value that a trainable weight was made from, until an optimizer takes it; or None."""
+        return self.kept.original
 
     def require_face(self, direction: str, *, name: str, gemm: str) -> Face:
         """Return the face in ``direction``.
@@ -119,6 +126,11 @@ class HybridTensor(InterceptingTensor):
         self.gathered = other.gathered
         return super().like(other)
 
+    def alias_of(self, other: Self) -> Self:
+        """See ``WrapperTensor.alias_of``."""
+        self.kept = other.kept
+        return self
+
     def check_shards(self, size: int, dim: int) -> None:
         """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be gathered.
 
@@ -139,8 +151,7 @@ class HybridTensor(InterceptingTensor):
         """
         if self.gathering is None or not self.gathering.refresh([(self, values)]):
             self.config.weight.update_(self, values, context=Context("weight", self.state))
-        if self.original is not None:
-            self.original.copy_(values.detach())
+        self.kept.note_quantized(values)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).
@@ -172,14 +183,7 @@ def is_of(face: Face | None, other: Face | None) -> bool:
     if not isinstance(source, QuantizedTensor) or not isinstance(other, QuantizedTensor):
         return False
     names, metadata = source.parts()
-    return (names, metadata) == other.parts() and all(_is_same(getattr(source, n), getattr(other, n)) for n in names)
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    lie = [(t.shape, t.stride(), t.storage_offset()) for t in (a, b)]
-    return lie[0] == lie[1] and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return (names, metadata) == other.parts() and all(is_same(getattr(source, n), getattr(other, n)) for n in names)
 
 
 def _format_of(face: Face | None) -> str:

@@ -136,6 +136,10 @@ class WrapperTensor(Tensor):
         inner = {name: fn(getattr(self, name)) for name in names}
         return self.from_parts(inner, tuple(new.values()), size, stride)
 
+    def alias_of(self, other: Self) -> Self:
+        """Know of the memory that this tensor has in common with ``other`` what that one knows; return this tensor."""
+        return self
+
     # -- copying and pickling -----------------------------------------------------------------------------------
 
     def _user_attributes(self) -> dict[str, Any]:

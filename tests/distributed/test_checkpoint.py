@@ -95,6 +95,26 @@ class TestRoundTrip:
             metadata = checkpoint.SafeReader(folder(tmp_path / spec, 1)).read_metadata()
             assert any("rowwise" in name for name in metadata.state_dict_metadata) is stored
 
+    @pytest.mark.parametrize("spec", ["fp8_rowwise", "nvfp4"])
+    def test_masters_only_stores_faces_that_do_not_follow(self, spec, tmp_path):
+        """Those of a frozen weight, whose master is what they hold; loading them changes no bit."""
+        model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(2))
+        model[0].requires_grad_(False)
+        runs = []
+        for _ in range(2):
+            runs.append(ht.quantize_(copy.deepcopy(model), spec, persistent=True))
+            runs[-1][1].weight.grad = torch.ones(128, 128)
+        optimizers = [ht.optim.MasterWeights(torch.optim.SGD, run.parameters(), lr=0.1) for run in runs]
+        optimizers[0].step()
+        checkpoint.save(tmp_path, 1, {"model": runs[0], "optimizer": optimizers[0]}, faces=False)
+        stored = checkpoint.SafeReader(folder(tmp_path, 1)).read_metadata().state_dict_metadata
+        faces = {name.split(".")[1] for name in stored if "rowwise" in name}
+        assert faces == {"0"}
+        assert checkpoint.load(tmp_path, {"model": runs[1], "optimizer": optimizers[1]}) == 1
+        for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(optimizers[0].masters()[a], optimizers[1].masters()[b])
+
     def test_of_everything_that_a_run_has(self, tmp_path):
         model, optimizer = trained()
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 80])

@@ -1,5 +1,6 @@
 """Under FSDP2: any number of ranks goes on, bit for bit, with what any number saved."""
 
+import copy
 import os
 
 import pytest
@@ -8,6 +9,11 @@ import torch.distributed as dist
 from checkpointing import bits
 from processes import generator, here
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -89,6 +95,27 @@ def matrix(rank, path, persistent):
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
 def test_reshard_every_recipe_bitwise(four, persistent, tmp_path):
     four.run(matrix, str(tmp_path / "run"), persistent)
+
+
+def optimizer_states(rank, persistent):
+    mesh = init_device_mesh(here(), (2,))
+    for full in (False, True):
+        options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
+        runs = [make(persistent, mesh, seed=seed) for seed in (0, 1)]
+        train(*runs[0])
+        state = get_optimizer_state_dict(*runs[0], options=StateDictOptions(full_state_dict=full, cpu_offload=full))
+        state = copy.deepcopy(state) if rank == 0 or not full else {}  # optimizers share what they load
+        set_optimizer_state_dict(*runs[1], state, options=options)
+        runs[1][0].load_state_dict(runs[0][0].state_dict())
+        assert same(parts(*runs[1]), parts(*runs[0]))
+        for run in runs:
+            train(*run)
+        assert same(parts(*runs[1]), parts(*runs[0]))
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+def test_states_of_optimizers_by_name(two, persistent):
+    two.run(optimizer_states, persistent)
 
 
 def replicas(rank, path, persistent):

@@ -1,5 +1,6 @@
 """Whatever saves a converted model, plain tensors are what it saves, and plain models load them."""
 
+import copy
 import io
 import os
 import subprocess
@@ -96,6 +97,21 @@ class TestDistributedCheckpoint:
             for p, q in zip(model.parameters(), other.parameters(), strict=True)
             for key, v in optimizer.state[p].items()
         )
+
+    @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+    @pytest.mark.parametrize("spec", ["fp8", "nvfp4"])
+    def test_get_and_set_state_dict_of_persistent_weights(self, spec, full, alone):
+        """As of any optimizer; its state has the masters."""
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        runs = [make(spec, persistent=True, seed=seed) for seed in (0, 1)]
+        train(*runs[0], 0, 2)
+        state = copy.deepcopy(get_optimizer_state_dict(*runs[0], options=options))
+        assert set(state["state"]["0.weight"]) == {"master", "follows", "step", "exp_avg", "exp_avg_sq"}
+        set_optimizer_state_dict(*runs[1], state, options=options)
+        runs[1][0].load_state_dict(runs[0][0].state_dict())
+        assert bits(*runs[1]) == bits(*runs[0])
+        assert train(*runs[1], 2, 4) == train(*runs[0], 2, 4)
+        assert bits(*runs[1]) == bits(*runs[0])
 
     def test_async_save_holds_what_was_when_it_was_called(self, alone, tmp_path):
         model, _ = make("fp8")

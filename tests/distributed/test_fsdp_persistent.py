@@ -1,5 +1,7 @@
 """FSDP2 with persistent low-precision weights: the bytes that a rank keeps are what it sends."""
 
+import itertools
+
 import pytest
 import torch
 from processes import generator, here
@@ -141,11 +143,16 @@ def writes_through_aliases(rank):
     for recipe in ("fp8", "fp8_rowwise", "nvfp4"):
         twin = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, persistent=True)[0].weight.detach()
         twin.copy_(values)
-        for way in ("data", "detach", "state_dict"):
+        for way, stepped in itertools.product(("data", "detach", "state_dict"), (False, True)):
             model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, persistent=True)
             weight = fully_shard(model, mesh=mesh)[0].weight
             aliases = {"data": weight.data, "detach": weight.detach(), "state_dict": model.state_dict()["0.weight"]}
+            optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0) if stepped else None
             aliases[way].copy_(distribute_tensor(values, mesh, [Shard(0)]))
+            if optimizer is not None:  # its master is what was written
+                assert same_bits(whole(optimizer.masters()[weight]), values)
+                weight.grad = torch.zeros_like(weight)
+                optimizer.step()
             model.unshard()
             assert_faces_equal(model[0].weight.rowwise, twin.rowwise)
             assert_faces_equal(model[0].weight.columnwise, twin.columnwise)
@@ -153,7 +160,7 @@ def writes_through_aliases(rank):
 
 
 def test_writes_through_aliases(two):
-    """Their scales are those of the whole, too."""
+    """Their scales are those of the whole, too, and an optimizer goes on from them."""
     two.run(writes_through_aliases)
 
 

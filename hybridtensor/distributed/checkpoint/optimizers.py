@@ -49,13 +49,13 @@ class NamedOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Return what is saved: tensors by name, and the rest whole."""
-        own = self.optimizer.state_dict()
-        packed = own["inner"] if isinstance(self.optimizer, MasterWeights) else own
+        packed = self.optimizer.state_dict()
+        own = ("master", "follows") if isinstance(self.optimizer, MasterWeights) else ()
         names = [name for group in self.groups for name in group]  # torch numbers parameters in this order
         tensors: dict[str, dict[str, Tensor]] = {}
         values: dict[str, dict[str, Any]] = {}
         for number, state in packed["state"].items():
-            for key, value in state.items():
+            for key, value in ((key, value) for key, value in state.items() if key not in own):
                 (tensors if isinstance(value, Tensor) else values).setdefault(names[number], {})[key] = value
         groups = [{**group, "params": list(self.groups[i])} for i, group in enumerate(packed["param_groups"])]
         return {"state": tensors, "masters": dict(self.masters), "values": Opaque({"state": values, "groups": groups})}

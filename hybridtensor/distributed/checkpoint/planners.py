@@ -92,7 +92,8 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]
         self._followers = {f"{n}.{rest}": pair for n, value in persistent for rest, pair in followers(value).items()}
-        self._originals = [(f"{n}.", local(value)) for n, value in persistent if local(value).original is not None]
+        loaded = {local(value).data_ptr() for _, value in _tensors(state_dict, "")}
+        self._noting = [(f"{n}.", local(value)) for n, value in persistent if _place(local(value)) not in loaded]
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
@@ -136,9 +137,15 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
-        for prefix, weight in self._originals:
+        for prefix, weight in self._noting:
             if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
-                weight.original.copy_(weight.dequantize())
+                weight.kept.note_copied(weight.dequantize)
+
+
+def _place(weight: HybridTensor) -> int | None:
+    """Return where the values of a persistent weight in high precision lie, if there are any."""
+    values = weight.kept.values
+    return None if values is None else values.data_ptr()
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:

@@ -116,6 +116,7 @@ class Training:
         return (
             isinstance(weight, HybridTensor)
             and weight.config.weight.repeatable
+            and weight.kept.follows
             and self._master(entry, name) is not None
         )
 
@@ -234,7 +235,7 @@ class Restoration:
         if self._same(full) and full in self._with_faces:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
-            self._after.append(lambda: _forget_original(parameter))
+            self._after.append(local(parameter).kept.let_go)
         elif master is not None and any(master is m for t in self.target.values() for m in _masters(t)):
             self._after.append(lambda: _refresh(parameter, master))
         else:
@@ -361,10 +362,6 @@ def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
     return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
 
 
-def _forget_original(parameter: Any) -> None:
-    local(parameter).original = None
-
-
 def _refresh(parameter: Any, master: Tensor) -> None:
     """Quantize a persistent weight from its master."""
     local(parameter).refresh_(local(master))
@@ -376,5 +373,3 @@ def _take_values(parameter: Any, values: Tensor, master: Tensor | None) -> None:
     if master is not None:
         local(master).copy_(own)
     weight.refresh_(own)
-    if weight.original is not None:
-        weight.original = own.clone()
