@@ -20,7 +20,7 @@ LAYERS = [
     "verify", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "wrapper", "quantized_tensor", "identity_tensor", "hybrid_tensor", "master_tensor", "matmul",
+    "op_table", "wrapper", "quantized_tensor", "identity_tensor", "kept", "hybrid_tensor", "master_tensor", "matmul",
     "common_ops", "quantized_ops", "identity_ops", "hybrid_ops", "master_ops",
 ]  # fmt: skip
 
