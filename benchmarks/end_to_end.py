@@ -66,6 +66,6 @@ def measure(mode: str, device: str, repeats: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
-    options.repeats = min(options.repeats, 5)
+    options.repeats = min(options.repeats, 12)
     torch._dynamo.config.recompile_limit = 64  # every recipe is a graph of its own
     report("end_to_end", [r for mode in RECIPES for r in measure(mode, options.device, options.repeats)], options)
