@@ -290,6 +290,36 @@ def _f_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
         return linear(**operands)
 
 
+class _Rows(torch.autograd.Function):
+    """What an embedding reads of a weight; its gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: HybridTensor) -> Tensor:
+        return weight.rows().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+@HybridTensor.functions.register(F.embedding)
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Look up rows of a weight that an embedding has in common with a layer."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    operands = dict(zip(names, args, strict=False)) | kwargs
+    weight = operands["weight"]
+    if not _is_weight(weight):
+        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    if operands.get("max_norm") is not None:
+        raise NotImplementedError(
+            f"embedding: max_norm writes to the weight, which holds quantized values, got {operands['max_norm']}; "
+            "leave the layer with this weight out of quantize_"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        operands["weight"] = _Rows.apply(weight)  # type: ignore[no-untyped-call]
+        return F.embedding(**operands)
+
+
 @_intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all three products."""

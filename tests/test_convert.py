@@ -373,6 +373,22 @@ class TestPersistent:
         assert torch.equal(model.weight.original, value)
         assert torch.equal(copy.deepcopy(model).weight.original, value)
 
+    @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "mxfp8", "bf16"])
+    def test_an_embedding_reads_what_forward_products_read(self, recipe, device):
+        """And both give gradients to the weight that they have in common."""
+        model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)}).to(device)
+        model["head"].weight = model["embed"].weight
+        ht.quantize_(model, recipe, persistent=True)
+        weight, tokens = model["embed"].weight, torch.tensor([[3, 5], [5, 63]], device=device)
+        y = model["embed"](tokens)
+        assert torch.equal(y, weight.rowwise.dequantize()[tokens])
+        y.sum().backward()
+        expected = torch.zeros(64, 32, device=device).index_add_(0, tokens.view(-1), torch.ones(4, 32, device=device))
+        assert torch.equal(weight.grad, expected)
+        assert torch.equal(torch.compile(model["embed"], fullgraph=True, backend="aot_eager")(tokens), y)
+        with pytest.raises(NotImplementedError, match="max_norm writes to the weight"):
+            nn.functional.embedding(tokens, weight, max_norm=1.0)
+
     def test_master_weights_can_become_persistent_but_not_the_reverse(self):
         model = ht.quantize_(nn.Linear(16, 8), "fp8")
         y = model(torch.ones(1, 16))

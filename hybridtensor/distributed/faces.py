@@ -39,6 +39,9 @@ class Faces:
                 matrix = size if direction == ROW else size[::-1]
                 made = [anchor.new_empty(size)] if name == "values" else empty_face(anchor, Cast(fmt.name), *matrix)
                 self.tensors[name] = made
+        if plan.read:
+            self.tensors.setdefault("values", [anchor.new_empty(size)])
+        self._read = plan.read
         for tensors in self.tensors.values():
             for tensor in tensors:
                 free_storage(tensor)
@@ -81,11 +84,18 @@ class Faces:
         names = dict.fromkeys(
             self._names[d] for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if asked
         )
+        if self._read and rowwise:
+            names["values"] = None
         return [tensor for name in names for tensor in self.tensors[name]]
 
     def spared(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
         """Return the tensors of the faces that are not asked for."""
         return self._spared[rowwise, columnwise]
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values, if forward reads them; there with the rowwise face."""
+        return self.tensors["values"][0] if self._read else None
 
     def is_there(self, direction: str) -> bool:
         """Whether a face has memory."""

@@ -18,7 +18,7 @@ from hybridtensor.distributed.agreement import reduce_amaxes
 from hybridtensor.distributed.payload import cut_out
 from hybridtensor.distributed.plain import followers
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan, check_persistent, make_plan
-from hybridtensor.distributed.shard import Shard, shard_of
+from hybridtensor.distributed.shard import Shard, plan_of, shard_of
 from hybridtensor.distributed.torch_compat import (
     MISSING,
     Sharded,
@@ -218,7 +218,7 @@ def gathers(module: nn.Module) -> Gathers | None:
         tensor: Any = sharded.tensor
         if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
             continue
-        plan = make_plan(tensor.config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
+        plan = plan_of(sharded, tensor.config)
         reasons = [plan.whole, plan.row.reason, plan.column.reason]
         if sharded.reshards_to_fewer_ranks:
             reasons.append("reshard_after_forward is taken as True: from fewer ranks FSDP2 gathers no extensions")

@@ -59,6 +59,7 @@ class Plan:
         columns: ``K``.
         whole: The values travel as they are, whichever face is wanted: FSDP2 takes nothing else for such shards.
         of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
+        read: Whether forward reads the values, too.
     """
 
     row: FacePlan
@@ -69,6 +70,7 @@ class Plan:
     columns: int
     whole: str = ""
     of_rowwise: bool = False
+    read: bool = False
 
     def face(self, direction: str) -> FacePlan:
         """Return the plan of one face."""
@@ -169,7 +171,7 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
 
 
 @functools.lru_cache(maxsize=1024)
-def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int) -> Plan:
+def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int, reader: str = "") -> Plan:
     """Return how a weight with the recipe ``config`` is gathered.
 
     Args:
@@ -177,6 +179,7 @@ def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int) -> P
         size: ``(N, K)``.
         num_ranks: ``R``.
         dim: The dimension that is sharded.
+        reader: What reads the values, beside linear layers; or "".
     """
     quantizer: Quantizer = config.weight
     row_quantizer, column_quantizer, of_rowwise = _by_direction(quantizer)
@@ -185,6 +188,8 @@ def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int) -> P
         whole, rows = f"Shard({dim}): FSDP2 rearranges one tensor of as many elements as the shard has", size[0]
     elif size[0] % num_ranks:
         whole = f"{size[0]} rows on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
+    elif reader:
+        whole = f"{reader} reads its values, too"
     row = _face_plan(row_quantizer, ROW, rows, num_ranks)
     column = _face_plan(column_quantizer, COLUMN, rows, num_ranks)
     if of_rowwise:
@@ -196,7 +201,7 @@ def make_plan(config: Any, size: tuple[int, int], num_ranks: int, dim: int) -> P
         row.kind == column.kind == "values"
     )
     columns = size[1] if dim == 0 else size[1] // num_ranks
-    return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise)
+    return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
 
 
 def _by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from hybridtensor.distributed.agreement import Exchange, check_recipes, reduce_amaxes
@@ -101,8 +101,7 @@ class Shard:
 
     def plan_of(self, config: Any) -> Plan:
         """Return how the weight is gathered with a recipe."""
-        sharded = self.sharded
-        return make_plan(config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim)
+        return plan_of(self.sharded, config)
 
     @property
     def needs_amaxes(self) -> bool:
@@ -331,12 +330,28 @@ class Shard:
                     target.copy_(new)
             elif isinstance(operand, Held):
                 raise ValueError(f"fully_shard: {self.config.weight} holds a face that its plan does not know of")
+        if wanted[0] and faces is not None and faces.values is not None:
+            faces.values.copy_(values)
 
     # -- in between ---------------------------------------------------------------------------------------------------
 
     def note_traced(self) -> None:
-        """Take note that a compiled graph holds the faces."""
+        """Take note that a compiled graph holds the faces.
+
+        Raises:
+            NotImplementedError: If the values are read, too, which a graph would not hold.
+        """
+        if self.plan.read:
+            raise NotImplementedError(
+                f"fully_shard: a weight of linear layers alone is required in compiled code, got {self.sharded.size}: "
+                f"{self.plan.whole}; leave these layers out of torch.compile, or the weight out of quantize_"
+            )
         self.traced = True
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values of the gathered weight in the dtype of the computation, if something reads them."""
+        return None if self.faces is None else self.faces.values
 
     def transposed(self) -> Transposed:
         """Return this, as the transpose of the gathered weight sees it."""
@@ -367,6 +382,13 @@ class Shard:
             if sharded.group is self.sharded.group and isinstance(sharded.tensor, InterceptingTensor):
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
+
+
+def plan_of(sharded: Sharded, config: Any) -> Plan:
+    """Return how a weight is gathered with a recipe."""
+    others = [type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)]
+    reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
+    return make_plan(config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim, reader)
 
 
 def note_training_use(tensor: Any) -> None:

@@ -88,6 +88,12 @@ class Sharded(NamedTuple):
         return self.param.mp_policy.param_dtype or self.tensor.dtype
 
     @property
+    def readers(self) -> list[nn.Module]:
+        """The modules whose parameter it is."""
+        info = self.param._module_info
+        return [info.module, *info.shared_modules]
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold one part each; None where every rank holds the whole (``replicate``)."""
         info = self.param.mesh_info
@@ -194,8 +200,7 @@ def locate(module: nn.Module) -> list[Sharded]:
     """Return what FSDP2 holds of the parameters of ``module`` itself."""
     found = []
     for sharded in everything():
-        info = sharded.param._module_info
-        if info.module is module or any(shared is module for shared in info.shared_modules):
+        if any(reader is module for reader in sharded.readers):
             found.append(sharded)
     return found
 

@@ -27,6 +27,11 @@ class Transposed:
         """Return the shard."""
         return self.shard
 
+    @property
+    def values(self) -> Any:
+        """See ``Shard.values``."""
+        return None if self.shard.values is None else self.shard.values.t()
+
     def is_there(self, direction: str) -> bool:
         """See ``Shard.is_there``."""
         return self.shard.is_there(COLUMN if direction == ROW else ROW)  # type: ignore[no-any-return]

@@ -108,6 +108,13 @@ class HybridTensor(InterceptingTensor):
         column = self.require_face("columnwise", name="weight", gemm="grad_input") if columnwise else None
         return _as_dtype(row, dtype), _as_dtype(column, dtype)
 
+    def rows(self) -> Tensor:
+        """Return the values that an embedding reads: those of the rowwise face, or what FSDP2 gathered them from."""
+        gathered = None if torch.compiler.is_compiling() else self.gathered
+        face = self.require_face("rowwise", name="weight", gemm="embedding")
+        values: Tensor | None = None if gathered is None else gathered.values
+        return face.dequantize() if values is None else values
+
     def operands(
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
     ) -> tuple[Operand | None, Operand | Held | None]:

@@ -1,5 +1,6 @@
 """What FSDP2 offers, with converted weights: each against an unsharded twin."""
 
+import copy
 import warnings
 
 import pytest
@@ -12,8 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 import hybridtensor as ht
+from hybridtensor.distributed.fsdp import find
+from hybridtensor.distributed.shard import shard_of
 from hybridtensor.distributed.torch_compat import local, with_local
-from tests.distributed.test_fsdp import batch, make, mesh_of, same_bits, same_draws, shard, train, whole
+from tests.distributed.test_fsdp import Block, batch, make, mesh_of, same_bits, same_draws, shard, train, whole
 
 # The formats that gather differently: per tensor, across columns, square blocks, blocks, two levels, high precision.
 FORMATS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "nvfp4_1d_weight", "fp8_dequantized_backward", "bf16"]
@@ -206,6 +209,86 @@ def ignored_and_shared(rank, recipes):
 
 def test_ignored_and_shared_parameters(two):
     two.run(ignored_and_shared, SOME)
+
+
+class TiedToEmbedding(nn.Sequential):
+    """A head that has its weight in common with an embedding."""
+
+    def __init__(self, blocks, rows):
+        super().__init__(*blocks)
+        self.embed, self.head = nn.Embedding(rows, 64), nn.Linear(64, rows, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        tokens = (50 * x[:, 0]).abs().long() % self.embed.num_embeddings
+        x = self.embed(tokens)
+        assert x.dtype == torch.get_default_dtype()
+        for block in (self[0], self[1]):
+            x = block(x)
+        return self.head(x)
+
+
+def tied(recipe, rows=128, persistent=False):
+    torch.manual_seed(0)
+    model = TiedToEmbedding((Block(64, 128) for _ in range(2)), rows)
+    return ht.quantize_(model, recipe, persistent=persistent)
+
+
+def tied_to_an_embedding(rank, recipes):
+    for recipe in recipes:
+        uneven = [{"rows": 126}] if recipe in ("fp8", "bf16") else []
+        for options in ({"reshard_after_forward": True}, {"reshard_after_forward": False}, *uneven):
+            model = tied(recipe, options.pop("rows", 128))
+            twin = copy.deepcopy(model)
+            for block in (model[0], model[1]):
+                fully_shard(block, mesh=mesh_of(rank, 2))
+            fully_shard(model, mesh=mesh_of(rank, 2), **options)
+            gathers = {row.layer: row for row in ht.explain(model, show=False).gathers}
+            assert gathers["head"].forward == "values, float32"
+            assert "reads its values, too" in gathers["head"].reason or model.head.out_features == 126
+            assert gathers["0.up"].reason == ""
+            train(rank, model, twin, steps=2)
+            if options.get("reshard_after_forward"):
+                model.reshard()
+                weight = local(model.head.weight)
+                assert shard_of(find(model.head, weight).sharded).values.untyped_storage().nbytes() == 0
+
+
+def test_weights_tied_to_an_embedding(two):
+    """It reads the values: those are gathered, and quantized after."""
+    two.run(tied_to_an_embedding, ["fp8", "nvfp4_1d_weight", "bf16"])
+
+
+def tied_in_other_ways(rank):
+    """Half the gathers in the dtype of the computation; recomputed; persistent; in compiled code."""
+    mesh, policy = mesh_of(rank, 2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(tied("fp8"), mesh=mesh, mp_policy=policy)
+    values = whole(model.head.weight)
+    model.unshard()
+    assert same_bits(model.embed(torch.arange(128, device=here())), values.bfloat16())
+    assert same_bits(model.head.weight.rowwise.qdata, tied("fp8").head.weight.faces(
+        rowwise=True, columnwise=False, dtype=torch.bfloat16)[0].qdata)  # fmt: skip
+    with pytest.raises(NotImplementedError, match="max_norm writes to the weight"):
+        nn.functional.embedding(torch.arange(3, device=here()), model.embed.weight, max_norm=1.0)
+    wrapped = torch._dynamo.exc.InternalTorchDynamoError  # what torch makes of any error here
+    with pytest.raises(
+        wrapped, match=r"NotImplementedError: fully_shard: a weight of linear layers alone is required in compiled code"
+    ):
+        torch.compile(model.head, backend="eager")(torch.randn(2, 64, device=here(), dtype=torch.bfloat16))
+    model.reshard()
+    model, twin = (tied("fp8", persistent=True) for _ in range(2))
+    losses = [m(batch(0)).square().mean() for m in (fully_shard(model, mesh=mesh), twin)]
+    assert same_bits(*losses)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(whole(model.head.weight.grad), twin.head.weight.grad, rtol=1e-6, atol=1e-9)
+    twin = tied("mxfp8")
+    model = checkpoint_wrapper(tied("mxfp8"), checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    train(rank, fully_shard(model, mesh=mesh), twin, steps=2)
+
+
+def test_weights_tied_to_an_embedding_otherwise(two):
+    two.run(tied_in_other_ways)
 
 
 # -- where weights come from and are ---------------------------------------------------------------------------------
