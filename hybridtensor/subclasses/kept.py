@@ -66,9 +66,8 @@ class Kept:
             self._take(more, follows=other.follows)
 
     def let_go(self) -> None:
-        """Let go of the original: someone else has better values."""
-        self.original = None
-        self.follows &= self.values is not None
+        """Let go of the original: someone else has better values, which the faces were made from."""
+        self.original, self.follows = None, False
 
     def _take(self, values: Tensor | None, *, follows: bool) -> None:
         mine = self.values

@@ -101,19 +101,21 @@ class TestRoundTrip:
         model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(2))
         model[0].requires_grad_(False)
         runs = []
-        for _ in range(2):
+        for _ in range(3):
             runs.append(ht.quantize_(copy.deepcopy(model), spec, persistent=True))
             runs[-1][1].weight.grad = torch.ones(128, 128)
+            model.requires_grad_(True)  # one that follows when it is loaded into
         optimizers = [ht.optim.MasterWeights(torch.optim.SGD, run.parameters(), lr=0.1) for run in runs]
         optimizers[0].step()
-        checkpoint.save(tmp_path, 1, {"model": runs[0], "optimizer": optimizers[0]}, faces=False)
-        stored = checkpoint.SafeReader(folder(tmp_path, 1)).read_metadata().state_dict_metadata
-        faces = {name.split(".")[1] for name in stored if "rowwise" in name}
-        assert faces == {"0"}
-        assert checkpoint.load(tmp_path, {"model": runs[1], "optimizer": optimizers[1]}) == 1
-        for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(optimizers[0].masters()[a], optimizers[1].masters()[b])
+        states = [{"model": run, "optimizer": optimizer} for run, optimizer in zip(runs, optimizers, strict=True)]
+        for step in (1, 2):
+            checkpoint.save(tmp_path, step, states[step - 1], faces=False)
+            stored = checkpoint.SafeReader(folder(tmp_path, step)).read_metadata().state_dict_metadata
+            assert {name.split(".")[1] for name in stored if "rowwise" in name} == {"0"}
+            assert checkpoint.load(tmp_path, states[step]) == step
+            for a, b in zip(runs[0].parameters(), runs[step].parameters(), strict=True):
+                assert torch.equal(a, b)
+                assert torch.equal(optimizers[0].masters()[a], optimizers[step].masters()[b])
 
     def test_of_everything_that_a_run_has(self, tmp_path):
         model, optimizer = trained()

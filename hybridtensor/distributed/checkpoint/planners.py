@@ -92,8 +92,11 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]
         self._followers = {f"{n}.{rest}": pair for n, value in persistent for rest, pair in followers(value).items()}
-        loaded = {local(value).data_ptr() for _, value in _tensors(state_dict, "")}
-        self._noting = [(f"{n}.", local(value)) for n, value in persistent if _place(local(value)) not in loaded]
+        self._persistent = [(f"{n}.", local(value)) for n, value in persistent]
+        addresses = {local(value).data_ptr() for _, value in _tensors(state_dict, "")}
+        for _, weight in self._persistent:
+            values = weight.kept.values
+            weight.kept.loaded |= values is not None and values.data_ptr() in addresses
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
@@ -129,23 +132,24 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         *path, last = self.mappings[read_item.dest_index.fqn]
         holder: Any = self.original_state_dict
         for key in path:
-            holder = holder[key]
-        holder[last] = loaded
+            holder = holder[_own_key(holder, key)]
+        holder[_own_key(holder, last)] = loaded
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """See ``LoadPlanner``."""
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
-        for prefix, weight in self._noting:
+        for prefix, weight in self._persistent:
             if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
                 weight.kept.note_copied(weight.dequantize)
 
 
-def _place(weight: HybridTensor) -> int | None:
-    """Return where the values of a persistent weight in high precision lie, if there are any."""
-    values = weight.kept.values
-    return None if values is None else values.data_ptr()
+def _own_key(holder: Any, key: Any) -> Any:
+    """Return what ``holder`` calls ``key``: of numbers, such as those of an optimizer's parameters, torch makes text."""
+    if not isinstance(holder, dict) or key in holder:
+        return key
+    return next((own for own in holder if str(own) == key), key)
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
