@@ -166,7 +166,8 @@ def load_safetensors(path: str | os.PathLike[str], device: str | torch.device = 
     """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each quantized weight.
 
     They have no recipe, and can be dequantized, multiplied, or loaded into a persistent weight of the same formats with
-    ``load_state_dict``.
+    ``load_state_dict``. One written without its columnwise face is then quantized again, from what the rowwise one
+    holds.
 
     Raises:
         ImportError: If ``safetensors`` is not installed.

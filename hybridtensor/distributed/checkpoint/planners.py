@@ -146,7 +146,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
 
 
 def _own_key(holder: Any, key: Any) -> Any:
-    """Return what ``holder`` calls ``key``: of numbers, such as those of an optimizer's parameters, torch makes text."""
+    """Return what ``holder`` calls ``key``: torch makes text of numbers, as an optimizer has."""
     if not isinstance(holder, dict) or key in holder:
         return key
     return next((own for own in holder if str(own) == key), key)
