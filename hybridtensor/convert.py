@@ -302,6 +302,7 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     if not remake_(weight, values, config):
         made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
+    weight.kept = weight.kept.moved()
     weight.kept.note_quantized(values)
 
 

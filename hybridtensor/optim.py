@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,20 +55,39 @@ class MasterWeights(torch.optim.Optimizer):
         self._share_groups()
 
     def _master(self, parameter: Any) -> Any:
+        """Return what is stepped for a parameter, or for its name and it."""
+        if isinstance(parameter, tuple):
+            return (*parameter[:-1], self._master(parameter[-1]))
         part = _part(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
-        values, follows = part.kept.values, part.kept.follows
-        values = part.dequantize() if values is None else values
-        values = _like(parameter, values.detach().to(torch.float32, copy=True))
+        values = _like(parameter, _values(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        part.kept.give_to(_part(master), follows=follows)
+        part.kept.give_to(_part(master), follows=part.kept.follows)
         self._pairs.append((parameter, master))
         return master
 
+    @property
+    def state(self) -> defaultdict[Any, dict[str, Any]]:
+        """The inner optimizer's state by parameter, with the masters; nothing before the first step."""
+        of = {id(master): parameter for parameter, master in self._pairs}
+        found: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for stepped, state in self.inner.state.items():
+            found[of.get(id(stepped), stepped)] = dict(state)
+        for parameter, master in self._pairs if found else []:
+            found[parameter] |= self._own(parameter, master)
+        return found
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Nothing: torch's base class sets an empty one."""
+
+    def _own(self, parameter: HybridTensor, master: Tensor) -> dict[str, Any]:
+        """Return what a state dict has of a parameter beside the inner optimizer's state."""
+        return {"master": master.detach(), "follows": follows_from_master(parameter)}
+
     def _share_groups(self) -> None:
         """Let schedulers, which write ``param_groups``, reach the inner optimizer: all options live in its groups."""
-        self.state = self.inner.state  # by master; torch asks it whether there was a step
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
@@ -79,7 +99,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: also the masters and what steps them."""
-        return {**super().__getstate__(), "inner": self.inner, "_pairs": self._pairs}
+        state = {name: value for name, value in super().__getstate__().items() if name != "state"}
+        return {**state, "inner": self.inner, "_pairs": self._pairs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo ``__getstate__``."""
@@ -89,6 +110,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def masters(self) -> dict[HybridTensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
+        self._follow_parameters()
         return dict(self._pairs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,6 +120,7 @@ class MasterWeights(torch.optim.Optimizer):
             closure: Evaluated once, before the step, with gradients enabled. Optimizers that evaluate it several times
                 (LBFGS) are not possible here: the parameters would not follow in between.
         """
+        self._follow_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,11 +129,23 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.inner.step()
-        self._write_back([pair for pair in self._pairs if pair[1].grad is not None])
+        still = {id(p) for group in self.inner.param_groups if _is_zero(group.get("lr")) for p in group["params"]}
+        self._write_back([pair for pair in self._pairs if pair[1].grad is not None and id(pair[1]) not in still])
         for parameter, master in self._pairs:
             master.grad = None
             _part(parameter).kept.loaded = False
         return loss
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Take masters anew of parameters that became other tensors, or that another optimizer steps, too."""
+        for parameter, master in self._pairs:
+            part, own = _part(parameter), _part(master)
+            if part.kept.is_of(own):
+                continue
+            if not part.kept.was_of(own):
+                own.copy_(_values(part))
+            part.kept.give_to(own, follows=part.kept.follows)
 
     def _write_back(self, pairs: list[tuple[HybridTensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters; parts of sharded ones all together, because ranks exchange scales."""
@@ -127,8 +162,8 @@ class MasterWeights(torch.optim.Optimizer):
             super().add_param_group(param_group)  # called by the base class while it is being built
             return
         group = {**param_group, "params": _as_list(param_group["params"])}
+        super().add_param_group(dict(group))  # which raises for parameters that are there
         self.inner.add_param_group({**group, "params": [self._master(p) for p in group["params"]]})
-        super().add_param_group(group)
         self._share_groups()
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,11 +171,18 @@ class MasterWeights(torch.optim.Optimizer):
 
         And ``"follows"``: whether the parameter is what quantizing the master gives, whenever that is done.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self._follow_parameters()
         self._push_options()
         packed = self.inner.state_dict()
-        for (parameter, master), number in zip(self._pairs, self._keys(packed), strict=True):
-            own = {"master": master.detach(), "follows": follows_from_master(parameter)}
-            packed["state"][number] = {**packed["state"].get(number, {}), **own}
+        state, keys = packed["state"], self._keys(packed)
+        for (parameter, master), key in zip(self._pairs, keys, strict=True):
+            state[key] = {**state.get(key, {}), **self._own(parameter, master)}
+        for key in (key for group in packed["param_groups"] for key in group["params"] if keys):
+            state.setdefault(key, {})  # torch wants all of them or none
+        for after in self._optimizer_state_dict_post_hooks.values():
+            packed = _or(after(self, packed), packed)
         return packed
 
     def _keys(self, packed: dict[str, Any]) -> list[Any]:
@@ -153,14 +195,16 @@ class MasterWeights(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from its master.
 
-        Parameters that did not, such as frozen ones and those with delayed scales, come with the model's state. It may
-        be loaded before or after this: until the next step, what is loaded into parameters leaves the masters alone.
+        Parameters that did not, such as frozen ones and those with delayed scales, come with the model's state, which
+        may be loaded before or after this.
 
         Frozen ones may have no master there, because torch's ``get_optimizer_state_dict`` leaves them out.
 
         Raises:
             ValueError: If the masters do not fit the parameters.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
         own = [state.get(key, {}) for key in self._keys(state_dict)]
         loaded = [(of_one.pop("master", None), of_one.pop("follows", False)) for of_one in own]
@@ -174,6 +218,8 @@ class MasterWeights(torch.optim.Optimizer):
             self._write_back([(parameter, master) for parameter, master, _, follows in found if follows])
         for parameter, master, _, follows in found:
             _part(parameter).kept.give_to(_part(master), follows=bool(follows), loaded=True)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _check_masters(self, loaded: list[Tensor | None]) -> None:
         """Raise ValueError unless a state dict has a master of every trainable parameter, in its shape."""
@@ -188,6 +234,21 @@ def follows_from_master(parameter: Any) -> bool:
     """Whether a persistent parameter, or this rank's part of it, is what quantizing its master gives, at any time."""
     part = _part(parameter)
     return bool(part.kept.follows and part.config.weight.repeatable)
+
+
+def _values(part: HybridTensor) -> Tensor:
+    """Return the best there is of the values of a persistent parameter."""
+    values = part.kept.values
+    return (part.dequantize() if values is None else values).detach()
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is known to be zero, without asking the device."""
+    return not (isinstance(rate, Tensor) and rate.device.type != "cpu") and rate is not None and float(rate) == 0
+
+
+def _or(new: Any, old: Any) -> Any:
+    return old if new is None else new
 
 
 def _part(parameter: Any) -> Any:

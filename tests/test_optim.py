@@ -293,18 +293,151 @@ def test_what_is_written_reaches_masters_that_were_there_before(way, tmp_path):
     """Training goes on from it, not from what the optimizer knew."""
     model = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8", persistent=True)
     alias = model[0].weight.detach()
-    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0)
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
     (master,) = optimizer.masters().values()
     values, before = torch.randn(32, 32), model[0].weight.dequantize()
     write(model, values, way, tmp_path)
     faces = model[0].weight.dequantize()
     assert not torch.equal(faces, before)
-    set_grads(model.parameters(), 0)
-    optimizer.step()
+    stand(model, optimizer)
     assert torch.equal(model[0].weight.dequantize(), faces)
     assert torch.equal(master, values) == (way in ("copy_", "plain state dict"))
     alias.copy_(2 * values)
     assert torch.equal(master, 2 * values)
+
+
+def stand(model, optimizer):
+    """Take a step that changes no master."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    optimizer.step()
+
+
+VIEWS = {
+    "view_as": lambda w, v: w.view_as(v).copy_(v),
+    "t": lambda w, v: w.t().copy_(v.t()),
+    "slices": lambda w, v: [part.copy_(u) for part, u in zip(w.split(32), v.split(32), strict=True)],
+}
+
+
+@pytest.mark.parametrize("first", ["optimizer", "write"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_written_through_a_view_reaches_masters(name, first):
+    model, values = persistent("mxfp8", width=64), torch.randn(64, 64)
+    views = [model[0].weight.detach()[32:], model[0].weight.detach().t()]
+    made = [] if first == "write" else [MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)]
+    with torch.no_grad():
+        VIEWS[name](model[0].weight, values)
+    faces = model[0].weight.dequantize()
+    optimizer = made[0] if made else MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    assert torch.equal(optimizer.masters()[model[0].weight], values)
+    stand(model, optimizer)
+    assert torch.equal(model[0].weight.dequantize(), faces)
+    views[0].fill_(1.0)  # views that were there before the optimizer
+    values[32:] = 1.0
+    assert torch.equal(optimizer.masters()[model[0].weight], values)
+    views[1].copy_(values)
+    assert torch.equal(optimizer.masters()[model[0].weight], values.t())
+
+
+def persistent(spec, dtype=torch.float32, seed=0, width=32):
+    torch.manual_seed(seed)
+    return ht.quantize_(nn.Sequential(nn.Linear(width, width, bias=False, dtype=dtype)), spec, persistent=True)
+
+
+@pytest.mark.parametrize("spec", ["fp8", "mxfp8"])
+def test_values_of_more_precision_than_the_weight_are_kept_whole(spec):
+    """So that the weight follows from its master also after it was loaded."""
+    model, values = persistent(spec, torch.bfloat16), torch.randn(32, 32)
+    for each in (values.bfloat16(), values):
+        model.load_state_dict({"0.weight": each})
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    assert torch.equal(optimizer.masters()[model[0].weight], values)
+    before = model[0].weight.detach().clone()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(model[0].weight, before)
+
+
+def test_originals_in_memory_of_others_are_not_written():
+    state, plain = {"0.weight": torch.randn(32, 32)}, nn.Linear(32, 32, bias=False)
+    models = [persistent("fp8"), persistent("fp8")]
+    for model in models:
+        model.load_state_dict(state, assign=True)
+    memory, values = plain.weight.data, plain.weight.detach().clone()
+    models.append(ht.quantize_(nn.Sequential(plain), "fp8", persistent=True))
+    with torch.no_grad():
+        for model in (models[0], models[2]):
+            model[0].weight.fill_(1.0)
+    assert torch.equal(models[1][0].weight.original, state["0.weight"])
+    assert torch.equal(memory, values)
+
+
+def test_originals_of_weights_that_began_without_memory():
+    with torch.device("meta"):
+        model = persistent("fp8")
+    model.to_empty(device="cpu")
+    model.load_state_dict({"0.weight": (values := torch.randn(32, 32))})
+    assert torch.equal(MasterWeights(torch.optim.SGD, model.parameters()).masters()[model[0].weight], values)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_masters_of_weights_that_were_cast(written):
+    """They go on from what they know, unless something else was written since."""
+    model = persistent("mxfp8")
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    exact = optimizer.masters()[model[0].weight].detach().clone()
+    model.to(torch.bfloat16)
+    if written:
+        model.load_state_dict({"0.weight": torch.randn(32, 32)})
+    faces = model[0].weight.dequantize()
+    stand(model, optimizer)
+    assert torch.equal(model[0].weight.dequantize(), faces)
+    assert torch.equal(optimizer.masters()[model[0].weight], exact) != written
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    assert torch.equal(optimizer.masters()[model[0].weight], torch.full((32, 32), 2.0))
+
+
+def test_aliases_with_the_faces_of_another_recipe_reach_no_master():
+    model = persistent("fp8")
+    optimizer, alias = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1), model[0].weight.detach()
+    (master,) = optimizer.masters().values()
+    exact = master.detach().clone()
+    ht.set_config_(model, "mxfp8")
+    assert torch.equal(model[0].weight, ht.MXFP8Quantizer().quantize(exact))
+    alias.fill_(1.0)
+    assert torch.equal(master, exact)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    assert torch.equal(master, torch.ones(32, 32))
+
+
+def test_two_optimizers_of_one_weight():
+    model = persistent("fp8")
+    optimizers = [MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0) for _ in range(2)]
+    values = optimizers[0].masters()[model[0].weight].detach().clone()
+    for optimizer in (*optimizers, optimizers[0]):
+        model[0].weight.grad = torch.ones(32, 32)
+        optimizer.step()
+    assert torch.equal(optimizers[0].masters()[model[0].weight], values - 1 - 1 - 1)
+
+
+def test_parameters_with_names_hooks_and_duplicates():
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.AdamW, model.named_parameters(), lr=0.1)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [("again", model[0].weight)]})
+    set_grads(model.parameters(), 0)
+    optimizer.step()
+    assert len(optimizer.inner.param_groups) == 1
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append(state["more"]))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before saving", 1, "after loading"]
 
 
 def test_what_is_written_after_a_state_was_loaded_reaches_masters_too():
@@ -326,6 +459,14 @@ def test_what_is_written_after_a_state_was_loaded_reaches_masters_too():
     optimizer.step()  # also one without gradients
     model.load_state_dict(states[1])
     assert torch.equal(master, model[0].weight.dequantize())
+    for first in ("model", "optimizer"):  # another state, after both were loaded
+        for name in sorted(("model", "optimizer"), reverse=first != "model"):
+            model.load_state_dict(states[1]) if name == "model" else optimizer.load_state_dict(states[0])
+        assert torch.equal(master, exact)
+        other = persistent("fp8", seed=1)
+        MasterWeights(torch.optim.SGD, other.parameters())
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(master, other[0].weight.dequantize())
 
 
 def _frozen(model):

@@ -331,6 +331,7 @@ def _write(part: _Part, row: Operand | Tensor | None, column: Operand | Tensor |
     )
     overwrite_("quantize_master_weights", weight, (None if weight.rowwise is None else fresh[0], fresh[1]))
     weight.kept.let_go()  # the masters are the caller's
+    weight.kept.note_copied(weight.dequantize)
 
 
 def _shaped(weight: HybridTensor, values: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.kept import Kept
 from hybridtensor.subclasses.matmul import register_matmul
 from hybridtensor.subclasses.op_table import overloads
 from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
@@ -21,10 +20,12 @@ table = HybridTensor.ops
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
     """Slice the faces, and what the weight was made from: shards begin from it."""
-    made = _on_faces(x, lambda face: aten.slice.Tensor(face, dim, start, stop, step))
-    values = x.kept.values
-    if values is not None:
-        made.kept = x.kept.of_slice(aten.slice.Tensor(values, dim, start, stop, step))
+    return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
+
+
+def _view(x: HybridTensor, fn: Any) -> HybridTensor:
+    made = _on_faces(x, fn)
+    made.kept = x.kept.view(fn)
     return made
 
 
@@ -50,23 +51,31 @@ def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor
     """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
     row, column = (None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise))
     made = HybridTensor(column, row, args[0].config).like(args[0])
+    made.kept = args[0].kept.view(aten.t.default)
     if made.gathered is not None:
         made.gathered = made.gathered.transposed()
     return made
 
 
-@table.register(aten.clone.default, aten._pin_memory.default, aten._to_copy.default, aten.new_zeros.default)
+_COPIES = (aten.clone.default, aten._pin_memory.default, aten._to_copy.default)
+
+
+@table.register(*_COPIES, aten.new_zeros.default, aten.empty_like.default)
 def _both_faces_and_original(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
-    made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
-    kept = args[0].kept
-    if kept.original is not None:
-        original = func(kept.original, *args[1:], **kwargs)
-        same = func is not aten.new_zeros.default and original.dtype == kept.original.dtype
-        made.kept = Kept(original, kept.follows and same)
+    def copy(tensor: Tensor) -> Tensor:
+        return func(tensor, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+    made = _on_faces(args[0], copy)
+    made.kept = args[0].kept.copied(copy, same=func in _COPIES)
     return made
 
 
-@table.register(aten.view.default, aten._unsafe_view.default, aten.empty_like.default, aten.new_empty.default)
+@table.register(aten.view.default, aten._unsafe_view.default)
+def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+    return _view(args[0], lambda tensor: func(tensor, *args[1:], **kwargs))
+
+
+@table.register(aten.new_empty.default)
 def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
     if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
@@ -90,10 +99,11 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
         return dst  # type: ignore[no-any-return]
     if isinstance(src, HybridTensor) and _same_kind(dst, src):
+        unchanged = dst.kept.loaded and _equal(aten.equal.default, (dst, src), {})
         for name in dst.inner_names:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
-        dst.kept.note_copied(src.dequantize, src.kept)
+        dst.kept.note_copied(src.dequantize, src.kept, unchanged=unchanged)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return _requantize_(dst, values.to(dst.device).expand(dst.shape))

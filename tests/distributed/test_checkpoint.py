@@ -95,6 +95,16 @@ class TestRoundTrip:
             metadata = checkpoint.SafeReader(folder(tmp_path / spec, 1)).read_metadata()
             assert any("rowwise" in name for name in metadata.state_dict_metadata) is stored
 
+    def test_a_model_loaded_alone_is_what_training_goes_on_from(self, tmp_path):
+        """Also right after a step with its optimizer was loaded."""
+        model, optimizer = make("fp8", persistent=True)
+        checkpoint.save(tmp_path, 0, {"model": model, "optimizer": optimizer})
+        checkpoint.save(tmp_path, 1, {"model": make("fp8", persistent=True, seed=1)[0]})
+        checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+        checkpoint.load(tmp_path, {"model": model}, step=1)
+        for weight, master in optimizer.masters().items():
+            assert torch.equal(master, weight.dequantize())
+
     @pytest.mark.parametrize("spec", ["fp8_rowwise", "nvfp4"])
     def test_masters_only_stores_faces_that_do_not_follow(self, spec, tmp_path):
         """Those of a frozen weight, whose master is what they hold; loading them changes no bit."""

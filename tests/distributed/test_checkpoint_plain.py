@@ -98,20 +98,34 @@ class TestDistributedCheckpoint:
             for key, v in optimizer.state[p].items()
         )
 
-    @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-    @pytest.mark.parametrize("spec", ["fp8", "nvfp4"])
-    def test_get_and_set_state_dict_of_persistent_weights(self, spec, full, alone):
-        """As of any optimizer; its state has the masters."""
-        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+    @pytest.mark.parametrize("how", ["sharded", "full", "flat"])
+    @pytest.mark.parametrize("spec", ["fp8", "nvfp4", "fp8_delayed"])
+    def test_get_and_set_state_dict_of_persistent_weights(self, spec, how, alone):
+        """As of any optimizer; its state has the masters, and asking for it changes no weight."""
+        full = how == "full"
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=how == "flat")
         runs = [make(spec, persistent=True, seed=seed) for seed in (0, 1)]
         train(*runs[0], 0, 2)
         state = copy.deepcopy(get_optimizer_state_dict(*runs[0], options=options))
-        assert set(state["state"]["0.weight"]) == {"master", "follows", "step", "exp_avg", "exp_avg_sq"}
-        set_optimizer_state_dict(*runs[1], state, options=options)
+        keys = {"master", "follows", "step", "exp_avg", "exp_avg_sq"}
+        assert (
+            {f"state.0.weight.{key}" for key in keys} < set(state)
+            if how == "flat"
+            else keys == set(state["state"]["0.weight"])
+        )
         runs[1][0].load_state_dict(runs[0][0].state_dict())
+        set_optimizer_state_dict(*runs[1], state, options=options)
         assert bits(*runs[1]) == bits(*runs[0])
         assert train(*runs[1], 2, 4) == train(*runs[0], 2, 4)
         assert bits(*runs[1]) == bits(*runs[0])
+
+    def test_get_and_set_state_dict_without_state(self, alone):
+        models = [make("fp8", persistent=True, seed=seed)[0] for seed in (0, 1)]
+        optimizers = [ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1) for model in models]
+        state = copy.deepcopy(get_optimizer_state_dict(models[0], optimizers[0]))
+        set_optimizer_state_dict(models[1], optimizers[1], state)
+        masters = [optimizer.masters().values() for optimizer in optimizers]
+        assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
 
     @pytest.mark.parametrize("last", ["model", "optimizer"])
     def test_masters_that_are_loaded_in_place_stay_exact(self, last, alone, tmp_path):
@@ -130,7 +144,10 @@ class TestDistributedCheckpoint:
         states = [{"optimizer": optimizer.state_dict(), "model": model.state_dict()} for model, optimizer in runs]
         dcp.save(states[0], checkpoint_id=tmp_path, planner=planners[0])
         dcp.load(states[1], checkpoint_id=tmp_path, planner=planners[1])
+        assert not runs[1][0][0].weight.kept.follows  # as far as is known
         runs[1][1].load_state_dict(states[1]["optimizer"])
+        assert bits(*runs[1]) == bits(*runs[0])
+        dcp.load({"model": runs[1][0].state_dict()}, checkpoint_id=tmp_path, planner=checkpoint.HybridLoadPlanner())
         assert bits(*runs[1]) == bits(*runs[0])
         assert train(*runs[1], 2, 4) == train(*runs[0], 2, 4)
 

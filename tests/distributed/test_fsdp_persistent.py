@@ -147,7 +147,7 @@ def writes_through_aliases(rank):
             model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, persistent=True)
             weight = fully_shard(model, mesh=mesh)[0].weight
             aliases = {"data": weight.data, "detach": weight.detach(), "state_dict": model.state_dict()["0.weight"]}
-            optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0) if stepped else None
+            optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0) if stepped else None
             aliases[way].copy_(distribute_tensor(values, mesh, [Shard(0)]))
             if optimizer is not None:  # its master is what was written
                 assert same_bits(whole(optimizer.masters()[weight]), values)
@@ -162,6 +162,20 @@ def writes_through_aliases(rank):
 def test_writes_through_aliases(two):
     """Their scales are those of the whole, too, and an optimizer goes on from them."""
     two.run(writes_through_aliases)
+
+
+def two_optimizers(rank):
+    model = fully_shard(ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), "fp8", persistent=True))
+    optimizers = [ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0) for _ in range(2)]
+    values = whole(optimizers[0].masters()[model[0].weight]).clone()
+    for optimizer in optimizers:
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        optimizer.step()
+    assert same_bits(whole(optimizers[1].masters()[model[0].weight]), values - 1 - 1)
+
+
+def test_two_optimizers_of_one_weight(two):
+    two.run(two_optimizers)
 
 
 def test_load_state_dict(two):

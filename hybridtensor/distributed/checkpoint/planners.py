@@ -92,11 +92,8 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]
         self._followers = {f"{n}.{rest}": pair for n, value in persistent for rest, pair in followers(value).items()}
-        self._persistent = [(f"{n}.", local(value)) for n, value in persistent]
         addresses = {local(value).data_ptr() for _, value in _tensors(state_dict, "")}
-        for _, weight in self._persistent:
-            values = weight.kept.values
-            weight.kept.loaded |= values is not None and values.data_ptr() in addresses
+        self._noting = [(f"{n}.", local(value)) for n, value in persistent if _is_noted(local(value), addresses)]
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
@@ -140,9 +137,19 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
-        for prefix, weight in self._persistent:
+        for prefix, weight in self._noting:
             if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
                 weight.kept.note_copied(weight.dequantize)
+
+
+def _is_noted(weight: HybridTensor, addresses: set[int]) -> bool:
+    """Whether what is loaded into a weight is its master from then on: not if that is loaded with it, or was before."""
+    kept = weight.kept
+    values, loaded = kept.values, kept.loaded
+    if values is not None and (loaded or values.data_ptr() in addresses):
+        kept.note_loaded()
+        return False
+    return True
 
 
 def _own_key(holder: Any, key: Any) -> Any:
