@@ -100,6 +100,16 @@ def test_what_has_one_scale_is_measured_by_operations_that_can_be_fused(recipe):
     )
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_single_row_is_measured_when_it_is_stored(rows):
+    """A compiler would measure it before it is rounded; of several it stores their amaxes, rounded as they are."""
+    torch._dynamo.reset()
+    graphs, net = Graphs(), ht.quantize_(Siblings(), "fp8")
+    with torch.no_grad():
+        torch.compile(net, fullgraph=True, backend=graphs.backend())(random_tensor(rows, 64))
+    assert bool(graphs.count("forward", torch.ops.aten.amax.default)) == (rows > 1)
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd"])
 @pytest.mark.parametrize("edge", ["normal", "nan", "inf", "zeros", "nothing"])
 def test_measuring_in_the_graph_changes_no_bit(recipe, edge, device):

@@ -265,8 +265,11 @@ def cast_together(
 def _measured_by_the_graph(matrix: Tensor, casts: Casts, context: Context) -> Context:
     """Return the context with the amax of the matrix, if that is all that casts measure, from operations of torch.
 
-    A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not made, but read.
+    A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not made, but read. Of a
+    single row nothing would be stored in between, so that the amax could be of values that were not rounded yet.
     """
+    if matrix.shape[0] == 1:
+        return context
     of_matrix = (casts.row or casts.source, casts.column if casts.source is None else None)
     measures = [cast is not None and cast.measures is not None for cast in of_matrix]
     if any(cast is not None and (cast.measures or cast.format.hadamard) for cast in of_matrix) or not any(measures):
