@@ -7,11 +7,12 @@ import itertools
 import torch
 from torch import Tensor
 
+from hybridtensor.distributed.payload import Payload
 from hybridtensor.distributed.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.torch_compat import (
     free_storage,
 )
-from hybridtensor.ops import Cast
+from hybridtensor.ops import Cast, Held, Operand
 from hybridtensor.ops.cast import empty_face
 from hybridtensor.subclasses import Face, IdentityTensor, QuantizedTensor
 
@@ -29,7 +30,7 @@ class Faces:
     """
 
     def __init__(self, plan: Plan, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
+        self.dtype, self._plan = dtype, plan
         self.tensors: dict[str, list[Tensor]] = {}
         self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
         anchor = torch.empty(0, dtype=dtype, device=device)
@@ -41,7 +42,6 @@ class Faces:
                 self.tensors[name] = made
         if plan.read:
             self.tensors.setdefault("values", [anchor.new_empty(size)])
-        self._read = plan.read
         for tensors in self.tensors.values():
             for tensor in tensors:
                 free_storage(tensor)
@@ -84,7 +84,7 @@ class Faces:
         names = dict.fromkeys(
             self._names[d] for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True) if asked
         )
-        if self._read and rowwise:
+        if self._plan.read and rowwise:
             names["values"] = None
         return [tensor for name in names for tensor in self.tensors[name]]
 
@@ -95,7 +95,41 @@ class Faces:
     @property
     def values(self) -> Tensor | None:
         """The values, if forward reads them; there with the rowwise face."""
-        return self.tensors["values"][0] if self._read else None
+        return self.tensors["values"][0] if self._plan.read else None
+
+    def take_alike(self, payload: Payload, names: tuple[str, ...], wanted: tuple[bool, bool]) -> None:
+        """Copy what all shards have alike; one tensor is for both faces if one is the transpose of the other.
+
+        Args:
+            payload: What this rank sent.
+            names: What of it was asked for.
+            wanted: Whether the rowwise face was, and the columnwise one.
+        """
+        for (direction, index), alike in payload.alike.items():
+            if direction not in names:
+                continue
+            if payload.key is None and alike.is_cuda:  # nobody keeps it
+                alike.record_stream(torch.cuda.current_stream(alike.device))
+            targets = [direction]
+            if direction == ROW and self._plan.transposed:
+                targets = [name for name, asked in zip(_DIRECTIONS, wanted, strict=True) if asked]
+            for target in targets:
+                self.tensors[target][index].copy_(alike)
+
+    def take_operands(self, made: tuple[Operand | None, Operand | Held | None]) -> None:
+        """Copy faces that were quantized after the gather, the rowwise one and the columnwise one.
+
+        Raises:
+            ValueError: If one holds the other, which the plan would say.
+        """
+        for direction, operand in zip(_DIRECTIONS, made, strict=True):
+            if isinstance(operand, Held):
+                raise ValueError("fully_shard: a weight holds a face that its plan does not know of")
+            if operand is not None:
+                plain = operand.data if direction == ROW or operand.scale is not None else operand.data.t()
+                source = [tensor for tensor in (plain, operand.scale, operand.tensor_scale) if tensor is not None]
+                for target, new in zip(self.of(direction), source, strict=True):
+                    target.copy_(new)
 
     def is_there(self, direction: str) -> bool:
         """Whether a face has memory."""

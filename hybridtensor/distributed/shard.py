@@ -23,7 +23,7 @@ from hybridtensor.distributed.torch_compat import (
 )
 from hybridtensor.distributed.transposed import Transposed
 from hybridtensor.distributed.unpack import fillers
-from hybridtensor.ops import Held, Operand
+from hybridtensor.ops import Operand
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -297,40 +297,21 @@ class Shard:
         received = received.view(-1)
         for fill in self._fillers[which]:
             fill(received)
-        self._fill_alike(sent.payload, sent, faces)
-
-    def _fill_alike(self, payload: Payload, sent: Sent, faces: Faces) -> None:
-        """Copy what all shards have alike; one tensor is for both faces if one is the transpose of the other."""
-        for (direction, index), alike in payload.alike.items():
-            if direction not in sent.names:
-                continue
-            if payload.key is None and alike.is_cuda:  # nobody keeps it
-                alike.record_stream(torch.cuda.current_stream(alike.device))
-            if direction == ROW and self.plan.transposed:
-                targets = [name for name, asked in zip(_DIRECTIONS, sent.wanted, strict=True) if asked]
-            else:
-                targets = [direction]
-            for target in targets:
-                faces.tensors[target][index].copy_(alike)
+        faces.take_alike(sent.payload, sent.names, sent.wanted)
 
     def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
         """Quantize what was gathered whole."""
         size, faces = self.sharded.size, self.faces
+        if faces is None:
+            return
         values = received.view(-1)[: size[0] * size[1]].view(size)
         held = self.plan.column.kind == "held"
         made = self.config.weight.operands(
             values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
             context=Context("weight", tensor.state),
         )  # fmt: skip
-        for direction, operand in zip(_DIRECTIONS, made, strict=True):
-            if isinstance(operand, Operand) and faces is not None:
-                plain = operand.data if direction == ROW or operand.scale is not None else operand.data.t()
-                source = [t for t in (plain, operand.scale, operand.tensor_scale) if t is not None]
-                for target, new in zip(faces.of(direction), source, strict=True):
-                    target.copy_(new)
-            elif isinstance(operand, Held):
-                raise ValueError(f"fully_shard: {self.config.weight} holds a face that its plan does not know of")
-        if wanted[0] and faces is not None and faces.values is not None:
+        faces.take_operands(made)
+        if wanted[0] and faces.values is not None:
             faces.values.copy_(values)
 
     # -- in between ---------------------------------------------------------------------------------------------------
