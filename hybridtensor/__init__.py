@@ -1,7 +1,6 @@
 """Low-precision training in PyTorch where each matrix product may have its own number format."""
 
 from hybridtensor import distributed, formats, linear, offload, optim, recipes
-from hybridtensor.config import HybridConfig, QuantizerRole
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
@@ -14,6 +13,7 @@ from hybridtensor.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import Context, LayerState
 from hybridtensor.step import set_data_parallel_group_, step_
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor

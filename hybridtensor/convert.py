@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor import recipes
-from hybridtensor.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.distributed.fsdp import let_go, part_of, remake_, sharded_as
 from hybridtensor.distributed.plain import plain_weight
 from hybridtensor.distributed.torch_compat import with_local
 from hybridtensor.quantizers import Quantizer
+from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.kept import Kept

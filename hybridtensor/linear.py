@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.config import HybridConfig
 from hybridtensor.ops import Held, Operand
 from hybridtensor.ops.operand import put_together, take_apart
 from hybridtensor.quantizers import tokens
+from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.siblings import Operands, quantize_once
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor

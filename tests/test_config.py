@@ -22,8 +22,10 @@ from hybridtensor import (
     formats,
     recipes,
 )
-from hybridtensor.config import from_factory
-from hybridtensor.words import GEMMS
+from hybridtensor.recipes import named
+from hybridtensor.recipes.config import _spec_of, from_factory
+from hybridtensor.recipes.named import TABLE
+from hybridtensor.recipes.spec import GEMMS
 
 WORDS = ("bf16", "fp8", "fp8_rowwise")
 MODIFIERS = ("", "+high_precision", "+dequantized", "+save_original_input")
@@ -50,6 +52,42 @@ def test_str_parses_back_to_an_equal_config(spec, modifier):
 
 def test_a_config_without_spec_prints_its_constructor():
     assert str(UNSPELLABLE).startswith("HybridConfig(input=Float8Quantizer(")
+
+
+def test_a_spec_is_written_however_many_modifiers_it_needs():
+    """Every modifier that changes something at once; before, three were the most that were found."""
+    spec = "fp8/mxfp8/nvfp4+pow2_scale+mx_two_d+mx_e5m2_grad+nearest+no_hadamard+rowwise_dequantized_weight"
+    assert str(HybridConfig.parse(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        HybridConfig(E4M3, Float8Quantizer(pow2_scale=True), E4M3),  # one of two scales is rounded
+        HybridConfig(E4M3, E4M3, Float8Quantizer("block", "e5m2")),  # no word has E5M2 blocks
+        HybridConfig(HybridQuantizer(E4M3, E4M3, "rowwise_dequantized"), E4M3, E5M2),  # no modifier of the input only
+        recipes.nvfp4(seed=1),
+        recipes.fp8_delayed(margin=1),
+    ],
+    ids=["scale", "element", "source", "seed", "margin"],
+)
+def test_what_no_spec_says_is_printed_in_full(config):
+    assert str(config) == repr(config)
+
+
+def test_printing_builds_a_config_per_modifier_and_searches_nothing(monkeypatch):
+    built = []
+    check = HybridConfig.__post_init__
+    monkeypatch.setattr(HybridConfig, "__post_init__", lambda self: (built.append(self), check(self))[1])
+    for spec, most in (("fp8/nvfp4/mxfp8+mx_e5m2_grad+one_d", 3), ("nvfp4", 1)):
+        config = HybridConfig.parse(spec)
+        _spec_of.cache_clear()
+        built.clear()
+        assert str(config) == spec
+        assert len(built) == most
+    built.clear()
+    assert str(UNSPELLABLE).startswith("HybridConfig(")
+    assert len(built) <= 2
 
 
 def test_words_give_each_role_its_quantizer():
@@ -201,32 +239,42 @@ def operand_in_table(config, role, direction):
 
 
 class TestRecipes:
-    @pytest.mark.parametrize("name", recipes.RECIPES)
-    def test_has_a_name_a_source_and_a_row_in_the_table(self, name):
-        recipe = recipes.RECIPES[name]
-        assert recipes.from_name(name) == recipe()
-        assert f"``{name}``" in recipes.__doc__
-        assert name == "bf16" or "Source:" in recipe.__doc__
+    def test_functions_are_those_of_the_table_in_its_order(self):
+        assert list(recipes.RECIPES) == [row.name for row in TABLE]
+        for name, function in recipes.RECIPES.items():
+            assert getattr(recipes, name) is function
+            assert function.__name__ == name
 
-    def test_names_and_specs_agree(self):
-        for name, spec in {
-            "bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8_rowwise",
-            "fp8_rowwise_hp_grad_weight": "fp8_rowwise/fp8_rowwise/bf16",
-            "fp8_high_precision_backward": "fp8+high_precision", "fp8_dequantized_backward": "fp8+dequantized",
-            "fp8_delayed": "fp8_delayed", "fp8_block": "fp8_block", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
-            "mxfp8_dequantized_backward": "mxfp8+dequantized", "nvfp4_dequantized_backward": "nvfp4+dequantized",
-            "high_precision_fwd_mxfp8_bwd": "bf16/mxfp8/mxfp8",
-            "nvfp4_1d_weight": "nvfp4+one_d+rowwise_dequantized_weight",
-            "mxfp8_fwd_nvfp4_bwd": "mxfp8/nvfp4/nvfp4+one_d+rowwise_dequantized_weight",
-            "nvfp4_fwd_mxfp8_bwd": "nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized",
-            "nvfp4_row_scaled_fwd_mxfp8_bwd": "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
-        }.items():  # fmt: skip
-            assert recipes.from_name(name) == recipes.from_name(spec)
-            assert str(recipes.from_name(name)) == spec
+    @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+    def test_is_what_its_spec_means_and_says_so(self, row):
+        recipe = recipes.RECIPES[row.name]
+        assert recipe() == recipes.from_name(row.name) == HybridConfig.parse(row.spec)
+        assert str(recipe()) == row.spec
+        assert recipe.__doc__ == f"{row.promise}\n\nSpec: ``{row.spec}``.\n\nSource: {row.source}"
+
+    def test_options_reach_the_quantizers_that_they_are_for(self):
+        fp8 = recipes.fp8(pow2_scale=True)
+        assert fp8 == HybridConfig.parse("fp8+pow2_scale")
+        assert recipes.fp8_rowwise(pow2_scale=True) == HybridConfig.parse("fp8_rowwise+pow2_scale")
+        assert recipes.fp8_block(pow2_scale=False) == HybridConfig.parse("fp8_block+fp32_scale")
+        assert recipes.fp8_delayed(algorithm="most_recent") == HybridConfig.parse("fp8_delayed+most_recent")
+        delayed = recipes.fp8_delayed(margin=2, history_length=7)
+        rules = delayed.delayed_rules().values()
+        assert {(rule.margin, rule.history_length) for rule in rules} == {(2, 7)}
+        for recipe in (recipes.nvfp4, recipes.nvfp4_1d_weight, recipes.mxfp8_fwd_nvfp4_bwd):
+            drawn = recipe(seed=5)
+            assert (drawn.input, drawn.weight) == (recipe().input, recipe().weight)
+            assert {q.seed for q in (drawn.grad_output.rowwise, drawn.grad_output.columnwise)} == {5}
+
+    def test_an_option_of_the_wrong_kind_is_refused(self):
+        with pytest.raises(TypeError, match="pow2_scale"):
+            recipes.fp8(pow2_scale="yes")
+        with pytest.raises(TypeError):
+            recipes.mxfp8(seed=1)
 
     def test_the_table_tells_the_formats(self):
         for name in recipes.RECIPES:
-            row = next(line for line in recipes.__doc__.splitlines() if line.startswith(f"| ``{name}``"))
+            row = next(line for line in named.__doc__.splitlines() if line.startswith(f"| ``{name}``"))
             cells = [cell.strip() for cell in row.split("|")[2:5]]
             config = recipes.from_name(name)
             made = []

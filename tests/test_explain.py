@@ -7,7 +7,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.explain import saved_bytes_per_token
 from hybridtensor.ops import select_backend
-from hybridtensor.words import GEMMS
+from hybridtensor.recipes.spec import GEMMS
 
 
 def model(spec="fp8/fp8_rowwise/bf16"):

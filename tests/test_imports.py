@@ -15,8 +15,8 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "formats", "kernels", "ops", "state", "step", "subclasses", "quantizers", "torchao_compat", "words",
-    "config", "recipes", "siblings", "linear", "optim", "offload", "distributed", "convert", "explain", "export",
+    "version", "formats", "kernels", "ops", "state", "step", "subclasses", "quantizers", "torchao_compat", "recipes",
+    "siblings", "linear", "optim", "offload", "distributed", "convert", "explain", "export",
     "verify", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [

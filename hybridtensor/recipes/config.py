@@ -1,0 +1,281 @@
+"""The recipe of a linear layer: a quantizer per role, and what makes it valid."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridtensor.formats import Format, nearest
+from hybridtensor.ops.scaled_mm import check_multipliable
+from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.recipes.spec import GEMMS, Faces, Gemm, Spec, derive, simplified
+from hybridtensor.state import ROLES, DelayedRule
+from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """What a quantizer is for; the argument of a factory.
+
+    Attributes:
+        module_type: ``"linear"``.
+        tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        name: Fully qualified name of the module, ``""`` for the root.
+    """
+
+    module_type: str
+    tensor_type: str
+    name: str
+
+
+@dataclass(frozen=True)
+class HybridConfig(AOBaseConfig):  # type: ignore[misc]
+    """The recipe of a linear layer: which quantizer makes the faces of each of its three operands.
+
+    The three products and the faces that they multiply::
+
+        output      = input.rowwise          @ weight.rowwise.T
+        grad_input  = grad_output.rowwise    @ weight.columnwise
+        grad_weight = grad_output.columnwise.T @ input.columnwise
+
+    Args:
+        input: Quantizer of the input.
+        weight: Quantizer of the weight.
+        grad_output: Quantizer of the output's gradient.
+        backward_override: A backward in high precision: ``"high_precision"``, of the original
+            operands, or ``"dequantized"``, of the operands as the forward saw them, so that the
+            gradient is that of the quantized function. Shorthand: it rewrites the three roles, and
+            stays here for printing.
+        save_original_input: Keep the input itself for backward and make its columnwise face there;
+            the bits are the same. Saves memory where the producer of the input keeps it anyway.
+            Implied by ``"high_precision"``.
+
+    Raises:
+        TypeError: If a role is not a quantizer.
+        ValueError: If a product is not defined, or the policies contradict each other.
+    """
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    backward_override: str | None = None
+    save_original_input: bool = False
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            if not isinstance(getattr(self, role), Quantizer):
+                raise TypeError(
+                    f"HybridConfig: a quantizer is required for {role}, got "
+                    f"{getattr(self, role)!r}; use IdentityQuantizer() for high precision"
+                )
+        if not isinstance(self.save_original_input, bool):
+            raise TypeError(
+                "HybridConfig: save_original_input is True or False, got "
+                f"{self.save_original_input!r}"
+            )
+        self._apply_override()
+        for role in ROLES:
+            object.__setattr__(self, role, simplified(getattr(self, role)))
+        self._check_repeatable()
+        for gemm in GEMMS:
+            try:
+                check_multipliable(*self.formats(gemm))
+            except ValueError as error:
+                operands = " by ".join(f"{role}.{direction}" for role, direction in gemm[1:])
+                raise ValueError(
+                    f"HybridConfig: {gemm.name} multiplies {operands}: {error}"
+                ) from None
+
+    def _apply_override(self) -> None:
+        """Rewrite the roles as ``backward_override`` says; doing it twice changes nothing."""
+        override = self.backward_override
+        if override is None:
+            return
+        sources = {"high_precision": "original", "dequantized": "rowwise_dequantized"}
+        if override not in sources:
+            raise ValueError(
+                f"HybridConfig: unknown backward_override {override!r}; "
+                f"{nearest(str(override), sources)} or None"
+            )
+        if override == "dequantized" and self.save_original_input:
+            raise ValueError(
+                "HybridConfig: save_original_input keeps what backward_override='dequantized' must "
+                "not use; drop one"
+            )
+        for role in ("input", "weight"):
+            quantizer = getattr(self, role)
+            row = quantizer.rowwise if isinstance(quantizer, HybridQuantizer) else quantizer
+            overridden = HybridQuantizer(row, IdentityQuantizer(), sources[override])
+            object.__setattr__(self, role, overridden)
+        object.__setattr__(self, "grad_output", IdentityQuantizer())
+        object.__setattr__(self, "save_original_input", override == "high_precision")
+
+    def _check_repeatable(self) -> None:
+        """Refuse or drop ``save_original_input`` where the input's face cannot be made again."""
+        if not self.save_original_input or _columnwise_repeatable(self.input):
+            return
+        if self.input.stochastic:
+            raise ValueError(
+                "HybridConfig: save_original_input promises the bits that saving the quantized "
+                f"input gives, got an input that is rounded at random, {self.input}; drop one of "
+                "them"
+            )
+        warnings.warn(
+            "HybridConfig: save_original_input needs an input quantizer that repeats itself, got "
+            f"{self.input}; the quantized input is saved instead",
+            stacklevel=4,
+        )
+        object.__setattr__(self, "save_original_input", False)
+
+    def delayed_rules(self) -> dict[str, DelayedRule]:
+        """Return the delayed scales that a layer with this recipe keeps, by slot."""
+        rules = (getattr(self, role).delayed_rules(role) for role in ROLES)
+        return {slot: rule for of_role in rules for slot, rule in of_role.items()}
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether anything is rounded at random."""
+        return any(getattr(self, role).stochastic for role in ROLES)
+
+    @classmethod
+    def by_gemm(
+        cls,
+        *,
+        output: str | Quantizer,
+        grad_input: str | Quantizer,
+        grad_weight: str | Quantizer,
+        backward_override: str | None = None,
+        save_original_input: bool = False,
+    ) -> HybridConfig:
+        """Build a config from the format of each product.
+
+        Args:
+            output: A word such as ``"fp8"``, or a quantizer for both operands.
+            grad_input: The same.
+            grad_weight: The same.
+            backward_override: See the class.
+            save_original_input: See the class.
+
+        Raises:
+            ValueError: If a word is unknown.
+        """
+        roles = Faces.of_words((output, grad_input, grad_weight)).by_role()
+        return cls(
+            **roles, backward_override=backward_override, save_original_input=save_original_input
+        )
+
+    @classmethod
+    def parse(cls, spec: str) -> HybridConfig:
+        """Build a config from a string.
+
+        ``"fp8"`` is one format for all three products, ``"fp8/fp8_rowwise/bf16"`` one each for
+        output, grad_input and grad_weight. Formats: ``bf16`` (none), ``fp8`` (per tensor; E4M3,
+        gradients E5M2), ``fp8_rowwise`` (E4M3), ``fp8_block`` (E4M3, 1x128, weights 128x128),
+        ``fp8_delayed`` (per tensor, as ``fp8``), ``mxfp8`` (E4M3) and ``nvfp4`` (weights 16x16,
+        Hadamard rotation in grad_weight, gradients rounded stochastically).
+
+        Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
+        overrides), ``save_original_input``. Options: ``pow2_scale``, ``fp32_scale`` (of current
+        scaling), ``most_recent`` (delayed scaling), ``mx_two_d`` (32x32 weights),
+        ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest`` (rounding), ``no_hadamard``,
+        ``row_scaled_input`` (NVFP4 input in the forward), ``rowwise_dequantized`` (columnwise faces
+        of input and weight from what the forward saw), ``rowwise_dequantized_weight`` (of the
+        weight only).
+
+        Raises:
+            TypeError: If ``spec`` is not a string.
+            ValueError: If it has an unknown word, with the nearest known one, or a modifier that
+                changes nothing.
+        """
+        read = Spec.parse(spec)
+        config = cls(**read.arguments())
+        for i, modifier in enumerate(read.modifiers):
+            if config == cls._meant_by(read.without(i)):
+                raise ValueError(
+                    f"HybridConfig.parse: {modifier!r} changes nothing in {spec!r}; drop it"
+                )
+        return config
+
+    @classmethod
+    def _meant_by(cls, spec: Spec) -> HybridConfig | None:
+        """Return what a spec means, or None if that is no config."""
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return cls(**spec.arguments())
+        except ValueError:
+            return None
+
+    def formats(self, gemm: Gemm) -> tuple[Format, Format]:
+        """Return the formats that ``gemm`` multiplies, left and right."""
+        left, right = (
+            getattr(getattr(self, role), f"{direction}_format") for role, direction in gemm[1:]
+        )
+        return left, right
+
+    def __str__(self) -> str:
+        """Return a spec that ``parse`` reads back, or the constructor where no spec says it."""
+        return _spec_of(self) or repr(self)
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that equal configs share, in every process and version."""
+        text = json.dumps(config_to_dict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _stable_hash_for_caching(self) -> str:
+        """Let torch.compile's caches key on the value of this config."""
+        return self.fingerprint()
+
+
+def _columnwise_repeatable(quantizer: Quantizer) -> bool:
+    """Whether the columnwise face can be made again with the same bits."""
+    if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "original":
+        return quantizer.columnwise.repeatable
+    return quantizer.repeatable
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(config: HybridConfig) -> str | None:
+    """Return the shortest spec that ``parse`` turns into ``config``, or None."""
+    quantizers = {role: getattr(config, role) for role in ROLES}
+    spec = derive(quantizers, config.backward_override, config.save_original_input)
+    if spec is None:
+        return None
+    try:
+        return str(spec) if HybridConfig.parse(str(spec)) == config else None
+    except ValueError:  # the faces name modifiers that contradict each other
+        return None
+
+
+def from_factory(factory: Callable[[QuantizerRole], Quantizer], name: str) -> HybridConfig:
+    """Ask a factory for the three quantizers of the layer called ``name``.
+
+    Raises:
+        TypeError: If it returns anything but a quantizer.
+        RuntimeError: If it raises, with the role that it raised for.
+    """
+    made: dict[str, Any] = {}
+    for role in (QuantizerRole("linear", tensor_type, name) for tensor_type in ROLES):
+        try:
+            made[role.tensor_type] = factory(role)
+        except Exception as error:
+            raise RuntimeError(
+                f"quantizer factory: {factory!r} raised for {role}: {error}"
+            ) from error
+        if not isinstance(made[role.tensor_type], Quantizer):
+            raise TypeError(
+                f"quantizer factory: a quantizer is required, {factory!r} returned "
+                f"{made[role.tensor_type]!r} for {role}; return IdentityQuantizer() for high "
+                "precision"
+            )
+    return HybridConfig(**made)
+
+
+ALLOWED_AO_MODULES.add("hybridtensor")
+torch.serialization.add_safe_globals([HybridConfig])

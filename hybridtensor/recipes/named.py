@@ -1,0 +1,312 @@
+"""Named recipes: a table of names, specs and sources, and a function for each.
+
+Formats per product (*left* x *right* operand; E4 = FP8 E4M3, E5 = FP8 E5M2, MX = MXFP8 E4M3,
+NV = NVFP4, HP = high precision; the weight is the right operand of the first two products, the
+input of the third):
+
+| recipe                                        | output    | grad_input | grad_weight |
+|-----------------------------------------------|-----------|------------|-------------|
+| ``bf16``                                      | HP x HP   | HP x HP    | HP x HP     |
+| ``fp8``                                       | E4 x E4   | E5 x E4    | E5 x E4     |
+| ``fp8_delayed``                               | E4 x E4   | E5 x E4    | E5 x E4     |
+| ``fp8_rowwise``                               | E4 x E4   | E4 x E4    | E4 x E4     |
+| ``fp8_rowwise_hp_grad_weight``                | E4 x E4   | E4 x E4    | HP x HP     |
+| ``fp8_block``                                 | E4 x E4   | E4 x E4    | E4 x E4     |
+| ``fp8_high_precision_backward``               | E4 x E4   | HP x HP    | HP x HP     |
+| ``fp8_dequantized_backward``                  | E4 x E4   | HP x HP    | HP x HP     |
+| ``mxfp8``                                     | MX x MX   | MX x MX    | MX x MX     |
+| ``mxfp8_dequantized_backward``                | MX x MX   | HP x HP    | HP x HP     |
+| ``high_precision_fwd_mxfp8_bwd``              | HP x HP   | MX x MX    | MX x MX     |
+| ``nvfp4``                                     | NV x NV   | NV~ x NV   | NV~ h NV    |
+| ``nvfp4_1d_weight``                           | NV x NV   | NV~ x NV'  | NV~ h NV    |
+| ``nvfp4_dequantized_backward``                | NV x NV   | HP x HP    | HP x HP     |
+| ``mxfp8_fwd_nvfp4_bwd``                       | MX x MX   | NV~ x NV'  | NV~ h NV    |
+| ``nvfp4_fwd_mxfp8_bwd``                       | NV x NV   | MX x MX'   | MX x MX'    |
+| ``nvfp4_row_scaled_fwd_mxfp8_bwd``            | NVr x NV  | MX x MX'   | MX x MX'    |
+| ``nvfp4_row_scaled_fwd_high_precision_bwd``   | NVr x NV  | HP x HP    | HP x HP     |
+
+``~``: rounded stochastically. ``h``: both operands under the Hadamard rotation. ``'``: made from
+what the forward saw, quantized a second time. ``r``: an fp32 scale per row. FP8 has a scale per
+tensor, row or block as the name says; MX one per 32 values; NV one per 16, or per 16x16 of weights
+that are quantized once for both directions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hybridtensor.formats import nearest
+from hybridtensor.quantizers import DelayedFloat8Quantizer, Float8Quantizer, Quantizer
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import Faces
+from hybridtensor.state import ROLES
+
+
+class Row(NamedTuple):
+    """A named recipe.
+
+    Attributes:
+        name: What ``from_name`` and ``quantize_`` know it by.
+        spec: What it means.
+        source: Where it comes from.
+        promise: What it does, in a sentence.
+    """
+
+    name: str
+    spec: str
+    source: str
+    promise: str
+
+
+TABLE = (
+    Row(
+        "bf16",
+        "bf16",
+        "none; the plain model.",
+        "Quantize nothing: bitwise the plain model.",
+    ),
+    Row(
+        "fp8",
+        "fp8",
+        'Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; the '
+        "default of TransformerEngine's Float8CurrentScaling.",
+        "FP8 with one current scale per tensor: E4M3 forward, E5M2 gradients.",
+    ),
+    Row(
+        "fp8_delayed",
+        "fp8_delayed",
+        "TransformerEngine's DelayedScaling, with its defaults.",
+        "FP8 with one scale per tensor that follows from past steps: E4M3 forward, E5M2 gradients. "
+        "Call ``step_(model)`` after every ``optimizer.step()``.",
+    ),
+    Row(
+        "fp8_rowwise",
+        "fp8_rowwise",
+        "torchao's float8 recipe ``rowwise``, after FBGEMM's rowwise product.",
+        "FP8 E4M3 with one scale per row of each operand along its contraction axis.",
+    ),
+    Row(
+        "fp8_rowwise_hp_grad_weight",
+        "fp8_rowwise/fp8_rowwise/bf16",
+        "torchao's float8 recipe ``rowwise_with_gw_hp``.",
+        "FP8 per row, with the weight's gradient in high precision.",
+    ),
+    Row(
+        "fp8_block",
+        "fp8_block",
+        'DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2; '
+        "TransformerEngine's Float8BlockScaling, whose scales are powers of two.",
+        "FP8 E4M3 with one scale per 128 values of inputs and gradients, and per 128x128 of "
+        "weights.",
+    ),
+    Row(
+        "fp8_high_precision_backward",
+        "fp8+high_precision",
+        'TransformerEngine\'s ``backward_override="high_precision"``.',
+        "FP8 forward; backward in high precision, of the original operands.",
+    ),
+    Row(
+        "fp8_dequantized_backward",
+        "fp8+dequantized",
+        'TransformerEngine\'s ``backward_override="dequantized"``.',
+        "FP8 forward; backward in high precision, of the operands as the forward saw them. The "
+        "gradient is exactly that of the quantized forward (straight through the rounding), which "
+        "reinforcement learning needs when the sampler runs the same quantized forward.",
+    ),
+    Row(
+        "mxfp8",
+        "mxfp8",
+        'Mishra et al., "Recipes for Pre-training LLMs with MXFP8", arXiv 2506.08027; '
+        "TransformerEngine's MXFP8BlockScaling.",
+        "MXFP8 E4M3 for everything.",
+    ),
+    Row(
+        "mxfp8_dequantized_backward",
+        "mxfp8+dequantized",
+        "TransformerEngine's quantizer factory ``mxfp8_fwd_high_precision_bwd``.",
+        "MXFP8 forward; backward in high precision, of the operands as the forward saw them.",
+    ),
+    Row(
+        "high_precision_fwd_mxfp8_bwd",
+        "bf16/mxfp8/mxfp8",
+        "TransformerEngine's quantizer factory ``high_precision_fwd_mxfp8_bwd``.",
+        "High-precision forward; backward in MXFP8.",
+    ),
+    Row(
+        "nvfp4",
+        "nvfp4",
+        'NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149 (which keeps '
+        "about 15 % of the layers in BF16: see ``edge_blocks``); TransformerEngine's "
+        "NVFP4BlockScaling.",
+        "NVFP4 for everything: 16x16 weights, rotated operands of the weight's gradient, gradients "
+        "rounded at random. Call ``step_(model)`` after every ``optimizer.step()``: it moves the "
+        "random rounding on.",
+    ),
+    Row(
+        "nvfp4_1d_weight",
+        "nvfp4+one_d+rowwise_dequantized_weight",
+        "TransformerEngine's quantizer factory ``nvfp4_1d_weight``.",
+        "NVFP4 for everything, with 1-D weights whose columnwise face is quantized from the "
+        "rowwise one.",
+    ),
+    Row(
+        "nvfp4_dequantized_backward",
+        "nvfp4+dequantized",
+        'TransformerEngine\'s NVFP4BlockScaling with ``backward_override="dequantized"``.',
+        "NVFP4 forward with 16x16 weights; backward in high precision, of the operands as the "
+        "forward saw them.",
+    ),
+    Row(
+        "mxfp8_fwd_nvfp4_bwd",
+        "mxfp8/nvfp4/nvfp4+one_d+rowwise_dequantized_weight",
+        "TransformerEngine's quantizer factory ``mxfp8_fwd_nvfp4_bwd``.",
+        "MXFP8 forward; backward in NVFP4, with the rotation and random rounding of ``nvfp4``.",
+    ),
+    Row(
+        "nvfp4_fwd_mxfp8_bwd",
+        "nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized",
+        "as ``nvfp4_row_scaled_fwd_mxfp8_bwd``, with one scale per tensor.",
+        "NVFP4 forward; backward in MXFP8, of the operands as the forward saw them.",
+    ),
+    Row(
+        "nvfp4_row_scaled_fwd_mxfp8_bwd",
+        "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
+        'Cursor, "Composer 2 Technical Report", arXiv 2603.24477; TransformerEngine\'s quantizer '
+        "factory ``nvfp4_row_scaled_fwd_mxfp8_bwd``.",
+        "NVFP4 forward with an fp32 scale per token; backward in MXFP8, of the operands as the "
+        "forward saw them.",
+    ),
+    Row(
+        "nvfp4_row_scaled_fwd_high_precision_bwd",
+        "nvfp4+one_d+row_scaled_input+dequantized",
+        "TransformerEngine's quantizer factory ``nvfp4_row_scaled_fwd_high_precision_bwd``.",
+        "NVFP4 forward with an fp32 scale per token; backward in high precision, of the operands "
+        "as the forward saw them.",
+    ),
+)
+_ROWS = {row.name: row for row in TABLE}
+
+Recipe = Callable[..., HybridConfig]
+RECIPES: dict[str, Recipe] = {}
+
+
+def _recipe(function: Recipe) -> Recipe:
+    """Return ``function``, one of ``RECIPES``, with the docstring that the table gives it."""
+    row = _ROWS[function.__name__]
+    function.__doc__ = f"{row.promise}\n\nSpec: ``{row.spec}``.\n\nSource: {row.source}"
+    RECIPES[row.name] = function
+    return function
+
+
+def _without_options(name: str) -> Callable[[], HybridConfig]:
+    """Return the function of a recipe that has no options."""
+
+    def recipe() -> HybridConfig:
+        return HybridConfig.parse(_ROWS[name].spec)
+
+    recipe.__name__ = recipe.__qualname__ = name
+    return _recipe(recipe)
+
+
+def _with_options(name: str, concerned: Callable[[Any], bool], **options: Any) -> HybridConfig:
+    """Return a recipe after setting ``options`` of its quantizers that are ``concerned``."""
+    config = HybridConfig.parse(_ROWS[name].spec)
+    faces = Faces.of_roles({role: getattr(config, role) for role in ROLES})
+    for operand, quantizer in faces.quantizers.items():
+        if concerned(quantizer):
+            changed: Any = dataclasses.replace(quantizer, **options)
+            faces.quantizers[operand] = changed
+    return HybridConfig(**faces.by_role())
+
+
+def _is_float8(quantizer: Quantizer) -> bool:
+    return isinstance(quantizer, Float8Quantizer)
+
+
+def _is_delayed(quantizer: Quantizer) -> bool:
+    return isinstance(quantizer, DelayedFloat8Quantizer)
+
+
+def _is_random(quantizer: Quantizer) -> bool:
+    return quantizer.stochastic
+
+
+bf16 = _without_options("bf16")
+
+
+@_recipe
+def fp8(*, pow2_scale: bool = False) -> HybridConfig:
+    return _with_options("fp8", _is_float8, pow2_scale=pow2_scale)
+
+
+@_recipe
+def fp8_delayed(
+    *, margin: int = 0, history_length: int = 1024, algorithm: str = "max"
+) -> HybridConfig:
+    options = {"margin": margin, "history_length": history_length, "algorithm": algorithm}
+    return _with_options("fp8_delayed", _is_delayed, **options)
+
+
+@_recipe
+def fp8_rowwise(*, pow2_scale: bool = False) -> HybridConfig:
+    return _with_options("fp8_rowwise", _is_float8, pow2_scale=pow2_scale)
+
+
+fp8_rowwise_hp_grad_weight = _without_options("fp8_rowwise_hp_grad_weight")
+
+
+@_recipe
+def fp8_block(*, pow2_scale: bool = True) -> HybridConfig:
+    return _with_options("fp8_block", _is_float8, pow2_scale=pow2_scale)
+
+
+fp8_high_precision_backward = _without_options("fp8_high_precision_backward")
+fp8_dequantized_backward = _without_options("fp8_dequantized_backward")
+mxfp8 = _without_options("mxfp8")
+mxfp8_dequantized_backward = _without_options("mxfp8_dequantized_backward")
+high_precision_fwd_mxfp8_bwd = _without_options("high_precision_fwd_mxfp8_bwd")
+
+
+@_recipe
+def nvfp4(*, seed: int = 0) -> HybridConfig:
+    return _with_options("nvfp4", _is_random, seed=seed)
+
+
+@_recipe
+def nvfp4_1d_weight(*, seed: int = 0) -> HybridConfig:
+    return _with_options("nvfp4_1d_weight", _is_random, seed=seed)
+
+
+nvfp4_dequantized_backward = _without_options("nvfp4_dequantized_backward")
+
+
+@_recipe
+def mxfp8_fwd_nvfp4_bwd(*, seed: int = 0) -> HybridConfig:
+    return _with_options("mxfp8_fwd_nvfp4_bwd", _is_random, seed=seed)
+
+
+nvfp4_fwd_mxfp8_bwd = _without_options("nvfp4_fwd_mxfp8_bwd")
+nvfp4_row_scaled_fwd_mxfp8_bwd = _without_options("nvfp4_row_scaled_fwd_mxfp8_bwd")
+nvfp4_row_scaled_fwd_high_precision_bwd = _without_options(
+    "nvfp4_row_scaled_fwd_high_precision_bwd"
+)
+
+
+def from_name(name: str) -> HybridConfig:
+    """Return the recipe called ``name``, or the config that ``HybridConfig.parse`` makes of it.
+
+    Raises:
+        ValueError: If it is neither, with the nearest known name.
+    """
+    if name in RECIPES:
+        return RECIPES[name]()
+    try:
+        return HybridConfig.parse(name)
+    except ValueError as error:
+        hint = "" if "+" in name else f"; or a recipe: {nearest(name, RECIPES)}"
+        recipe = name.partition("+")[0]
+        if f"unknown format {recipe!r}" in str(error) and recipe in RECIPES:
+            hint = f"; or the recipe {recipe!r}, which takes no modifiers"
+        raise ValueError(f"{error}{hint}") from None

@@ -1,0 +1,87 @@
+"""Which recipe is for which step of a run, and which blocks of a model are left alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.named import from_name
+
+
+def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]:
+    """Return the names of the first and last blocks of ``model``, for ``quantize_(keep_bf16=...)``.
+
+    Args:
+        model: A model whose blocks are in one ``nn.ModuleList``: its longest.
+        first: Blocks at the beginning.
+        last: Blocks at the end.
+
+    Raises:
+        ValueError: If there is no such list, or it has not more blocks than that.
+    """
+    lists = [item for item in model.named_modules() if isinstance(item[1], nn.ModuleList)]
+    if not lists:
+        raise ValueError(
+            "edge_blocks: a model with an nn.ModuleList of blocks is required, got none; "
+            "name the layers"
+        )
+    name, blocks = max(lists, key=lambda item: len(item[1]))
+    number = len(blocks)
+    if min(first, last) < 0 or first + last >= number:
+        raise ValueError(
+            f"edge_blocks: fewer blocks than the {number} of {name!r} are required, "
+            f"got first={first}, last={last}"
+        )
+    chosen = itertools.chain(range(first), range(number - last, number))
+    return [f"{name}.{index}" if name else str(index) for index in chosen]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which recipe a run uses from which step on; made by ``schedule``.
+
+    Attributes:
+        starts: First step of each recipe, ascending from 0.
+        configs: The recipes.
+    """
+
+    starts: tuple[int, ...]
+    configs: tuple[HybridConfig, ...]
+
+    def at(self, step: int) -> HybridConfig:
+        """Return the recipe of a step.
+
+        Raises:
+            ValueError: If the step is negative.
+        """
+        if step < 0:
+            raise ValueError(f"Schedule.at: a step of at least 0 is required, got {step}")
+        started = zip(self.starts, self.configs, strict=True)
+        return [config for start, config in started if start <= step][-1]
+
+
+def schedule(recipes: Mapping[int, str | HybridConfig]) -> Schedule:
+    """Return a schedule from ``{first step: recipe}``.
+
+    Hand ``schedule.at(step)`` to ``set_config_`` every step. NVFP4, then a BF16 forward with NVFP4
+    gradients for the last tenth::
+
+        plan = ht.recipes.schedule({0: "nvfp4", int(0.9 * steps): "bf16/nvfp4/nvfp4"})
+        for step in range(steps):
+            ht.set_config_(model, plan.at(step))  # costs nothing where nothing changes
+
+    Raises:
+        ValueError: If no recipe starts at step 0, or a step is not a number from 0 on.
+    """
+    bad = [s for s in recipes if not isinstance(s, int) or isinstance(s, bool) or s < 0]
+    if bad or 0 not in recipes:
+        raise ValueError(
+            f"schedule: steps from 0 on, 0 among them, are required, got {list(recipes)}"
+        )
+    starts = tuple(sorted(recipes))
+    chosen = (recipes[start] for start in starts)
+    return Schedule(starts, tuple(from_name(c) if isinstance(c, str) else c for c in chosen))

@@ -1,0 +1,369 @@
+"""The spec of a recipe, a string such as ``"nvfp4/fp8/bf16+one_d"``: how it is read and written.
+
+Words:
+
+- A *word* names a format (``fp8``). It means a quantizer for each face of the product it is for.
+- A *modifier* changes some of these quantizers (``pow2_scale``), or what faces are made from
+  (``rowwise_dequantized``).
+- A *policy* sets a field of the config (``dequantized``).
+
+Reading goes from words to faces, applies the modifiers, and merges the two faces of each role.
+Writing goes the other way: the difference between a face and what a word means for it names the
+modifiers, so nothing is searched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from hybridtensor.formats import nearest
+from hybridtensor.quantizers import (
+    DelayedFloat8Quantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from hybridtensor.state import ROLES
+
+DIRECTIONS = ("rowwise", "columnwise")
+OF_ROWWISE = "rowwise_dequantized"
+
+
+class Gemm(NamedTuple):
+    """One matrix product of a linear layer: its name, and role and direction of both operands."""
+
+    name: str
+    left: tuple[str, str]
+    right: tuple[str, str]
+
+
+GEMMS = (
+    Gemm("output", ("input", "rowwise"), ("weight", "rowwise")),
+    Gemm("grad_input", ("grad_output", "rowwise"), ("weight", "columnwise")),
+    Gemm("grad_weight", ("grad_output", "columnwise"), ("input", "columnwise")),
+)
+_GEMM_OF = {operand: gemm.name for gemm in GEMMS for operand in gemm[1:]}
+
+Word = Callable[[str, str], Quantizer]
+"""Gives the quantizer of a role's face in a product."""
+
+
+def _nvfp4(role: str, gemm: str) -> Quantizer:
+    """Apply NVIDIA's recipe: 2-D weights, rotation in grad_weight, gradients rounded at random."""
+    return NVFP4Quantizer(
+        two_d=role == "weight",
+        hadamard=gemm == "grad_weight",
+        rounding="stochastic" if role == "grad_output" else "nearest",
+    )
+
+
+def _element(role: str) -> str:
+    return "e5m2" if role == "grad_output" else "e4m3"
+
+
+def _block(role: str) -> str:
+    return "128x128" if role == "weight" else "1x128"
+
+
+WORDS: dict[str, Word] = {
+    "bf16": lambda role, gemm: IdentityQuantizer(),
+    "fp8": lambda role, gemm: Float8Quantizer(dtype=_element(role)),
+    "fp8_rowwise": lambda role, gemm: Float8Quantizer(granularity="row"),
+    "fp8_block": lambda role, gemm: Float8Quantizer(granularity="block", block=_block(role)),
+    "fp8_delayed": lambda role, gemm: DelayedFloat8Quantizer(dtype=_element(role)),
+    "mxfp8": lambda role, gemm: MXFP8Quantizer(),
+    "nvfp4": _nvfp4,
+}
+POLICIES: dict[str, tuple[str, str | bool]] = {
+    "high_precision": ("backward_override", "high_precision"),
+    "dequantized": ("backward_override", "dequantized"),
+    "save_original_input": ("save_original_input", True),
+}
+
+
+@dataclass
+class Faces:
+    """The quantizer of each face of a recipe, by role and direction, and the roles whose columnwise
+    face is made of what the rowwise one holds."""
+
+    quantizers: dict[tuple[str, str], Quantizer]
+    of_rowwise: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of_words(cls, words: Iterable[str | Quantizer]) -> Faces:
+        """Return the faces that three words mean; a quantizer in a word's place means itself.
+
+        Raises:
+            ValueError: If a word is unknown.
+        """
+        quantizers = {}
+        for gemm, word in zip(GEMMS, words, strict=True):
+            for role, direction in gemm[1:]:
+                quantizers[role, direction] = _quantizer(word, role, gemm.name)
+        return cls(quantizers)
+
+    @classmethod
+    def of_roles(cls, quantizers: dict[str, Quantizer]) -> Faces:
+        """Return the faces that a quantizer per role makes."""
+        faces = cls({})
+        for role, quantizer in quantizers.items():
+            for direction in DIRECTIONS:
+                hybrid = isinstance(quantizer, HybridQuantizer)
+                face = getattr(quantizer, direction) if hybrid else quantizer
+                faces.quantizers[role, direction] = face
+            if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == OF_ROWWISE:
+                faces.of_rowwise.add(role)
+        return faces
+
+    def by_role(self) -> dict[str, Any]:
+        """Return the quantizer of each role, a plain one where its faces need no hybrid."""
+        made = {}
+        for role in ROLES:
+            row, column = (self.quantizers[role, direction] for direction in DIRECTIONS)
+            source = OF_ROWWISE if role in self.of_rowwise else "original"
+            made[role] = simplified(HybridQuantizer(row, column, source))
+        return made
+
+
+def _quantizer(word: str | Quantizer, role: str, gemm: str) -> Quantizer:
+    if not isinstance(word, str):
+        return word
+    if word not in WORDS:
+        raise ValueError(f"HybridConfig: unknown format {word!r}; {nearest(word, WORDS)}")
+    return WORDS[word](role, gemm)
+
+
+class Modifier(Protocol):
+    """What a word after ``+`` changes."""
+
+    def apply(self, faces: Faces) -> None:
+        """Change ``faces`` in place."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A modifier that sets one field of the quantizers of one kind, in some roles and directions.
+
+    Attributes:
+        kind: Class of the quantizers.
+        field: Name of the field.
+        value: What it is set to.
+        roles: Where.
+        directions: In which faces.
+    """
+
+    kind: type[Any]
+    field: str
+    value: Any
+    roles: tuple[str, ...] = ROLES
+    directions: tuple[str, ...] = DIRECTIONS
+
+    def concerns(self, role: str, direction: str, quantizer: Quantizer) -> bool:
+        """Return whether this option sets a field of the quantizer of that face."""
+        in_scope = role in self.roles and direction in self.directions
+        return in_scope and type(quantizer) is self.kind
+
+    def apply(self, faces: Faces) -> None:
+        """See ``Modifier.apply``."""
+        for (role, direction), quantizer in faces.quantizers.items():
+            if self.concerns(role, direction, quantizer):
+                changed: Any = dataclasses.replace(quantizer, **{self.field: self.value})
+                faces.quantizers[role, direction] = changed
+
+
+@dataclass(frozen=True)
+class OfRowwise:
+    """A modifier that makes columnwise faces of what the forward saw, in some roles."""
+
+    roles: tuple[str, ...]
+
+    def apply(self, faces: Faces) -> None:
+        """See ``Modifier.apply``."""
+        faces.of_rowwise.update(self.roles)
+
+
+MODIFIERS: dict[str, Modifier] = {
+    "pow2_scale": Option(Float8Quantizer, "pow2_scale", True),
+    "fp32_scale": Option(Float8Quantizer, "pow2_scale", False),
+    "most_recent": Option(DelayedFloat8Quantizer, "algorithm", "most_recent"),
+    "mx_two_d": Option(MXFP8Quantizer, "two_d", True, ("weight",)),
+    "mx_e5m2_grad": Option(MXFP8Quantizer, "dtype", "e5m2", ("grad_output",)),
+    "one_d": Option(NVFP4Quantizer, "two_d", False, ("weight",)),
+    "nearest": Option(NVFP4Quantizer, "rounding", "nearest"),
+    "no_hadamard": Option(NVFP4Quantizer, "hadamard", False),
+    "row_scaled_input": Option(NVFP4Quantizer, "row_scaled", True, ("input",), ("rowwise",)),
+    "rowwise_dequantized": OfRowwise(("input", "weight")),
+    "rowwise_dequantized_weight": OfRowwise(("weight",)),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A spec taken apart.
+
+    Attributes:
+        words: One per product.
+        modifiers: In the order in which they apply.
+        policies: Their names.
+    """
+
+    words: tuple[str, str, str]
+    modifiers: tuple[str, ...]
+    policies: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Return the parts of ``text``; formats are looked up by ``arguments``.
+
+        Raises:
+            TypeError: If ``text`` is not a string.
+            ValueError: If a modifier is unknown, with the nearest known one, or parts contradict
+                each other.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"HybridConfig.parse: a string is required, got {type(text).__name__}")
+        products, *after = (part.strip() for part in text.split("+"))
+        words = [word.strip() for word in products.split("/")]
+        if len(words) not in (1, 3):
+            raise ValueError(
+                "HybridConfig.parse: one format, or three for output/grad_input/grad_weight, are "
+                f"required, got {text!r}"
+            )
+        policies = _policies(after, text)
+        overridden = any(POLICIES[policy][0] == "backward_override" for policy in policies)
+        if overridden and words[1:] not in ([], words[:1] * 2, ["bf16"] * 2):
+            raise ValueError(
+                "HybridConfig.parse: a backward override replaces the formats of grad_input and "
+                f"grad_weight, got {text!r}; name the format of output only"
+            )
+        output, grad_input, grad_weight = words if len(words) == 3 else words * 3
+        modifiers = tuple(name for name in after if name in MODIFIERS)
+        return cls((output, grad_input, grad_weight), modifiers, policies)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``HybridConfig`` that the spec means.
+
+        Raises:
+            ValueError: If a format is unknown, with the nearest known one.
+        """
+        faces = Faces.of_words(self.words)
+        for name in self.modifiers:
+            MODIFIERS[name].apply(faces)
+        return {**faces.by_role(), **dict(POLICIES[policy] for policy in self.policies)}
+
+    def without(self, modifier: int) -> Spec:
+        """Return the spec without one of its modifiers."""
+        kept = self.modifiers[:modifier] + self.modifiers[modifier + 1 :]
+        return dataclasses.replace(self, modifiers=kept)
+
+    def __str__(self) -> str:
+        words = self.words[:1] if len(set(self.words)) == 1 else self.words
+        return "+".join(["/".join(words), *self.modifiers, *self.policies])
+
+
+def _policies(names: list[str], text: str) -> tuple[str, ...]:
+    """Return the names that are policies, after checking that all are known."""
+    policies: dict[str, str] = {}
+    for name in names:
+        if name in MODIFIERS:
+            continue
+        if name not in POLICIES:
+            known = [*POLICIES, *MODIFIERS]
+            raise ValueError(
+                f"HybridConfig.parse: unknown modifier {name!r}; {nearest(name, known)}"
+            )
+        policy = POLICIES[name][0]
+        if policy in policies:
+            raise ValueError(
+                f"HybridConfig.parse: one {policy} is possible, got several in {text!r}"
+            )
+        policies[policy] = name
+    return tuple(policies.values())
+
+
+def derive(
+    quantizers: dict[str, Quantizer], backward_override: str | None, save_original_input: bool
+) -> Spec | None:
+    """Return the only spec that may mean a config of these fields, or None if there is none.
+
+    It is for the caller to check that the spec means the config: modifiers that the faces name may
+    contradict each other.
+    """
+    faces = Faces.of_roles(quantizers)
+    gemms = GEMMS if backward_override is None else GEMMS[:1]  # the override replaced the others
+    words, named = [], set()
+    for gemm in gemms:
+        found = _word_for(gemm, faces)
+        if found is None:
+            return None
+        words.append(found[0])
+        named |= found[1]
+    policies = []
+    if backward_override is not None:
+        words, policies = words * 3, [backward_override]
+    else:
+        named |= _sources(faces)
+        policies = ["save_original_input"] if save_original_input else []
+    output, grad_input, grad_weight = words
+    modifiers = tuple(name for name in MODIFIERS if name in named)
+    return Spec((output, grad_input, grad_weight), modifiers, tuple(policies))
+
+
+def _word_for(gemm: Gemm, faces: Faces) -> tuple[str, set[str]] | None:
+    """Return the word for a product, and the modifiers by which the faces differ from it."""
+    for word in WORDS:
+        named: set[str] = set()
+        for operand in gemm[1:]:
+            differences = _differences(word, *operand, faces.quantizers[operand])
+            if differences is None:
+                break
+            named |= differences
+        else:
+            return word, named
+    return None
+
+
+def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[str] | None:
+    """Return the modifiers that make ``face`` of what ``word`` means there; None if none do."""
+    meant: Any = WORDS[word](role, _GEMM_OF[role, direction])
+    if type(meant) is not type(face):
+        return None
+    named = set()
+    for name in (known.name for known in dataclasses.fields(meant)):
+        value = getattr(face, name)
+        if getattr(meant, name) == value:
+            continue
+        setting = _option(role, direction, face, name, value)
+        if setting is None:
+            return None
+        named.add(setting)
+    return named
+
+
+def _option(role: str, direction: str, face: Quantizer, name: str, value: Any) -> str | None:
+    """Return the modifier that sets a field of that face to ``value``, or None."""
+    for modifier, option in MODIFIERS.items():
+        if not isinstance(option, Option) or not option.concerns(role, direction, face):
+            continue
+        if (option.field, option.value) == (name, value):
+            return modifier
+    return None
+
+
+def _sources(faces: Faces) -> set[str]:
+    """Return the modifier after which the same roles are made of their rowwise faces, if any."""
+    for name, modifier in MODIFIERS.items():
+        if isinstance(modifier, OfRowwise) and faces.of_rowwise == set(modifier.roles):
+            return {name}
+    return set()
+
+
+def simplified(quantizer: Quantizer) -> Quantizer:
+    """Return the shortest quantizer of the same faces; see ``HybridQuantizer.simplified``."""
+    return quantizer.simplified() if isinstance(quantizer, HybridQuantizer) else quantizer
