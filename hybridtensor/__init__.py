@@ -1,5 +1,6 @@
 """Low-precision training in PyTorch where each matrix product may have its own number format."""
 
+import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
 from hybridtensor import distributed, formats, linear, offload, optim, recipes
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
@@ -15,7 +16,7 @@ from hybridtensor.quantizers import (
 )
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import Context, LayerState
-from hybridtensor.step import set_data_parallel_group_, step_
+from hybridtensor.state.step import set_data_parallel_group_, step_
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
 

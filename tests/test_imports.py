@@ -15,9 +15,9 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "formats", "kernels", "ops", "state", "step", "subclasses", "quantizers", "torchao_compat", "recipes",
+    "version", "formats", "kernels", "ops", "state", "subclasses", "quantizers", "torchao_compat", "recipes",
     "siblings", "linear", "optim", "offload", "distributed", "convert", "explain", "export",
-    "verify", "testing",
+    "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "wrapper", "quantized_tensor", "identity_tensor", "kept", "hybrid_tensor", "master_tensor", "matmul",

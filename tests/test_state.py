@@ -57,7 +57,7 @@ def test_the_update_rule_is_the_kernels(amaxes, length, algorithm, margin, dtype
         state.amax.copy_(torch.tensor(amax))
         ht.step_(state)
         history, scale = oracle_step(history, scale, np.float32(amax), quantizer.format.max, margin, algorithm)
-        assert state.scale.item() == scale
+        assert state.encode_scale.item() == scale
         assert state.amax_history[0].tolist() == history
         assert state.amax.item() == 0
 
@@ -65,7 +65,7 @@ def test_the_update_rule_is_the_kernels(amaxes, length, algorithm, margin, dtype
 def of(state, slot):
     """Return scale, amax and history of one slot."""
     i = state.slots.index(slot)
-    return SimpleNamespace(scale=state.scale[i], amax=state.amax[i], history=state.amax_history[i])
+    return SimpleNamespace(scale=state.encode_scale[i], amax=state.amax[i], history=state.amax_history[i])
 
 
 def model(recipe=DELAYED, device="cpu", seed=0):
@@ -99,7 +99,7 @@ class TestDelayedScaling:
         net = model(device=device)
         names = [name for name, _ in net.named_buffers()]
         assert names == [
-            f"{i}.quantization_state.{what}" for i in (0, 2) for what in ("scale", "amax_history", "layout")
+            f"{i}.quantization_state.{what}" for i in (0, 2) for what in ("encode_scale", "amax_history", "layout")
         ]
         assert net[0].quantization_state.slots == ("input", "weight", "grad_output")
         assert all(b.device.type == device for b in net.buffers())
@@ -121,7 +121,7 @@ class TestDelayedScaling:
 
     def test_the_stored_scale_is_used(self, device):
         net = model(device=device)[0]
-        net.quantization_state.scale[0] = 8.0
+        net.quantization_state.encode_scale[0] = 8.0
         x = random_tensor(64, 32, device=device)
         h = DELAYED.input.quantize(x, context=Context("input", net.quantization_state.tensors()))
         assert h.rowwise.scale.item() == h.columnwise.scale.item() == 0.125
@@ -173,7 +173,7 @@ class TestDelayedScaling:
             "grad_output_columnwise",
         ]
         train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 3, device=device)
-        assert (state.scale != 1).all()
+        assert (state.encode_scale != 1).all()
         assert of(state, "weight_columnwise").scale != of(state, "weight_rowwise").scale
 
     def test_a_change_of_recipe_keeps_what_stays(self, device):
@@ -248,14 +248,14 @@ class TestDelayedScaling:
         file.seek(0)
         again = torch.load(file, weights_only=False)
         assert again[0].weight.layer is again[0].quantization_state
-        assert torch.equal(again[0].quantization_state.scale, net[0].quantization_state.scale)
+        assert torch.equal(again[0].quantization_state.encode_scale, net[0].quantization_state.encode_scale)
 
     def test_a_copy_steps_on_its_own(self):
         net = model()
         other = copy.deepcopy(net)
         train(other, torch.optim.SGD(other.parameters(), lr=1e-3), 1)
-        assert (net[0].quantization_state.scale == 1).all()
-        assert (other[0].quantization_state.scale != 1).all()
+        assert (net[0].quantization_state.encode_scale == 1).all()
+        assert (other[0].quantization_state.encode_scale != 1).all()
 
     def test_materialized_from_meta(self):
         with torch.device("meta"):
@@ -267,7 +267,7 @@ class TestDelayedScaling:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         state = net[0].quantization_state
-        assert (state.scale == 1).all()
+        assert (state.encode_scale == 1).all()
         assert (state.amax == 0).all()
         assert state.rounding.tolist() == [state._key, 0]
         net(torch.randn(64, 32)).sum().backward()
@@ -280,7 +280,7 @@ class TestDelayedScaling:
         assert torch.equal(net[0].weight.dequantize(), plain[0].weight)
         train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2)
         net.load_state_dict(plain.state_dict())
-        assert all((layer.quantization_state.scale == 1).all() for layer in (net[0], net[2]))
+        assert all((layer.quantization_state.encode_scale == 1).all() for layer in (net[0], net[2]))
         assert all((layer.quantization_state.amax_history == 0).all() for layer in (net[0], net[2]))
         with torch.device("meta"):
             empty = ht.quantize_(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)), DELAYED)
@@ -302,7 +302,11 @@ class TestDelayedScaling:
         net = model()
         half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in net.state_dict().items()}
         net.load_state_dict(half, assign=True)
-        assert net[0].quantization_state.scale.dtype == net[0].quantization_state.amax_history.dtype == torch.float32
+        assert (
+            net[0].quantization_state.encode_scale.dtype
+            == net[0].quantization_state.amax_history.dtype
+            == torch.float32
+        )
 
     def test_a_parameter_is_saved_with_its_state(self):
         net = model()
@@ -311,7 +315,7 @@ class TestDelayedScaling:
         torch.save(net[0].weight, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
-        assert torch.equal(loaded.layer.scale, net[0].quantization_state.scale)
+        assert torch.equal(loaded.layer.encode_scale, net[0].quantization_state.encode_scale)
 
     def test_a_change_of_recipe_and_back_remakes_the_weights_faces(self):
         net = model()
@@ -434,11 +438,11 @@ def test_a_weight_whose_step_is_in_a_cuda_graph_keeps_no_face(monkeypatch):
     """Replays advance the scale that it is cast with, and count nothing."""
     net = model(DELAYED)
     weight, layer = net[0].weight, net[0].quantization_state
-    monkeypatch.setattr("hybridtensor.step.is_captured", lambda: True)
+    monkeypatch.setattr("hybridtensor.state.step.is_captured", lambda: True)
     ht.step_(net)
     monkeypatch.undo()
     for factor in (1.0, 2.0):
-        layer.scale.numpy()[:] = factor
+        layer.encode_scale.numpy()[:] = factor
         row, _ = weight.operands(rowwise=True, columnwise=False, dtype=weight.dtype)
         assert row.scale.item() == 1 / factor
 

@@ -293,7 +293,7 @@ def _arguments(matrix: Tensor, casts: Casts, dtype: torch.dtype, context: Contex
         rounding, first_row = context.draws(rows, matrix.device)
     return dict(
         row=row, column=column, source=source, dtype=dtype,
-        factors=None if state is None else state.scale,
+        factors=None if state is None else state.encode_scale,
         amaxes=state.amax if state is not None and context.record else None,
         rounding=rounding, first_row=first_row,
         row_amax=None if row is None and source is None else context.amaxes[0],

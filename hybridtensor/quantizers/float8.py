@@ -114,7 +114,7 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
             ValueError: If there is no state to take the scale from.
         """
         state = context.state
-        if state is None or state.scale is None:
+        if state is None or state.encode_scale is None:
             raise ValueError(
                 f"{context}: DelayedFloat8Quantizer takes its scale from a layer's state, got none; convert a model "
                 "with quantize_, or pass context=Context(role, LayerState.of({role: quantizer}).tensors())"

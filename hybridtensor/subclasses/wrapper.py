@@ -206,7 +206,7 @@ class WrapperTensor(Tensor):
         return self.dequantize().float().cpu().numpy()
 
 
-_STATE_NAMES = ("state_rounding", "state_scale", "state_amax")
+_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax")
 
 
 class InterceptingTensor(WrapperTensor):
@@ -262,9 +262,9 @@ class InterceptingTensor(WrapperTensor):
         return None if self.state is None else self.state.rounding
 
     @property
-    def state_scale(self) -> Tensor | None:
-        """``scale`` of the layer's state."""
-        return None if self.state is None else self.state.scale
+    def state_encode_scale(self) -> Tensor | None:
+        """``encode_scale`` of the layer's state."""
+        return None if self.state is None else self.state.encode_scale
 
     @property
     def state_amax(self) -> Tensor | None:

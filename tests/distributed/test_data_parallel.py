@@ -62,9 +62,9 @@ def ddp_with_state(rank):
             ht.step_(model)
         state = model[0].quantization_state
         if spec == "fp8_delayed":
-            assert state.scale[0] == torch.tensor(448.0) / 13
+            assert state.encode_scale[0] == torch.tensor(448.0) / 13
             assert state.amax_history[0, -3:].tolist() == [11.0, 12.0, 13.0]
-        for tensor in (state.rounding, state.scale, state.amax_history, model[0].weight.dequantize().detach()):
+        for tensor in (state.rounding, state.encode_scale, state.amax_history, model[0].weight.dequantize().detach()):
             if tensor is not None:
                 others = [torch.empty_like(tensor) for _ in range(WORLD)]
                 dist.all_gather(others, tensor.contiguous())
@@ -86,10 +86,10 @@ def scales_are_reduced(rank):
             ht.step_(model)
         assert reduction.call_count == (group is None)  # one for all layers; none where a group has one rank
         state = model[0].quantization_state
-        assert state.scale[0] == torch.tensor(448.0) / largest
-        everywhere = [torch.empty_like(state.scale) for _ in range(WORLD)]
-        dist.all_gather(everywhere, state.scale)
-        assert group is not None or all(torch.equal(other, state.scale) for other in everywhere)
+        assert state.encode_scale[0] == torch.tensor(448.0) / largest
+        everywhere = [torch.empty_like(state.encode_scale) for _ in range(WORLD)]
+        dist.all_gather(everywhere, state.encode_scale)
+        assert group is not None or all(torch.equal(other, state.encode_scale) for other in everywhere)
 
 
 def different_numbers_of_scales_raise_on_every_rank(rank):

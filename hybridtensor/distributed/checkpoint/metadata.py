@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pathlib
 import pickle
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 METADATA = ".metadata"
+_FORMER_NAMES = {"quantization_state.scale": "quantization_state.encode_scale"}
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (dcp_metadata, (
@@ -63,13 +65,39 @@ def read_metadata(path: Path, files: Collection[str] | None = None) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # damaged pickles raise whatever they like
         raise ValueError(f"{path / METADATA}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    tables = [getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data")]
+    if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{path / METADATA}: metadata is required, got {type(metadata).__name__}")
+    use_present_names(metadata)
     for info in metadata.storage_data.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or Path(name).name != name or (files is not None and name not in files):
             raise ValueError(f"{path / METADATA}: files of the checkpoint are required, got {name!r}")
     return metadata
+
+
+def use_present_names(metadata: Metadata) -> None:
+    """Give tensors that a former version stored under another name the present one, in place."""
+    stored = metadata.state_dict_metadata
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    renamed = {old: _present_name(old) for old in stored if _present_name(old) != old}
+    for old, new in renamed.items():
+        stored[new] = stored.pop(old)
+        if old in paths:
+            *holders, last = paths.pop(old)
+            paths[new] = (*holders, _present_name(last))
+    if not renamed:
+        return
+    for index in [index for index in metadata.storage_data or {} if index.fqn in renamed]:
+        info = metadata.storage_data.pop(index)
+        metadata.storage_data[dataclasses.replace(index, fqn=renamed[index.fqn])] = info
+
+
+def _present_name(name: Any) -> Any:
+    for former, present in _FORMER_NAMES.items():
+        if isinstance(name, str) and name.endswith(former):
+            return name.removesuffix(former) + present
+    return name
 
 
 class SafeReader(FileSystemReader):

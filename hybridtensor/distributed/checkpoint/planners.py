@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
+from hybridtensor.distributed.checkpoint.metadata import use_present_names
 from hybridtensor.distributed.plain import followers, plain
 from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses import HybridTensor
@@ -88,6 +89,8 @@ class HybridLoadPlanner(DefaultLoadPlanner):
                 raise ValueError(
                     f"checkpoint: tensors with memory are required, got {name} on meta; call to_empty first"
                 )
+        if metadata is not None:
+            use_present_names(metadata)  # the reader takes this same object afterwards
         super().set_up_planner(plain(state_dict), metadata, is_coordinator)
         self.original_state_dict = state_dict
         persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]

@@ -1,10 +1,13 @@
-"""What a layer's quantizers remember from step to step: scales with their amax histories, and the random counter.
+"""What a layer's quantizers remember from step to step: scales with their amax histories, and the
+random counter.
 
-Quantizers are frozen values; whatever changes while training lives here, in the buffers of a small module that
-``quantize_`` hangs into the layer (``layer.quantization_state``) when its recipe needs one. Buffers are saved, loaded
-and moved with the model. ``hybridtensor.step_`` advances all of them once per optimizer step.
+Quantizers are frozen values; whatever changes while training lives here, in the buffers of a small
+module that ``quantize_`` hangs into the layer (``layer.quantization_state``) when its recipe needs
+one. Buffers are saved, loaded and moved with the model. ``hybridtensor.step_`` advances all of them
+once per optimizer step.
 
-Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction); ``L`` history length.
+Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction); ``L`` history
+length.
 """
 
 from __future__ import annotations
@@ -21,10 +24,9 @@ from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
 
-ROLES = ("input", "weight", "grad_output")
-_STREAMS_PER_SEED = 8  # a role and a direction need three bits
-_FORGIVEN_CHANGES = 2  # of a weight without step_: loading, initializing late, sharpness-aware steps
-MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
+# Of a weight without step_: loading, initializing late, sharpness-aware steps.
+_FORGIVEN_CHANGES = 2
+_FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class StateTensors(NamedTuple):
 
     Attributes:
         rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
-        scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None without delayed scaling.
+        encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None
+            without delayed scaling.
         amax: fp32 ``[S]``, the largest magnitudes since the last step.
         slots: Names of the delayed scales.
         rank: Rank in the data-parallel group; 0 where nothing rounds at random.
@@ -58,7 +61,7 @@ class StateTensors(NamedTuple):
     """
 
     rounding: Tensor | None
-    scale: Tensor | None
+    encode_scale: Tensor | None
     amax: Tensor | None
     slots: tuple[str, ...] = ()
     rank: int = 0
@@ -72,7 +75,9 @@ class StateTensors(NamedTuple):
             ValueError: If the recipe that this state was made for has none there.
         """
         if slot not in self.slots:
-            raise ValueError(f"layer {self.name!r}: no delayed scale {slot!r}; change recipes with set_config_")
+            raise ValueError(
+                f"layer {self.name!r}: no delayed scale {slot!r}; change recipes with set_config_"
+            )
         return self.slots.index(slot)
 
 
@@ -80,26 +85,30 @@ class LayerState(nn.Module):
     """The state of one layer's quantizers.
 
     Args:
-        name: Fully qualified name of the layer; random rounding draws by it. Layers without a name draw their key from
-            torch's generator.
+        name: Fully qualified name of the layer; random rounding draws by it. Layers without a name
+            draw their key from torch's generator.
 
     Attributes:
-        rounding: Buffer int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
-        scale: Buffer fp32 ``[S]``, what values are multiplied with before a delayed cast; None without such.
-        amax_history: Buffer fp32 ``[S, L]``, the amaxes of past steps, the newest last. A history shorter than the
-            longest uses the last entries; the first entry of each is always free.
-        layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it holds.
-        amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer: DistributedDataParallel overwrites
-            buffers with those of rank 0.
+        rounding: Buffer int64 ``[2]``, the layer's key and the step; None where nothing rounds at
+            random.
+        encode_scale: Buffer fp32 ``[S]``, what values are multiplied with before a delayed cast;
+            None without such.
+        amax_history: Buffer fp32 ``[S, L]``, the amaxes of past steps, the newest last. A history
+            shorter than the longest uses the last entries; the first entry of each is always free.
+        layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it
+            holds.
+        amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer:
+            DistributedDataParallel overwrites buffers with those of rank 0.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
         rules: How each follows.
         group: The data-parallel group, whose ranks train on parts of one batch; None is all ranks.
         version: Counts changes, for caches of what was quantized with this state.
-        replayed: Whether a step went into a CUDA graph: its replays change the state without being counted.
+        replayed: Whether a step went into a CUDA graph: its replays change the state without being
+            counted.
     """
 
     rounding: Tensor | None
-    scale: Tensor | None
+    encode_scale: Tensor | None
     amax_history: Tensor | None
     layout: Tensor | None
 
@@ -117,11 +126,17 @@ class LayerState(nn.Module):
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
         self._seen: tuple[Any, Any, int] | None = None
         self._unstepped = 0
-        for buffer in ("rounding", "scale", "amax_history", "layout"):
+        for buffer in ("rounding", "encode_scale", "amax_history", "layout"):
             self.register_buffer(buffer, None)
 
     @classmethod
-    def of(cls, quantizers: dict[str, Any], *, name: str | None = "", device: torch.device | str = "cpu") -> LayerState:
+    def of(
+        cls,
+        quantizers: dict[str, Any],
+        *,
+        name: str | None = "",
+        device: torch.device | str = "cpu",
+    ) -> LayerState:
         """Return the state of quantizers that are used on their own, without a layer.
 
         Args:
@@ -133,24 +148,34 @@ class LayerState(nn.Module):
         rules: dict[str, DelayedRule] = {}
         for role, quantizer in quantizers.items():
             rules |= quantizer.delayed_rules(role)
-        state.require(rules, stochastic=any(q.stochastic for q in quantizers.values()), device=torch.device(device))
+        state.require(
+            rules,
+            stochastic=any(q.stochastic for q in quantizers.values()),
+            device=torch.device(device),
+        )
         return state
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to remember."""
-        return self.rounding is None and self.scale is None
+        return self.rounding is None and self.encode_scale is None
 
     def tensors(self) -> StateTensors:
         """Return what quantizing needs."""
-        buffers = self._buffers  # several times per product: a module's attributes take longer to look up
+        buffers = (
+            self._buffers
+        )  # several times per product: a module's attributes take longer to look up
         rounding = buffers["rounding"]
         draws = rounding is not None and dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(self.group) if draws else 0
-        return StateTensors(rounding, buffers["scale"], self.amax, self.slots, rank, self.name, self.hints)
+        return StateTensors(
+            rounding, buffers["encode_scale"], self.amax, self.slots, rank, self.name, self.hints
+        )
 
-    def require(self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device) -> None:
-        """Have exactly the scales of ``rules``, by slot, and a counter if ``stochastic``; keep those that stay."""
+    def require(
+        self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device
+    ) -> None:
+        """Have the scales of ``rules``, and a counter if ``stochastic``; keep those that stay."""
         if not stochastic:
             self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
@@ -158,14 +183,18 @@ class LayerState(nn.Module):
             self.rounding, self._left = fresh if self._left is None else self._left.to(device), None
         if rules == dict(zip(self.slots, self.rules, strict=True)):
             return
-        kept = [slot for slot, rule in zip(self.slots, self.rules, strict=True) if rules.get(slot) == rule]
+        kept = [
+            slot
+            for slot, rule in zip(self.slots, self.rules, strict=True)
+            if rules.get(slot) == rule
+        ]
         old = {slot: [t[self.slots.index(slot)] for t in self._per_slot()] for slot in kept}
         self.version += 1
         self.slots, self.rules = tuple(rules), tuple(rules.values())
         self._allocate(device)
         for slot, values in old.items():
-            scale, amax, history = (t[self.slots.index(slot)] for t in self._per_slot())
-            scale.copy_(values[0])
+            encode_scale, amax, history = (t[self.slots.index(slot)] for t in self._per_slot())
+            encode_scale.copy_(values[0])
             amax.copy_(values[1])
             length = min(len(history), len(values[2]))
             history[len(history) - length :] = values[2][len(values[2]) - length :]
@@ -173,10 +202,10 @@ class LayerState(nn.Module):
     def _allocate(self, device: torch.device) -> None:
         """Make the tensors of the delayed scales: scale 1, no history."""
         if not self.slots:
-            self.scale = self.amax_history = self.amax = self.layout = None
+            self.encode_scale = self.amax_history = self.amax = self.layout = None
             return
         length = max(rule.history_length for rule in self.rules)
-        self.scale = torch.ones(len(self.slots), device=device)
+        self.encode_scale = torch.ones(len(self.slots), device=device)
         self.amax_history = torch.zeros(len(self.slots), length, device=device)
         self.amax = torch.zeros(len(self.slots), device=device)
         self.layout = torch.tensor([self._layout()], device=device)
@@ -186,10 +215,11 @@ class LayerState(nn.Module):
         return _hash(repr(list(zip(self.slots, self.rules, strict=True))))
 
     def _per_slot(self) -> list[Tensor]:
-        return [t for t in (self.scale, self.amax, self.amax_history) if t is not None]
+        return [t for t in (self.encode_scale, self.amax, self.amax_history) if t is not None]
 
     def note_training_use(self, weight: Any, weight_version: Any) -> None:
-        """Raise if a weight was changed again and again between its uses in training, and this state never advanced.
+        """Raise if a weight was changed again and again between its uses in training, and this
+        state never advanced.
 
         Args:
             weight: What stands for the memory of the weight.
@@ -205,9 +235,9 @@ class LayerState(nn.Module):
             self._unstepped += 1
         if self._unstepped > _FORGIVEN_CHANGES:
             raise RuntimeError(
-                f"layer {self.name!r}: its recipe keeps state, which must advance with the weight, got a weight that "
-                f"changed {self._unstepped} times and no step_; call hybridtensor.step_(model) after every "
-                "optimizer.step()"
+                f"layer {self.name!r}: its recipe keeps state, which must advance with the weight, "
+                f"got a weight that changed {self._unstepped} times and no step_; "
+                "call hybridtensor.step_(model) after every optimizer.step()"
             )
 
     def reset_parameters(self) -> None:
@@ -222,20 +252,25 @@ class LayerState(nn.Module):
         self._seen = self._left = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
-        """Copy everything but the group, which is shared, and what was seen of a weight that is not copied along."""
+        """Copy all but the group, which is shared, and what was seen of a weight that stays."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        own = {name: value for name, value in self.__dict__.items() if name not in ("group", "_seen", "hints")}
+        own = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("group", "_seen", "hints")
+        }
         new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None, hints={})
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the group, which belongs to this process, what was seen of the weight, and hints."""
+        """Leave out what belongs to this process: the group, what was seen of the weight, hints."""
         return self.__dict__ | {"group": None, "_seen": None, "hints": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``Module``; what was saved before there were hints has none."""
-        super().__setstate__({"hints": {}} | state)  # type: ignore[no-untyped-call]
+        buffers = {_FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
+        super().__setstate__({"hints": {}} | state | {"_buffers": buffers})  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights."""
@@ -254,6 +289,9 @@ class LayerState(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load; a checkpoint without any state, of a plain model, leaves a fresh one."""
         errors: list[str] = args[-1]
+        for former, name in _FORMER_NAMES.items():
+            if f"{prefix}{former}" in state_dict:
+                state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{former}")
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
         elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):
@@ -266,10 +304,13 @@ class LayerState(nn.Module):
         """Whether a checkpoint's scales are those of this recipe; note an error if they are not."""
         if layout is None or self.layout is None or layout.is_meta or int(layout) == self._layout():
             return True  # what is missing or too much is an error without us
-        scales = ", ".join(f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True))
+        scales = ", ".join(
+            f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)
+        )
         errors.append(
-            f"{prefix[:-1]}: a checkpoint of the same delayed scales is required, ({scales}), got one of others; "
-            "load it into a model with its own recipe, then change recipes with set_config_"
+            f"{prefix[:-1]}: a checkpoint of the same delayed scales is required, ({scales}), got "
+            "one of others; load it into a model with its own recipe, then change recipes with "
+            "set_config_"
         )
         return False
 
@@ -280,19 +321,28 @@ class LayerState(nn.Module):
             self.reset_parameters()
 
     def _to_fp32(self) -> None:
-        """Undo what a checkpoint in another dtype brought, and start the maximum of the step under way."""
-        for name in ("scale", "amax_history"):
+        """Undo what a checkpoint in another dtype brought, and start the step's maximum."""
+        for name in ("encode_scale", "amax_history"):
             if self._buffers[name] is not None:
                 self._buffers[name] = required(self._buffers[name]).float()
-        if self.scale is None or self.amax is None or self.amax.device != self.scale.device:
-            self.amax = None if self.scale is None else torch.zeros_like(self.scale)
+        if (
+            self.encode_scale is None
+            or self.amax is None
+            or self.amax.device != self.encode_scale.device
+        ):
+            self.amax = None if self.encode_scale is None else torch.zeros_like(self.encode_scale)
         else:
             self.amax.zero_()  # in place: CUDA graphs hold its address
 
     def extra_repr(self) -> str:
         """Show what is kept."""
         random = ["stochastic rounding"] if self.rounding is not None else []
-        return ", ".join([*(f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)), *random])
+        return ", ".join(
+            [
+                *(f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)),
+                *random,
+            ]
+        )
 
 
 def _key_of(name: str | None) -> int:
@@ -303,54 +353,6 @@ def _key_of(name: str | None) -> int:
 def _hash(text: str) -> int:
     """Return 64 bits, as a signed number."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
-class Context(NamedTuple):
-    """Which tensor of which layer is quantized: for errors, and to find its state.
-
-    Attributes:
-        role: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        state: State of the layer, or None for a tensor on its own.
-        direction: Inside a hybrid, which of its quantizers is meant.
-        record: Whether delayed scaling takes note of this tensor: where a gradient is needed.
-        first_row: Index of the first row in the whole tensor, for random rounding. By default ranks have the rows of
-            one batch in order, and all of a weight.
-        amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the tensor is a part of
-            one whose scales it gets; see ``ops.quantize``.
-    """
-
-    role: str = "input"
-    state: StateTensors | None = None
-    direction: str | None = None
-    record: bool = True
-    first_row: int | None = None
-    amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
-
-    def __str__(self) -> str:
-        return self.role if self.state is None or not self.state.name else f"layer {self.state.name}, {self.role}"
-
-    @property
-    def slot(self) -> str:
-        """Name of the delayed scale of this tensor."""
-        return self.role if self.direction is None else f"{self.role}_{self.direction}"
-
-    def stream(self, seed: int) -> int:
-        """Return the stream of random numbers of the rowwise face; the columnwise one has the next."""
-        return seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role)
-
-    def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return what random rounding needs: key and step, and the index of the first of ``rows``.
-
-        The ranks of a data-parallel group hold the rows of one batch in order, as many each. On its own, without a
-        layer, a tensor draws key and step from torch's generator.
-        """
-        if self.state is None:
-            return torch.randint(2**63 - 1, (2,), device=device), 0
-        if self.state.rounding is None:
-            raise ValueError(f"{self}: no counter for stochastic rounding; change recipes with set_config_")
-        if self.first_row is not None:
-            return self.state.rounding, self.first_row
-        return self.state.rounding, 0 if self.role == "weight" else self.state.rank * rows
 
 
 def required(tensor: Tensor | None) -> Tensor:

@@ -1,0 +1,49 @@
+"""Names that classes of this package had: pickles keep a class as the path that it had when written.
+
+``torch.load(weights_only=True)`` looks a path up among what was allowed, so a class that moved is
+allowed under its former path too. Other pickles import the module of the path. A module that is
+gone gets an empty one in its place, which holds the former names and nothing else: ``pickle`` then
+needs no ``Unpickler`` of ours, which ``torch.load`` and ``pickle.load`` of others would not use.
+
+A class that moves again gets a row here; ``tests/test_former_checkpoints.py`` loads what names it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+
+from hybridtensor.recipes.config import HybridConfig, QuantizerRole
+from hybridtensor.state import DelayedRule, LayerState, StateTensors
+
+FORMER_NAMES: dict[str, Any] = {
+    "hybridtensor.config.HybridConfig": HybridConfig,
+    "hybridtensor.config.QuantizerRole": QuantizerRole,
+    "hybridtensor.state.DelayedRule": DelayedRule,
+    "hybridtensor.state.LayerState": LayerState,
+    "hybridtensor.state.StateTensors": StateTensors,
+}
+
+
+def _module(path: str) -> types.ModuleType:
+    """Return the module at ``path``, an empty one where there is none."""
+    if path not in sys.modules and importlib.util.find_spec(path) is None:
+        sys.modules[path] = types.ModuleType(path, "Former names, for pickles.")
+    return importlib.import_module(path)
+
+
+def _register() -> None:
+    """Have pickles find every class under its former name."""
+    for former, present in FORMER_NAMES.items():
+        path, _, name = former.rpartition(".")
+        module = _module(path)
+        if not hasattr(module, name):
+            setattr(module, name, present)
+        torch.serialization.add_safe_globals([(present, former)])
+
+
+_register()

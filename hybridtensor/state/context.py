@@ -1,0 +1,68 @@
+"""Which tensor of which layer is quantized."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.state.layer import StateTensors
+
+ROLES = ("input", "weight", "grad_output")
+_STREAMS_PER_SEED = 8  # a role and a direction need three bits
+MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
+
+
+class Context(NamedTuple):
+    """Which tensor of which layer is quantized: for errors, and to find its state.
+
+    Attributes:
+        role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        state: State of the layer, or None for a tensor on its own.
+        direction: Inside a hybrid, which of its quantizers is meant.
+        record: Whether delayed scaling takes note of this tensor: where a gradient is needed.
+        first_row: Index of the first row in the whole tensor, for random rounding. By default ranks
+            have the rows of one batch in order, and all of a weight.
+        amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
+            tensor is a part of one whose scales it gets; see ``ops.quantize``.
+    """
+
+    role: str = "input"
+    state: StateTensors | None = None
+    direction: str | None = None
+    record: bool = True
+    first_row: int | None = None
+    amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def __str__(self) -> str:
+        return (
+            self.role
+            if self.state is None or not self.state.name
+            else f"layer {self.state.name}, {self.role}"
+        )
+
+    @property
+    def slot(self) -> str:
+        """Name of the delayed scale of this tensor."""
+        return self.role if self.direction is None else f"{self.role}_{self.direction}"
+
+    def stream(self, seed: int) -> int:
+        """Return the random stream of the rowwise face; the columnwise one has the next."""
+        return seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role)
+
+    def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return what random rounding needs: key and step, and the index of the first of ``rows``.
+
+        The ranks of a data-parallel group hold the rows of one batch in order, as many each. On its
+        own, without a layer, a tensor draws key and step from torch's generator.
+        """
+        if self.state is None:
+            return torch.randint(2**63 - 1, (2,), device=device), 0
+        if self.state.rounding is None:
+            raise ValueError(
+                f"{self}: no counter for stochastic rounding; change recipes with set_config_"
+            )
+        if self.first_row is not None:
+            return self.state.rounding, self.first_row
+        return self.state.rounding, 0 if self.role == "weight" else self.state.rank * rows
