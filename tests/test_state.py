@@ -90,6 +90,22 @@ def train(net, optimizer, steps, first=0, device="cpu", microbatches=1, step_=ht
     return losses
 
 
+def states_of(net):
+    """Return the states of the layers."""
+    return [module for module in net.modules() if isinstance(module, LayerState)]
+
+
+def amax_of(state):
+    """Return the amaxes of the step under way, or a tensor of none."""
+    return torch.zeros(0) if state.amax is None else state.amax
+
+
+def train_once(net):
+    """Train a step, and return the model."""
+    train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 1)
+    return net
+
+
 def states(net):
     return {name: t.clone() for name, t in net.state_dict().items() if "quantization_state" in name}
 
@@ -263,14 +279,54 @@ class TestDelayedScaling:
         ht.quantize_(net, "fp8_delayed/nvfp4/nvfp4")
         assert all(b.is_meta for b in net.buffers())
         net.to_empty(device="cpu")
-        for module in net.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        net[0].reset_parameters()  # of the layer: its state has begun already
         state = net[0].quantization_state
         assert (state.encode_scale == 1).all()
         assert (state.amax == 0).all()
         assert state.rounding.tolist() == [state._key, 0]
         net(torch.randn(64, 32)).sum().backward()
+
+    @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "fp8_delayed/nvfp4/nvfp4"])
+    def test_what_leaves_meta_trains_as_what_was_made_directly(self, recipe, device):
+        expected = model(recipe, device=device)
+        with torch.device("meta"):
+            net = model(recipe, device="meta")
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        assert filled  # so that torch fills new memory with NaN where it is asked to be deterministic
+        torch.use_deterministic_algorithms(True)
+        try:
+            net.to_empty(device=device)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        with torch.no_grad():
+            for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+                mine.copy_(theirs)
+        found = []
+        for one in (net, expected):
+            x = random_tensor(64, 32, device=device).requires_grad_()
+            y = one(x)
+            y.backward(random_tensor(64, 32, device=device, seed=1))
+            ht.step_(one)
+            grads = [p.grad for p in one.parameters()]
+            found.append([y.detach(), x.grad, *grads, *one.buffers(), *map(amax_of, states_of(one))])
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine, theirs)
+
+    def test_moving_on_meta_or_off_it_is_no_reset_of_a_state_that_has_memory(self):
+        net = train_once(model("fp8_delayed/nvfp4/nvfp4"))
+        before = states(net)
+        assert net[0].quantization_state.rounding[1] == 1
+        for moved in (net.cpu(), net.float(), copy.deepcopy(net)):
+            assert all(torch.equal(t, before[name]) for name, t in states(moved).items())
+
+    def test_a_counter_left_on_meta_begins_anew(self):
+        with torch.device("meta"):
+            net = model("nvfp4", device="meta")
+        ht.set_config_(net, "fp8")
+        net.to_empty(device="cpu")
+        ht.set_config_(net, "nvfp4")
+        state = net[0].quantization_state
+        assert state.rounding.tolist() == [state._key, 0]
 
     def test_a_plain_checkpoint_loads_and_its_state_is_fresh(self):
         torch.manual_seed(1)

@@ -162,9 +162,8 @@ class LayerState(nn.Module):
 
     def tensors(self) -> StateTensors:
         """Return what quantizing needs."""
-        buffers = (
-            self._buffers
-        )  # several times per product: a module's attributes take longer to look up
+        # Asked several times per product, and a module's attributes take longer to look up.
+        buffers = self._buffers
         rounding = buffers["rounding"]
         draws = rounding is not None and dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(self.group) if draws else 0
@@ -179,8 +178,10 @@ class LayerState(nn.Module):
         if not stochastic:
             self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
-            fresh = torch.tensor([self._key, 0], device=device)
-            self.rounding, self._left = fresh if self._left is None else self._left.to(device), None
+            left, self._left = self._left, None
+            if left is None or left.is_meta:
+                left = torch.tensor([self._key, 0], device=device)
+            self.rounding = left.to(device)
         if rules == dict(zip(self.slots, self.rules, strict=True)):
             return
         kept = [
@@ -273,8 +274,12 @@ class LayerState(nn.Module):
         super().__setstate__({"hints": {}} | state | {"_buffers": buffers})  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
-        """Move, but stay in fp32: ``model.bfloat16()`` is about weights."""
+        """Move, but stay in fp32: ``model.bfloat16()`` is about weights.
+
+        What leaves the meta device begins: nobody else knows what its new memory should hold.
+        """
         before = dict(self._buffers)
+        was_meta = self._is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             moved = self._buffers[name]
@@ -284,7 +289,14 @@ class LayerState(nn.Module):
             moved = fn(self.amax)
             self.amax = moved if moved.dtype == torch.float32 else self.amax.to(moved.device)
         self._seen = None
+        if was_meta and not self._is_meta:
+            self.reset_parameters()
         return self
+
+    @property
+    def _is_meta(self) -> bool:
+        """Whether a buffer has no memory."""
+        return any(buffer.is_meta for buffer in self.buffers())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load; a checkpoint without any state, of a plain model, leaves a fresh one."""
@@ -316,9 +328,8 @@ class LayerState(nn.Module):
 
     def materialize_(self, device: torch.device) -> None:
         """Give what is on the meta device memory, and start fresh."""
-        if any(b.is_meta for b in self.buffers()):
+        if self._is_meta:
             self.to_empty(device=device)
-            self.reset_parameters()
 
     def _to_fp32(self) -> None:
         """Undo what a checkpoint in another dtype brought, and start the step's maximum."""
