@@ -39,9 +39,9 @@ def why_skipped(name: str, module: nn.Module) -> str | None:
     return SKIPPED_NAMES.get(name.rpartition(".")[2])
 
 
-def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield every linear layer with its fully qualified name; the root's is ``""``."""
-    for name, module in model.named_modules():
+def linear_modules(model: nn.Module, root: str = "") -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every linear layer with its fully qualified name; ``root`` is that of the model itself."""
+    for name, module in model.named_modules(prefix=root):
         if isinstance(module, nn.Linear):
             yield name, module
 
@@ -53,6 +53,7 @@ def quantize_(
     filter_fn: Filter | None = None,
     keep_bf16: Iterable[str] = (),
     persistent: bool = False,
+    name: str | None = None,
 ) -> nn.Module:
     """Swap the weights of the linear layers of ``model``, in place, for weights that quantize their products.
 
@@ -71,6 +72,10 @@ def quantize_(
             (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
         persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
             one holds on to its original until ``optim.MasterWeights`` takes it.
+        name: What ``model`` is called in a larger model, such as ``"blocks.0.mlp"``. Names begin with it, wherever
+            names count, so that a model converted part by part is the one converted whole: random rounding draws by
+            a layer's name. A layer that is ``model`` itself and has no name draws from torch's generator what
+            distinguishes it, if it rounds at random; ranks that share it seed alike, or give the name.
 
     Returns:
         ``model``.
@@ -84,15 +89,16 @@ def quantize_(
         raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
     if filter_fn is not None and isinstance(recipe, FqnToConfig):
         raise ValueError("quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them")
-    plan = _without(list(_plan(model, recipe, filter_fn)), keep_bf16)
+    root = _checked_name(name)
+    plan = _without(list(_plan(model, recipe, filter_fn, root)), keep_bf16)
     if not plan:
-        names = ", ".join(name or "<root>" for name, _ in linear_modules(model)) or "none"
+        names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
         raise ValueError(f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}")
-    for name, module, config in plan:  # everything is checked before anything changes
-        _check_weight(name, module.weight, persistent)
-        _check_sizes(name, module.weight, config)
-    for name, module, config in plan:
-        _convert(name, module, config, persistent)
+    for layer, module, config in plan:  # everything is checked before anything changes
+        _check_weight(layer, module.weight, persistent)
+        _check_sizes(layer, module.weight, config)
+    for layer, module, config in plan:
+        _convert(layer, module, config, persistent)
     for owner in model.modules():  # an embedding may be tied to a layer
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
@@ -138,13 +144,28 @@ def is_converted(weight: Any) -> bool:
     return isinstance(weight, (MasterWeight, HybridTensor))
 
 
-def _plan(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+def _checked_name(name: str | None) -> str:
+    """Return the prefix of all names, ``""`` for none."""
+    if name is None:
+        return ""
+    if not isinstance(name, str):
+        raise TypeError(f"quantize_: name is a string, got {type(name).__name__}")
+    if not all(name.split(".")):
+        raise ValueError(
+            f"quantize_: a name without empty parts is required, got {name!r}; give what named_modules() calls it"
+        )
+    return name
+
+
+def _plan(
+    model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str = ""
+) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
     """Yield the layers to convert with their configs."""
     if isinstance(recipe, FqnToConfig):
-        yield from _plan_by_name(model, recipe)
+        yield from _plan_by_name(model, recipe, root)
         return
     config_for = _config_source(recipe)
-    for name, module in linear_modules(model):
+    for name, module in linear_modules(model, root):
         chosen = why_skipped(name, module) is None if filter_fn is None else filter_fn(module, name)
         if chosen:
             yield name, module, config_for(name)
@@ -180,12 +201,12 @@ def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
     )
 
 
-def _plan_by_name(model: nn.Module, recipe: FqnToConfig) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+def _plan_by_name(model: nn.Module, recipe: FqnToConfig, root: str) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
     """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern, ``_default``."""
     rules: dict[str, Any] = dict(recipe.fqn_to_config)
     patterns = {key: re.compile(key[3:]) for key in rules if key.startswith("re:")}
     used = set()
-    for name, module in linear_modules(model):
+    for name, module in linear_modules(model, root):
         parameter = f"{name}.weight" if name else "weight"
         matches = [key for key in (parameter, name) if key in rules and key not in patterns]
         matches += [key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)]
@@ -236,8 +257,11 @@ def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
         getattr(config, role).check_matrix(rows, columns, f"quantize_: layer {name or '<root>'}, {role}")
 
 
-def _convert(name: str | None, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
-    """Give one layer's weight the config, and the state that it needs; the Parameter object stays the same."""
+def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
+    """Give one layer's weight the config, and the state that it needs; the Parameter object stays the same.
+
+    A layer called ``""`` has no name.
+    """
     weight: Any = part_of(module.weight)
     layer = _attach_state(name, module, config)
     if isinstance(weight, MasterWeight) and not persistent:
@@ -273,11 +297,13 @@ def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
             state_dict[prefix + name] = plain_weight(value)
 
 
-def _attach_state(name: str | None, module: nn.Linear, config: HybridConfig) -> LayerState:
+def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerState:
     """Return the layer's state, with what the recipe needs, and make it part of the module if it holds anything."""
     weight: Any = part_of(module.weight)
     known = weight.layer if is_converted(weight) else None
-    layer = known if isinstance(known, LayerState) else LayerState(name)
+    layer = known if isinstance(known, LayerState) else LayerState(name or None)
+    if name:
+        layer.take_name(name)
     layer.require(config.delayed_rules(), stochastic=config.stochastic, device=weight.device)
     if not layer.is_empty:
         module.quantization_state = layer
@@ -365,5 +391,5 @@ def _torchao_handler(module: nn.Module, config: HybridConfig, *, parameter_name:
         )
     _check_weight(type(module).__name__, module.weight, isinstance(module.weight, HybridTensor))
     _check_sizes(type(module).__name__, module.weight, config)
-    _convert(None, module, config, isinstance(module.weight, HybridTensor))
+    _convert("", module, config, isinstance(module.weight, HybridTensor))
     return module

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from collections import OrderedDict
 
 import pytest
@@ -493,3 +494,34 @@ def test_hooks_of_parameters_go_on(persistent):
     seen.clear()
     model(torch.randn(8, 32)).sum().backward()
     assert sorted(seen) == [("after", (32,)), ("after", (32, 32))]
+
+
+class TestNames:
+    def model(self):
+        return nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32), "gate": nn.Linear(32, 32)})
+
+    def converted(self, model):
+        return [name for name, module in model.items() if isinstance(module.weight, ht.MasterWeight)]
+
+    def test_everything_that_chooses_by_name_sees_the_whole_name(self):
+        seen = []
+        ht.quantize_(self.model(), "fp8", filter_fn=lambda _, name: seen.append(name) is None, name="blocks.0.mlp")
+        assert seen == ["blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.0.mlp.gate"]
+        model = ht.quantize_(self.model(), "fp8", keep_bf16=["blocks.?.mlp.up"], name="blocks.0.mlp")
+        assert self.converted(model) == ["down"]
+        roles = []
+        ht.quantize_(self.model(), lambda role: roles.append(role.name) or ht.Float8Quantizer(), name="blocks.0.mlp")
+        assert set(roles) == {"blocks.0.mlp.up", "blocks.0.mlp.down"}
+        model = ht.quantize_(self.model(), FqnToConfig({"blocks.0.mlp.down": "fp8"}), name="blocks.0.mlp")
+        assert self.converted(model) == ["down"]
+        with pytest.raises(ValueError, match=r"linear layers are: blocks\.0\.router$"):
+            ht.quantize_(nn.Linear(32, 32), "fp8", name="blocks.0.router")
+
+    @pytest.mark.parametrize("name", ["", ".", "a.", ".a", "a..b"])
+    def test_a_name_has_no_empty_part(self, name):
+        with pytest.raises(ValueError, match=f"a name without empty parts is required, got {re.escape(repr(name))}"):
+            ht.quantize_(nn.Linear(32, 32), "fp8", name=name)
+
+    def test_a_name_is_a_string(self):
+        with pytest.raises(TypeError, match="name is a string, got int"):
+            ht.quantize_(nn.Linear(32, 32), "fp8", name=3)

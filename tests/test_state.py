@@ -475,6 +475,62 @@ class TestStochasticRounding:
         net = model(ht.recipes.nvfp4(seed=1))
         assert train(net, torch.optim.SGD(net.parameters(), lr=10.0), 3) != runs[0]
 
+    def test_layers_without_a_name_draw_keys_of_their_own_that_a_seed_repeats(self):
+        found = []
+        for seed in (3, 3, 4):
+            net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+            torch.manual_seed(seed)
+            for layer in net:
+                ht.quantize_(layer, "nvfp4")
+            found.append([layer.quantization_state.rounding[0].item() for layer in net])
+        assert found[0] == found[1]
+        assert len({*found[0], *found[2]}) == 4
+
+    def test_layers_converted_by_name_are_those_of_the_whole_model(self):
+        whole, parts = model("nvfp4"), nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).bfloat16()
+        parts.load_state_dict({name: t for name, t in whole.state_dict().items() if "quantization_state" not in name})
+        drawn = torch.get_rng_state()
+        ht.quantize_(parts[0], "nvfp4", name="0")
+        ht.quantize_(parts[2], "nvfp4", name="2")
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert states(parts).keys() == states(whole).keys()
+        runs = [train(net, torch.optim.SGD(net.parameters(), lr=10.0), 3) for net in (whole, parts)]
+        assert runs[0] == runs[1]
+        for name, t in states(whole).items():
+            assert torch.equal(states(parts)[name], t)
+
+    @pytest.mark.parametrize("verb", ["ours", "torchao"])
+    def test_nothing_is_drawn_where_nothing_rounds_at_random_or_there_is_no_memory(self, verb):
+        from torchao.quantization import quantize_
+
+        convert = ht.quantize_ if verb == "ours" else quantize_
+        layer = nn.Linear(32, 64)
+        with torch.device("meta"):
+            empty = nn.Linear(32, 64)
+        torch.manual_seed(6)
+        before = torch.get_rng_state()
+        for recipe in ("fp8", "fp8_delayed", "nvfp4+nearest"):
+            convert(layer, HybridConfig.parse(recipe))
+        with torch.device("meta"):
+            convert(empty, HybridConfig.parse("nvfp4"))
+        assert torch.equal(torch.get_rng_state(), before)
+        with torch.device("meta"):  # where tensors are made must not matter
+            convert(layer, HybridConfig.parse("nvfp4"))
+        key = layer.quantization_state.rounding[0].item()
+        torch.manual_seed(6)
+        empty.to_empty(device="cpu")
+        assert empty.quantization_state.rounding.tolist() == [key, 0]
+        empty.quantization_state.reset_parameters()
+        assert empty.quantization_state.rounding.tolist() == [key, 0]
+
+    def test_a_name_comes_to_a_state_that_has_drawn_nothing_by_none(self):
+        layer = ht.quantize_(nn.Linear(32, 64), "fp8_delayed")
+        ht.quantize_(layer, "nvfp4", name="up")
+        named = ht.quantize_(nn.Linear(32, 64), "nvfp4", name="up")
+        assert torch.equal(layer.quantization_state.rounding, named.quantization_state.rounding)
+        ht.quantize_(layer, "nvfp4", name="down")
+        assert torch.equal(layer.quantization_state.rounding, named.quantization_state.rounding)
+
     def test_torchaos_verb_gives_layers_keys_of_their_own(self):
         from torchao.quantization import quantize_
 

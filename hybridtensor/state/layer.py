@@ -85,8 +85,8 @@ class LayerState(nn.Module):
     """The state of one layer's quantizers.
 
     Args:
-        name: Fully qualified name of the layer; random rounding draws by it. Layers without a name
-            draw their key from torch's generator.
+        name: Fully qualified name of the layer, from which the key of random rounding follows.
+            Without one, None, the key is drawn from torch's generator when it is first needed.
 
     Attributes:
         rounding: Buffer int64 ``[2]``, the layer's key and the step; None where nothing rounds at
@@ -115,7 +115,7 @@ class LayerState(nn.Module):
     def __init__(self, name: str | None) -> None:
         super().__init__()
         self.name = name or ""
-        self._key = _key_of(name)
+        self._key = None if name is None else _hash(name)
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
         self.amax: Tensor | None = None
@@ -179,9 +179,11 @@ class LayerState(nn.Module):
             self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
             left, self._left = self._left, None
+            self.rounding = torch.empty(2, dtype=torch.int64, device=device)
             if left is None or left.is_meta:
-                left = torch.tensor([self._key, 0], device=device)
-            self.rounding = left.to(device)
+                self._start_counter(self.rounding)
+            else:
+                self.rounding.copy_(left)
         if rules == dict(zip(self.slots, self.rules, strict=True)):
             return
         kept = [
@@ -199,6 +201,20 @@ class LayerState(nn.Module):
             amax.copy_(values[1])
             length = min(len(history), len(values[2]))
             history[len(history) - length :] = values[2][len(values[2]) - length :]
+
+    def _start_counter(self, rounding: Tensor) -> None:
+        """Set key and step; draw the key of a layer without a name, unless there is no memory."""
+        if rounding.is_meta:
+            return
+        if self._key is None:
+            drawn = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
+            self._key = int(drawn)
+        rounding.copy_(torch.tensor([self._key, 0], device="cpu"))
+
+    def take_name(self, name: str) -> None:
+        """Be called ``name`` from now on, unless there is a name or a key already."""
+        if not self.name and self._key is None:
+            self.name, self._key = name, _hash(name)
 
     def _allocate(self, device: torch.device) -> None:
         """Make the tensors of the delayed scales: scale 1, no history."""
@@ -244,7 +260,7 @@ class LayerState(nn.Module):
     def reset_parameters(self) -> None:
         """Start again: step 0, scale 1, no history."""
         if self.rounding is not None:
-            self.rounding.copy_(torch.tensor([self._key, 0]))
+            self._start_counter(self.rounding)
         if self.layout is not None:
             self.layout.fill_(self._layout())
         for tensor, value in zip(self._per_slot(), (1.0, 0.0, 0.0), strict=False):
@@ -354,11 +370,6 @@ class LayerState(nn.Module):
                 *random,
             ]
         )
-
-
-def _key_of(name: str | None) -> int:
-    """Return 64 bits, as a signed number, from a layer's name."""
-    return int(torch.randint(-(2**63), 2**63 - 1, ())) if name is None else _hash(name)
 
 
 def _hash(text: str) -> int:
