@@ -40,7 +40,7 @@ def why_skipped(name: str, module: nn.Module) -> str | None:
 
 
 def linear_modules(model: nn.Module, root: str = "") -> Iterator[tuple[str, nn.Linear]]:
-    """Yield every linear layer with its fully qualified name; ``root`` is that of the model itself."""
+    """Yield every linear layer with its fully qualified name; ``root`` is the model's own."""
     for name, module in model.named_modules(prefix=root):
         if isinstance(module, nn.Linear):
             yield name, module
@@ -72,10 +72,11 @@ def quantize_(
             (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
         persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
             one holds on to its original until ``optim.MasterWeights`` takes it.
-        name: What ``model`` is called in a larger model, such as ``"blocks.0.mlp"``. Names begin with it, wherever
-            names count, so that a model converted part by part is the one converted whole: random rounding draws by
-            a layer's name. A layer that is ``model`` itself and has no name draws from torch's generator what
-            distinguishes it, if it rounds at random; ranks that share it seed alike, or give the name.
+        name: What ``model`` is called in a larger model, such as ``"blocks.0.mlp"``. All names
+            begin with it, so that a model converted part by part is the one converted whole: random
+            rounding draws by a layer's name. A layer that is ``model`` itself and has no name draws
+            its key from torch's generator, if it rounds at random; ranks that share the layer seed
+            alike, or give the name.
 
     Returns:
         ``model``.
@@ -152,7 +153,8 @@ def _checked_name(name: str | None) -> str:
         raise TypeError(f"quantize_: name is a string, got {type(name).__name__}")
     if not all(name.split(".")):
         raise ValueError(
-            f"quantize_: a name without empty parts is required, got {name!r}; give what named_modules() calls it"
+            f"quantize_: a name without empty parts is required, got {name!r}; "
+            "give what named_modules() calls the module"
         )
     return name
 
@@ -258,9 +260,9 @@ def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
 
 
 def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
-    """Give one layer's weight the config, and the state that it needs; the Parameter object stays the same.
+    """Give the weight of a layer, nameless if called ``""``, the config and the state it needs.
 
-    A layer called ``""`` has no name.
+    The Parameter object stays the same.
     """
     weight: Any = part_of(module.weight)
     layer = _attach_state(name, module, config)

@@ -1,4 +1,4 @@
-"""Names that classes of this package had: pickles keep a class as the path that it had when written.
+"""Former names of classes: a pickle names a class by the path that it had when written.
 
 ``torch.load(weights_only=True)`` looks a path up among what was allowed, so a class that moved is
 allowed under its former path too. Other pickles import the module of the path. A module that is

@@ -99,7 +99,7 @@ def test_state_dict_among_the_data_of_a_checkpoint(files):
 
 
 def test_a_former_name_is_one_that_the_files_have_or_that_pickles_could_have(files):
-    """Every class of this package that the pickles name is found, and what it is has not changed."""
+    """Every class of this package that the pickles name is found where they look for it."""
     named = set()
     for kind in KINDS:
         strings = []
@@ -116,5 +116,6 @@ def test_a_former_name_is_one_that_the_files_have_or_that_pickles_could_have(fil
 
 
 def test_gone_modules_hold_former_names_only():
-    public = [name for name in vars(importlib.import_module("hybridtensor.config")) if not name.startswith("__")]
+    names = vars(importlib.import_module("hybridtensor.config"))
+    public = [name for name in names if not name.startswith("__")]
     assert sorted(public) == ["HybridConfig", "QuantizerRole"]

@@ -1,4 +1,4 @@
-"""Write ``former.tar.xz``, the checkpoints of a former version that ``test_former_checkpoints`` loads.
+"""Write ``former.tar.xz``: checkpoints of a former version, for ``test_former_checkpoints``.
 
 Commit 9101479 wrote it: ``PYTHONPATH=<a checkout of it> python tests/data/write_former.py``. Two
 models of one layer, after two steps: between them they have delayed scales, a random counter, a
@@ -29,12 +29,15 @@ def build(kind):
     config = RECIPES[kind]
     if kind == "master":  # short histories, for small files
         short = ht.DelayedFloat8Quantizer(history_length=2)
-        rows = {role: ht.HybridQuantizer(short, getattr(config, role).columnwise) for role in ("input", "weight")}
-        config = ht.HybridConfig(**rows, grad_output=config.grad_output)
+        forward = {}
+        for role in ("input", "weight"):
+            forward[role] = ht.HybridQuantizer(short, getattr(config, role).columnwise)
+        config = ht.HybridConfig(**forward, grad_output=config.grad_output)
     model = nn.Sequential(nn.Linear(32, 16, bias=False, dtype=torch.bfloat16))
     ht.quantize_(model, config, persistent=kind == "persistent")
     if kind == "persistent":
-        return model, ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+        made = ht.optim.MasterWeights
+        return model, made(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 

@@ -30,7 +30,8 @@ def step(model):
     y.square().mean().backward()
     ht.step_(model)
     grads = [local(p.grad) for p in model.parameters()]
-    amaxes = [m.amax for m in model.modules() if isinstance(m, ht.LayerState) and m.amax is not None]
+    states = [module for module in model.modules() if isinstance(module, ht.LayerState)]
+    amaxes = [state.amax for state in states if state.amax is not None]
     return [y.detach(), *grads, *amaxes, *(b.clone() for b in model.buffers())]
 
 
