@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 
 # Where tests share what takes long to start: each in one worker
@@ -41,6 +42,20 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the long tier: all combinations, many examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
+    tiers.LONG = config.getoption("--long")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--long"):
+        terminalreporter.write_line("the long tier was left out: --long runs all combinations and many more examples")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hand out tests one by one, but for those that stay together.
@@ -53,7 +68,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 
     return Scheduler(config, log)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
