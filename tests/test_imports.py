@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import tiers
 
 import hybridtensor
 
@@ -43,7 +43,17 @@ def imports(path):
                 yield name, id(node) in nested
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+def of_every_module(check):
+    """Make one test of what is checked module by module."""
+
+    def test():
+        for module in MODULES:
+            check(module)
+
+    return test
+
+
+@of_every_module
 def test_imports_point_one_way(module):
     parts = module.parts[1:]
     if parts == ("__init__",):
@@ -58,13 +68,13 @@ def test_imports_point_one_way(module):
             assert SUBCLASS_LAYERS.index(target[1]) < SUBCLASS_LAYERS.index(parts[1]), f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+@of_every_module
 def test_own_imports_are_at_the_top_except_kernels(module):
     for name, nested in imports((PACKAGE.parent / module).with_suffix(".py")):
         assert not nested or name.startswith("hybridtensor.kernels"), f"{module} imports {name} inside a function"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+@of_every_module
 def test_the_core_imports_only_torch_and_torchao(module):
     allowed = {"hybridtensor", "torch", "torchao", *sys.stdlib_module_names}
     if module.parts[1] == "testing":
@@ -87,10 +97,11 @@ def test_the_core_imports_only_torch_and_torchao(module):
             assert "torchao.prototype" not in name
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+@of_every_module
 def test_no_check_vanishes_under_python_o(module):
     tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], module
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__debug__"], module
 
 
 def python(program, *options):
@@ -129,6 +140,7 @@ print("trained")
     assert run.stderr == ""
 
 
+@tiers.long("shows of some errors what the test above says of all; torch is compiled anew for it")
 def test_errors_rise_under_python_o_too():
     program = """
 import torch, hybridtensor as ht

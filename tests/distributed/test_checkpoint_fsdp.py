@@ -1,9 +1,9 @@
 """Under FSDP2: any number of ranks goes on, bit for bit, with what any number saved."""
 
 import copy
-import os
 
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 from checkpointing import bits
@@ -23,7 +23,6 @@ from hybridtensor.distributed.torch_compat import local
 from hybridtensor.subclasses.wrapper import InterceptingTensor, flatten
 
 SIZES = (1, 2, 3, 4)
-EVERY_PAIR = "HYBRIDTENSOR_EVERY_PAIR" in os.environ  # of saving and loading ranks: a minute more
 pytestmark = pytest.mark.skipif(
     not hasattr(InterceptingTensor, "gathering"), reason="converted weights cannot be wrapped by fully_shard here"
 )
@@ -63,7 +62,7 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))
 
 
-def matrix(rank, path, persistent):
+def matrix(rank, path, persistent, every_pair):
     groups = {size: dist.new_group(list(range(size))) for size in SIZES}
     meshes = {size: DeviceMesh(here(), list(range(size))) for size in SIZES}
     for size in SIZES:  # what each number of ranks should have, from training on one, loaded and saved again
@@ -79,7 +78,7 @@ def matrix(rank, path, persistent):
     for size in SIZES:
         if rank < size:
             found = []
-            for saved in SIZES if EVERY_PAIR else (SIZES[-1] + 1 - size,):
+            for saved in SIZES if every_pair else (SIZES[-1] + 1 - size,):
                 model, optimizer = make(persistent, meshes[size], seed=1)
                 state = {"model": model, "optimizer": optimizer}
                 assert checkpoint.load(f"{path}/{saved}", state, group=groups[size]) == saved
@@ -95,7 +94,7 @@ def matrix(rank, path, persistent):
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
 def test_reshard_every_recipe_bitwise(four, persistent, tmp_path):
-    four.run(matrix, str(tmp_path / "run"), persistent)
+    four.run(matrix, str(tmp_path / "run"), persistent, tiers.LONG)
 
 
 def optimizer_states(rank, persistent):

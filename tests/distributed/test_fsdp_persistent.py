@@ -5,15 +5,7 @@ import itertools
 import pytest
 import torch
 from processes import generator, here
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
-
-import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
-from tests.distributed.test_fsdp import (
+from sharding import (
     RECIPES,
     Block,
     assert_faces_equal,
@@ -25,6 +17,14 @@ from tests.distributed.test_fsdp import (
     split_like,
     whole,
 )  # fmt: skip
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import hybridtensor as ht
+from hybridtensor.distributed.torch_compat import local
 
 
 def make(spec, width=64, hidden=128):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from processes import here
 from rich.console import Console
+from sharding import RECIPES, batch, make, mesh_of, shard
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from hybridtensor.distributed.payload import bytes_per_rank
 from hybridtensor.distributed.plan import make_plan
 from hybridtensor.distributed.shard import shard_of
 from hybridtensor.distributed.torch_compat import locate
-from tests.distributed.test_fsdp import RECIPES, batch, make, mesh_of, shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

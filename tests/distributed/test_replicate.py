@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from processes import here
+from sharding import batch, make, same_bits, same_draws, whole
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 import hybridtensor as ht
 from hybridtensor.distributed.torch_compat import local
 from tests.distributed import test_fsdp_persistent as persistent
-from tests.distributed.test_fsdp import batch, make, same_bits, same_draws, whole
 
 SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight", "fp8_delayed", "fp8_dequantized_backward"]
 

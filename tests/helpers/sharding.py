@@ -1,0 +1,122 @@
+"""Models that FSDP2 shards, their unsharded twins, and steps of both that are compared bit for bit."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from processes import generator, here
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import hybridtensor as ht
+from hybridtensor.distributed.torch_compat import local
+from hybridtensor.subclasses.wrapper import flatten
+
+RECIPES = sorted(ht.recipes.RECIPES)
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def make(spec, *, width=64, hidden=128, blocks=2, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(blocks)))
+    return ht.quantize_(model.to(dtype), spec)
+
+
+def shard(model, mesh, **options):
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step, *, tokens=64, width=64):
+    return torch.randn(tokens, width, generator=generator(step))
+
+
+def mesh_of(rank, size):
+    """The first ranks, or this rank alone."""
+    return init_device_mesh(here(), (size,)) if size > 1 else alone(rank)
+
+
+@functools.cache
+def own_group(rank):
+    return [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+
+
+def alone(rank):
+    return DeviceMesh.from_group(own_group(rank), here())
+
+
+def whole(parameter):
+    """All of a sharded parameter or gradient, plain."""
+    if parameter is None:
+        return None
+    values = local(parameter)
+    values = values.master if isinstance(values, ht.MasterWeight) else values
+    if not isinstance(parameter, DTensor):
+        return values.detach()
+    return DTensor.from_local(
+        values.detach(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    ).full_tensor()
+
+
+def same_bits(a, b):
+    as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
+
+
+def assert_faces_equal(mine, expected):
+    for one, other in zip(flatten(mine)[0], flatten(expected)[0], strict=True):
+        assert same_bits(one, other)
+
+
+def train(rank, model, twin, *, steps=3, cls=torch.optim.AdamW, lr=0.05, grad_input=False):
+    """Train both on the same batch, sharded over ranks or whole, and compare after every step.
+
+    Every rank sees the whole batch, so that the mean of the gradients is that of the twin.
+    """
+    same_draws(rank, model, twin)
+    optimizer, reference = (cls(m.parameters(), lr=lr) for m in (model, twin))
+    for step in range(steps):
+        losses = []
+        for m, o in ((model, optimizer), (twin, reference)):
+            o.zero_grad()
+            loss = m(batch(step).requires_grad_(grad_input)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        assert same_bits(*losses), (step, losses)
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    whole(p.grad), q.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                )
+                local(p.grad).copy_(split_like(q.grad, p.grad))  # the mean over ranks rounds; the rest is exact
+        for m, o in ((model, optimizer), (twin, reference)):
+            o.step()
+            ht.step_(m)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert same_bits(whole(p), whole(q))
+
+
+def same_draws(rank, model, twin):
+    """Have every rank round the same gradients with the same random numbers, as if it were the only one."""
+    if any(p.config.stochastic for p in twin.parameters() if isinstance(p, (ht.MasterWeight, ht.HybridTensor))):
+        for m in (model, twin):
+            ht.set_data_parallel_group_(m, own_group(rank))
+
+
+def split_like(values, sharded):
+    if not isinstance(sharded, DTensor):
+        return values
+    return local(distribute_tensor(values, sharded.device_mesh, sharded.placements))
