@@ -13,7 +13,7 @@ import tiers
 import torch
 
 # Where tests share what takes long to start: each in one worker
-TOGETHER = ("tests/distributed/", "tests/test_convergence.py")
+TOGETHER = ("tests/distributed/", "tests/test_convergence.py", "tests/test_compile_graphs.py")
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))  # type: ignore[arg-type]

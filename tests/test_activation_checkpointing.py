@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from graphs import Graphs
+from tiers import covered
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -58,9 +59,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "way", "persistent"), covered(SPECS, [*WAYS], [False, True]), ids=str)
 def test_gradients_are_bitwise_those_without(spec, way, persistent, device):
     model = make(spec, persistent, device)
     expected = gradients(model, lambda model, x: model(x), device)
@@ -80,9 +79,15 @@ class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("then", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE], ids=lambda p: p.name)
-@pytest.mark.parametrize("named", NAMED)
-@pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4", "fp8+dequantized"])
+@pytest.mark.parametrize(
+    ("spec", "named", "then"),
+    covered(
+        ["fp8_delayed", "nvfp4", "fp8+dequantized"],
+        [*NAMED],
+        [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE],
+    ),
+    ids=lambda value: getattr(value, "name", value),
+)
 class TestPoliciesThatNameOurOperators:
     """In two layers, forward quantizes two inputs and two weights; ``saved`` says which of it is not done again."""
 

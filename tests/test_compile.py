@@ -1,7 +1,9 @@
 """torch.compile: one graph, no break, the eager results, one recompilation per recipe."""
 
 import pytest
+import tiers
 import torch
+from tiers import in_turn
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -37,8 +39,7 @@ def step(function, parameters, x, g):
     return [y.detach(), x.grad, *[p.grad for p in parameters]]
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "persistent"), in_turn(sorted({*SPECS, *ht.recipes.RECIPES}), [False, True]), ids=str)
 def test_one_graph_equal_to_eager(spec, persistent, device):
     model = make(spec, persistent, device)
     counter = CompileCounterWithBackend("aot_eager")
@@ -109,6 +110,7 @@ def test_dynamic_token_counts_make_one_graph():
     assert counter.frame_count == 1
 
 
+@tiers.long("a model with its backward is compiled by Inductor elsewhere")
 def test_inductor_runs():
     model = make("fp8")
     x = random_tensor(6, 32)

@@ -1,5 +1,7 @@
 """What is in compiled graphs: one cast for layers that read one input, its faces saved once, and nothing to copy."""
 
+import functools
+
 import pytest
 import torch
 from graphs import Graphs
@@ -25,8 +27,9 @@ class Siblings(nn.Module):
         return self.q(x), self.k(x), self.v(x)
 
 
+@functools.cache
 def compiled(recipe):
-    """Return siblings with a recipe, an input, and the graphs of a compiled step."""
+    """Return siblings with a recipe, an input, and the graphs of a compiled step; nobody changes them."""
     torch._dynamo.reset()
     graphs, net, x = Graphs(), ht.quantize_(Siblings(), recipe), random_tensor(128, 64).requires_grad_()
     torch.cat(torch.compile(net, fullgraph=True, backend=graphs.backend())(x), dim=1).sum().backward()

@@ -6,6 +6,7 @@ import copy
 import llama
 import model as demo
 import pytest
+import tiers
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -33,9 +34,11 @@ class DemoBlock(nn.Module):
 # Of each way to make and keep faces one: torch.compile sees no difference between siblings and one wide layer but that
 # they cast the same thing, which test_compile_graphs counts for every recipe.
 FOR_SIBLINGS = [
-    "fp8_rowwise", "fp8_block", "fp8_delayed", "fp8_high_precision_backward", "fp8_dequantized_backward",
-    "high_precision_fwd_mxfp8_bwd", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "nvfp4_row_scaled_fwd_mxfp8_bwd",
+    "fp8_rowwise", "nvfp4_row_scaled_fwd_mxfp8_bwd", "fp8_block", "fp8_delayed", "fp8_high_precision_backward",
+    "fp8_dequantized_backward", "high_precision_fwd_mxfp8_bwd", "nvfp4", "mxfp8_fwd_nvfp4_bwd",
 ]  # fmt: skip
+# Of scales, states, sources and backwards one each; test_compile compiles smaller models of every recipe
+SOME = ["fp8_delayed", "fp8_block", "nvfp4_1d_weight", "high_precision_fwd_mxfp8_bwd", "fp8_dequantized_backward"]
 BLOCKS = {"demo": DemoBlock, "llama": llama.Block}
 
 
@@ -89,7 +92,7 @@ def lengths(recipe):
     return (80, 96, 144) if recipe == "fp8_block" else (32, 48, 80)
 
 
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ht.recipes.RECIPES if tiers.LONG else SOME)
 def test_one_graph_per_recipe_and_one_for_all_lengths(recipe, device):
     """The second length makes the graph for all lengths; weights and states change from step to step."""
     eager, compiled = pair("demo", recipe, device)
@@ -98,7 +101,7 @@ def test_one_graph_per_recipe_and_one_for_all_lengths(recipe, device):
         assert compiled.counter.frame_count == graphs
 
 
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES if torch.cuda.is_available() else FOR_SIBLINGS)
+@pytest.mark.parametrize("recipe", tiers.few(FOR_SIBLINGS, 3))
 def test_siblings_and_grouped_heads_of_any_length(recipe, device):
     eager, compiled = pair("llama", recipe, device, dynamic=True)
     for seed, length in enumerate(lengths(recipe)[1:]):
@@ -126,7 +129,7 @@ def test_a_recipe_seen_before_is_not_compiled_again(device):
         assert compiled.counter.frame_count == graphs, recipe
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", tiers.few(["mxfp8", "nvfp4"], 1))
 def test_inductor_differs_from_eager_by_half_of_what_quantizing_costs_at_most(recipe):
     """Inductor does not round between the operators that it fuses, so its results are not bitwise those of eager."""
     torch.manual_seed(0)

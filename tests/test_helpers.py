@@ -37,6 +37,15 @@ def test_a_factor_without_values_is_an_error():
         pairwise(range(2), range(2), [])
 
 
+def test_values_take_turns(monkeypatch):
+    assert tiers.in_turn("abcd", (1, 2, 3)) == [("a", 1), ("b", 2), ("c", 3), ("d", 1)]
+    assert [row[0] for row in tiers.by_group(("ab", "c"), (1, 2))] == ["a", "b", "c", "c"]
+    with pytest.raises(ValueError, match=r"a row for every member is required, got too few for \['abc'\]; split"):
+        tiers.by_group(("abc", "d"), (1, 2))
+    monkeypatch.setattr(tiers, "LONG", True)
+    assert tiers.in_turn("abcd", (1, 2)) == tiers.by_group(("ab", "cd"), (1, 2)) == [*itertools.product("abcd", (1, 2))]
+
+
 def test_the_long_tier_runs_all_combinations_and_more_examples(monkeypatch):
     factors = range(4), range(3), range(2)
     sizes = []

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import covered, in_turn
 from torch import nn
 
 import hybridtensor as ht
@@ -61,8 +62,7 @@ def faces_used(config, x, w, g):
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("spec", sorted({*MIXES, *SPECS}))
+@pytest.mark.parametrize(("spec", "persistent"), in_turn(sorted({*MIXES, *SPECS}), [False, True]), ids=str)
 def test_three_products_against_float64(spec, persistent, device):
     converted, plain = layer(spec, device=device, persistent=persistent)
     x = random_tensor(2, 12, 32, device=device, seed=1)
@@ -89,10 +89,11 @@ def test_each_product_depends_only_on_its_own_format(spec, device):
         assert same == [i != changed for i in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("contiguous", [True, False], ids=["", "strided"])
+@pytest.mark.parametrize(
+    ("shape", "bias", "dtype", "contiguous"),
+    covered(SHAPES, [False, True], [torch.bfloat16, torch.float16, torch.float32], [True, False]),
+    ids=str,
+)
 def test_bf16_recipe_is_bitwise_the_plain_module(shape, bias, dtype, contiguous, device):
     converted, plain = layer("bf16", bias=bias, dtype=dtype, device=device)
     x = random_tensor(*shape, dtype=dtype, device=device, seed=1)
@@ -115,9 +116,7 @@ def test_high_precision_products_among_others_are_bitwise_plain(word, device):
         assert torch.equal(got[position], expected[position])
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "spec", "bias"), covered(SHAPES, SPECS, [False, True]), ids=str)
 def test_shapes(shape, spec, bias, device):
     """Every rank gives what the flattened input gives; nothing breaks on zero tokens."""
     converted, _ = layer(spec, bias=bias, device=device)
@@ -133,10 +132,11 @@ def test_shapes(shape, spec, bias, device):
         assert got[2].eq(0).all()
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 5), (17, 48), (32, 20), (40, 33)])
-@pytest.mark.parametrize("tokens", [1, 3, 16])
-def test_sizes_that_hardware_would_pad(spec, k, n, tokens, device):
+@pytest.mark.parametrize(
+    ("spec", "features", "tokens"), covered(SPECS, [(1, 1), (7, 5), (17, 48), (32, 20), (40, 33)], [1, 3, 16]), ids=str
+)
+def test_sizes_that_hardware_would_pad(spec, features, tokens, device):
+    k, n = features
     converted, plain = layer(spec, k, n, bias=True, device=device)
     x, g = random_tensor(tokens, k, device=device, seed=1), random_tensor(tokens, n, device=device, seed=2)
     got = run(converted, x, g)

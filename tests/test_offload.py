@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from tiers import covered
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -62,9 +63,7 @@ def step(model, device="cpu", retain=False, **options):
     return [y.detach(), x.grad, *[p.grad for p in model.parameters()]], traffic
 
 
-@pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
-@pytest.mark.parametrize("keep_last", [0, 1, 9])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "keep_last", "retain"), covered(RECIPES, [0, 1, 9], [False, True]), ids=str)
 def test_no_bit_changes(recipe, keep_last, retain, device):
     model = make(recipe, device=device)
     expected, _ = step(copy.deepcopy(model), device, retain)

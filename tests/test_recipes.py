@@ -4,10 +4,10 @@ Oracle: float64 products of the operands, decoded by ml_dtypes, within the deriv
 """
 
 import copy
-import itertools
 
 import pytest
 import torch
+from tiers import covered, in_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +18,7 @@ from hybridtensor.testing import exact_values, product_bound, random_tensor, sav
 HOPPER_ACCUMULATE = 2.0**-13
 FP8_WORDS = ("fp8", "fp8_rowwise", "fp8_delayed")
 WORDS = ("bf16", "fp8", "fp8_block", "mxfp8", "nvfp4")
-MIXES = ["/".join(words) for words in itertools.product(WORDS, repeat=3)]
+MIXES = ["/".join(words) for words in covered(WORDS, WORDS, WORDS)]
 OPTIONS = [
     "fp8+pow2_scale", "fp8_block+fp32_scale", "fp8_delayed+most_recent", "mxfp8+mx_two_d", "mxfp8+mx_e5m2_grad",
     "nvfp4+one_d", "nvfp4+nearest", "nvfp4+no_hadamard", "nvfp4+one_d+nearest+no_hadamard", "nvfp4+row_scaled_input",
@@ -75,8 +75,7 @@ def faces_used(module, x, w, g):
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("recipe", [*NAMED, *MIXES])
+@pytest.mark.parametrize(("recipe", "persistent"), in_turn([*NAMED, *MIXES], [False, True]), ids=str)
 def test_three_products_against_float64(recipe, persistent, device):
     module, weight = layer(recipe, device=device, persistent=persistent)
     x, g = operands(device)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -37,7 +38,7 @@ def oracle_step(history, scale, last, largest, margin, algorithm):
     return history, scale
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     st.lists(
         st.one_of(st.floats(0, 2.0**100, width=32), st.sampled_from([0.0, float("inf"), 2.0**-149, 2.0**-140, 448.0])),

@@ -26,6 +26,30 @@ def covered(*factors):
     return list(itertools.product(*factors)) if LONG else pairwise(*factors)
 
 
+def in_turn(*factors):
+    """Return every value of the longest factor once, those of the others in turn; in the long tier all rows."""
+    if LONG:
+        return list(itertools.product(*factors))
+    rows = zip(*map(itertools.cycle, factors), strict=True)
+    return list(itertools.islice(rows, max(map(len, factors))))
+
+
+def by_group(groups, *factors):
+    """Return what ``covered`` does of groups of like values, whose members take turns; in the long tier all rows.
+
+    Raises:
+        ValueError: If a group has members whose turn never comes.
+    """
+    if LONG:
+        return list(itertools.product(itertools.chain(*groups), *factors))
+    rows = pairwise(range(len(groups)), *factors)
+    idle = [group for i, group in enumerate(groups) if sum(row[0] == i for row in rows) < len(group)]
+    if idle:
+        raise ValueError(f"by_group: a row for every member is required, got too few for {idle}; split the group")
+    members = [itertools.cycle(group) for group in groups]
+    return [(next(members[i]), *others) for i, *others in rows]
+
+
 def few(values, default):
     """Return the first ``default`` values, all of them in the long tier."""
     return list(values) if LONG else list(values)[:default]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from recorder import recorded
+from tiers import covered
 
 from hybridtensor.ops.finish import finish, finish_cuda, finish_reference
 from hybridtensor.testing import random_tensor
@@ -23,10 +24,16 @@ def factor(extent, m, n, dim, device):
     return values[:, None] if dim == 0 else values[None, :]
 
 
-@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "definition"])
-@pytest.mark.parametrize("with_bias", [None, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "with_bias", "kernel"),
+    covered(
+        [*FACTORS],
+        [torch.bfloat16, torch.float16, torch.float32],
+        [None, torch.bfloat16, torch.float32],
+        [True, False],
+    ),
+    ids=str,
+)
 def test_rounds_each_operation_to_fp32_and_the_result_once(name, dtype, with_bias, kernel, device):
     if kernel and device == "cpu":
         pytest.importorskip("triton", reason="Triton's interpreter is needed")

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -114,7 +115,7 @@ def test_infinite_input_does_not_spoil_a_per_tensor_face(device):
     assert (codes.float() * scale).tolist() == [[1.0, 448.0], [2.0, 3.0]]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     st.sampled_from(ELEMENTS),
@@ -128,7 +129,7 @@ def test_finite_in_gives_finite_out(values, element, granularity, pow2_scale):
     assert scale.gt(0).all()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(15)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40))
 def test_per_tensor_shards_with_the_whole_amax_agree(values):
     x = torch.tensor([values, values[::-1]])

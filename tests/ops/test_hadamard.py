@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hybridtensor.ops.references.hadamard import SIGNS, rotate, rotate_back
 from hybridtensor.testing import random_tensor
@@ -71,7 +72,7 @@ def test_the_largest_values_saturate(dtype, device):
     assert torch.equal(rotated, torch.eye(16, device=device) * torch.finfo(torch.bfloat16).max)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16))
 def test_finite_stays_finite(values):
     assert rotate(torch.tensor([values])).isfinite().all()

@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -148,7 +149,7 @@ def test_edge_policy(device):
     assert values[:2].isfinite().all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32),
     st.sampled_from(FORMATS[:2]),

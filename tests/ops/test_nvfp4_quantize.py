@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hybridtensor import formats
 from hybridtensor.ops.dequantize import dequantize, element_values
@@ -176,7 +177,7 @@ def test_edge_policy(device):
     assert unpack(negative_zero).eq(8).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16),
     st.sampled_from([formats.NVFP4, *ROTATED, formats.NVFP4_ROW_SCALED]),

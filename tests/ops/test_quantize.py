@@ -9,7 +9,9 @@ import warnings
 
 import numpy as np
 import pytest
+import tiers
 import torch
+from tiers import by_group, covered, few, in_turn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor.formats import get_format
@@ -44,7 +46,9 @@ CASTS = [
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FIRST_ROW = 32
-PAIRS = [*itertools.product(CASTS, CASTS)]
+# Casts that the kernels treat alike: per tensor, per row, in blocks of two kinds, MX, NVFP4 of two kinds
+KINDS = [CASTS[begin:end] for begin, end in itertools.pairwise((0, 3, 5, 7, 9, 12, 15, 18))]
+WAYS = (0, 1, 2)
 SOME_PAIRS = [(CASTS[i], CASTS[(i * k + k) % len(CASTS)]) for i in range(len(CASTS)) for k in (1, 5)]
 
 
@@ -120,8 +124,7 @@ def check(run, x, row=None, column=None, source=None, dtype=None):
     assert torch.equal(given["amaxes"], expected_given["amaxes"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize(("cast", "dtype"), by_group(KINDS, DTYPES), ids=str)
 def test_each_face_alone_and_both(cast, dtype, run, device):
     """In the interpreter many tiles of one dtype: where they lie and what they hold are apart in the kernels."""
     many = dtype == torch.bfloat16 or run is not interpreted
@@ -132,12 +135,20 @@ def test_each_face_alone_and_both(cast, dtype, run, device):
     check(run, x, row=cast, column=other)
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("cast", few([*itertools.chain(*itertools.zip_longest(*KINDS))], len(KINDS)), ids=str)
 def test_whole_tiles(cast, run, device):
     check(run, random_tensor(256, 384, device=device), row=cast, column=cast.for_columnwise())
 
 
-def check_pair(run, device, row, column, ways=(0, 1, 2)):
+def pairs():
+    """Return pairs of casts, and how the columnwise one is made."""
+    if tiers.LONG:
+        return [*itertools.product(CASTS, CASTS, WAYS)]
+    rows, columns = ([itertools.cycle(kind) for kind in KINDS] for _ in range(2))
+    return [(next(row), next(column), way) for row, column, way in covered(rows, columns, WAYS)]
+
+
+def check_pair(run, device, row, column, ways=WAYS):
     """Cast both faces of the matrix, or the columnwise one of what the rowwise one holds, which is kept or not."""
     x = random_tensor(64, 160, dtype=torch.float32, device=device)
     column = column.for_columnwise()
@@ -148,11 +159,10 @@ def check_pair(run, device, row, column, ways=(0, 1, 2)):
             check(run, x, row=row if way == 1 else None, column=column, source=row, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("row", "column"), PAIRS, ids=str)
-def test_every_pair_and_columnwise_of_what_the_rowwise_face_holds(row, column):
-    """All ways for some pairs, one in turn for the others."""
-    ways = (0, 1, 2) if (row, column) in SOME_PAIRS else (PAIRS.index((row, column)) % 3,)
-    check_pair(interpreted if not torch.cuda.is_available() else quantize, "cpu", row, column, ways)
+@pytest.mark.parametrize(("row", "column", "way"), pairs(), ids=str)
+def test_every_pair_and_columnwise_of_what_the_rowwise_face_holds(row, column, way):
+    """Every pair of kinds, every kind in every way; in the long tier every pair of casts in every way."""
+    check_pair(interpreted if not torch.cuda.is_available() else quantize, "cpu", row, column, [way])
 
 
 @pytest.mark.gpu
@@ -182,8 +192,7 @@ def edge_cases(dtype, device):
         yield (x * 2.0**shift).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize(("cast", "dtype"), by_group(KINDS, DTYPES), ids=str)
 def test_edge_values(cast, dtype, run, device):
     for x in edge_cases(dtype, device):
         check(run, x, row=cast, column=cast.for_columnwise())
@@ -192,10 +201,10 @@ def test_edge_values(cast, dtype, run, device):
 HELD = [(x, values) for x in DTYPES for values in DTYPES if x in (values, torch.float32)]
 
 
-@pytest.mark.parametrize(("dtype", "values"), HELD, ids=str)
-@pytest.mark.parametrize("source", CASTS, ids=str)
-def test_columnwise_of_what_the_rowwise_face_holds_at_the_edges(source, dtype, values, run, device):
+@pytest.mark.parametrize(("source", "held"), by_group(KINDS, HELD), ids=str)
+def test_columnwise_of_what_the_rowwise_face_holds_at_the_edges(source, held, run, device):
     """Columnwise casts taking turns, the rowwise face kept and not."""
+    dtype, values = held
     columns = itertools.cycle(CASTS[(HELD.index((dtype, values)) + 3 * CASTS.index(source)) % len(CASTS) :] + CASTS)
     for i, (x, column) in enumerate(zip(edge_cases(dtype, device), columns, strict=False)):
         if run is interpreted and i % 2 == DTYPES.index(dtype) % 2:
@@ -203,8 +212,11 @@ def test_columnwise_of_what_the_rowwise_face_holds_at_the_edges(source, dtype, v
         check(run, x, row=source if i % 2 else None, column=column.for_columnwise(), source=source, dtype=values)
 
 
-@pytest.mark.parametrize("column", [c for c in CASTS if c.format.block[1] is None or c.format.tensor_block], ids=str)
-@pytest.mark.parametrize("source", [CASTS[0], CASTS[1], CASTS[2], Cast("nvfp4")], ids=str)
+@pytest.mark.parametrize(
+    ("column", "source"),
+    by_group([k for k in KINDS if k[0].format.block[1] is None or k[0].format.tensor_block], [*CASTS[:3], CASTS[12]]),
+    ids=str,
+)
 def test_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
     """Also where the largest value shares a block with a NaN, and where one amax tells the other."""
     hidden = random_tensor(32, 64, dtype=torch.float32, device=device)
@@ -216,9 +228,9 @@ def test_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
 
 @pytest.mark.parametrize("source", CASTS, ids=str)
 def test_ragged_columnwise_of_what_the_rowwise_face_holds(source, run, device):
-    """Columnwise casts taking turns, fewer in the interpreter, which takes its time."""
+    """Columnwise casts taking turns, all of them in the long tier."""
     shapes = [(64, 96), (96, 160)] + ([(1, 130), (131, 1), (129, 130), (3, 5)] if source.format.ragged else [])
-    step = 6 if run is interpreted else 1
+    step = 1 if tiers.LONG and run is not interpreted else 6
     for i, (rows, columns) in enumerate(shapes):
         x = random_tensor(rows, columns, device=device)
         for column in CASTS[(i + CASTS.index(source)) % step :: step]:
@@ -293,9 +305,7 @@ def known(x, cast, transposed=False):
     return block_amax(x.t() if transposed else x, (1 if cast.measures else None, None)).view(-1)
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "anywhere"])
-@pytest.mark.parametrize("column", MEASURED, ids=str)
-@pytest.mark.parametrize("row", MEASURED, ids=str)
+@pytest.mark.parametrize(("row", "column", "aligned"), covered(MEASURED, MEASURED, [True, False]), ids=str)
 def test_a_part_gets_the_scales_of_the_whole(row, column, aligned, run, device):
     """Oracle: the same rows of the whole, quantized."""
     x = random_tensor(96, 64, device=device, dtype=torch.float32) * torch.arange(96, device=device)[:, None]
@@ -314,8 +324,7 @@ def third(tensor, dim):
     return tensor if extent == 1 else tensor.narrow(dim, extent // 3, extent // 3)
 
 
-@pytest.mark.parametrize("source", [CASTS[0], CASTS[5]], ids=str)
-@pytest.mark.parametrize("column", MEASURED, ids=str)
+@pytest.mark.parametrize(("column", "source"), in_turn(MEASURED, [CASTS[0], CASTS[5]]), ids=str)
 def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
     x = random_tensor(64, 128, device=device)
     row_amax = known(x, source) * 4 if source.measures is not None else None
@@ -439,8 +448,7 @@ def values_by_kernel(codes, scale, level, name, dtype, whole):
         return dequantize_cuda(codes, scale, level, name, dtype, whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cast", [c for c in CASTS if c.slot < 0 and c.stream < 0], ids=str)
+@pytest.mark.parametrize(("cast", "dtype"), in_turn([c for c in CASTS if c.slot < 0 and c.stream < 0], DTYPES), ids=str)
 def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
     shapes = [(64, 256), (96, 320)] + ([(3, 5), (131, 1)] if get_format(cast.name).ragged else [])
     given = [random_tensor(*shape, device=device) for shape in shapes]
