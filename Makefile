@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-gpu lint format bench docs clean
+.PHONY: demo test test-long test-gpu lint format bench docs clean
 
 # torch comes first and alone: the pinned CPU build is then what every other package's requirement finds. Triton, which
 # that build does not bring, is for the tests: its interpreter runs the kernels on a machine without a GPU.
@@ -30,9 +30,16 @@ demo: $(VENV)/.core
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
 
-# On a machine with a GPU and its own torch: PYTHON names the interpreter that has it.
+# All combinations where `make test` takes a few that have every pair, and ten times as many random examples.
+test-long: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(JOBS) -q --long $(ARGS)
+
+# On a machine with a GPU and its own torch: PYTHON names the interpreter that has it. What takes time there is compiling
+# kernels, each of which is then there for all workers.
+test-gpu: JOBS = 12
 test-gpu:
-	$(PYTHON) -m pytest -q -p no:cacheprovider $(ARGS)
+	TRITON_CACHE_DIR=$${TRITON_CACHE_DIR:-$(CURDIR)/build/triton} \
+	  $(PYTHON) -m pytest -n $(JOBS) -q -p no:cacheprovider $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

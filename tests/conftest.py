@@ -12,8 +12,9 @@ import pytest
 import tiers
 import torch
 
-# Where tests share what takes long to start: each in one worker
+# Where tests share what takes long to start or compile: each in one worker; of a folder, each file, if there are many
 TOGETHER = ("tests/distributed/", "tests/test_convergence.py", "tests/test_compile_graphs.py")
+FEW_WORKERS = 4
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))  # type: ignore[arg-type]
@@ -62,9 +63,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     What pytest-xdist has for it, marks, version 3.8 forgets with pytest 9.2.
     """
+    many = (config.getoption("numprocesses", None) or 0) > FEW_WORKERS
 
     class Scheduler(importlib.import_module("xdist.scheduler").LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
+            if not nodeid.startswith(TOGETHER):
+                return nodeid
+            return nodeid.partition("::")[0] if many else next(filter(nodeid.startswith, TOGETHER))
 
     return Scheduler(config, log)
