@@ -86,6 +86,7 @@ def test_new_faces_have_the_formats_shapes(hybrid, make):
 def test_new_zeros_are_zero_and_can_be_filled(hybrid):
     zeros = hybrid.new_zeros(*SHAPE)
     assert all(v.eq(0).all() for v in values(zeros))
+    assert all(face.scale.float().eq(1).all() for face in (zeros.rowwise, zeros.columnwise))
     zeros.copy_(hybrid)
     assert torch.equal(zeros, hybrid)
     zeros[128:].copy_(hybrid[:128])
