@@ -63,6 +63,18 @@ def test_the_update_rule_is_the_kernels(amaxes, length, algorithm, margin, dtype
         assert state.amax.item() == 0
 
 
+def test_a_history_that_is_shorter_than_another_forgets_earlier():
+    """Each scale follows from as many steps as its own rule says, whatever the others of its layer remember."""
+    lengths = {"input": 2, "weight": 5}
+    quantizers = {role: DelayedFloat8Quantizer(history_length=length) for role, length in lengths.items()}
+    state, alone = LayerState.of(quantizers), {role: LayerState.of({role: q}) for role, q in quantizers.items()}
+    for amax in (8.0, 1.0, 2.0, 0.5, 0.25, 0.125, 0.0, 4.0, 1.0):
+        for one in (state, *alone.values()):
+            one.amax.fill_(amax)
+            ht.step_(one)
+        assert state.scale.tolist() == [one.scale.item() for one in alone.values()]
+
+
 def of(state, slot):
     """Return scale, amax and history of one slot."""
     i = state.slots.index(slot)
