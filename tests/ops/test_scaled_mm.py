@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import covered
 
 from hybridtensor import formats
 from hybridtensor.formats import IDENTITY
@@ -31,6 +32,7 @@ NV_ROTATED, NV_ROWS_ROTATED = formats.NVFP4_HADAMARD, formats.NVFP4_ROW_SCALED_H
 # Hopper's FP8 tensor cores add products aligned to 13 fraction bits or so before promoting to fp32.
 HOPPER_ACCUMULATE = 2.0**-13
 
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAIRS = [
     (TENSOR, TENSOR), (GRAD, TENSOR), (TENSOR, GRAD), (GRAD, GRAD), (ROW, ROW), (GRAD_ROW, ROW), (TENSOR, ROW),
     (ROW, IDENTITY), (IDENTITY, TENSOR),
@@ -59,18 +61,17 @@ def face(x, fmt):
     return operand, exact_values(operand)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "left", "right"),
+    ("shape", "pair", "out_dtype"),
     [
-        *((s, *p) for s in [(32, 48, 64), (5, 7, 24), (1, 1, 8), (33, 16, 40)] for p in PAIRS),
-        *((s, *p) for s in [(32, 48, 256), (130, 257, 300), (1, 1, 128), (20, 16, 16)] for p in BLOCK_PAIRS),
-        *((s, *p) for s in [(32, 96, 256), (64, 32, 32), (160, 64, 320)] for p in MX_PAIRS),
+        *covered([(32, 48, 64), (5, 7, 24), (1, 1, 8), (33, 16, 40)], PAIRS, DTYPES),
+        *covered([(32, 48, 256), (130, 257, 300), (1, 1, 128), (20, 16, 16)], BLOCK_PAIRS, DTYPES),
+        *covered([(32, 96, 256), (64, 32, 32), (160, 64, 320)], MX_PAIRS, DTYPES),
     ],
-    ids=str,
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
-def test_is_within_the_bound_of_float64(shape, left, right, out_dtype, device):
-    m, n, k = shape
+def test_is_within_the_bound_of_float64(shape, pair, out_dtype, device):
+    (m, n, k), (left, right) = shape, pair
     a, exact_a = face(random_tensor(m, k, device=device, seed=1), left)
     b, exact_b = face(random_tensor(n, k, device=device, seed=2), right)
     bias = random_tensor(n, device=device, seed=3)
