@@ -251,7 +251,7 @@ def dies(rank, path, victim):
     os._exit(0)  # the group cannot be taken down in order any more
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", tiers.few([0, 1], 1))
 def test_a_rank_that_dies_takes_nothing_along(victim, tmp_path, device):
     codes = [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]
     run(dies, 3, tmp_path, str(tmp_path / "run"), victim, device=device, expected=codes)
