@@ -34,6 +34,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hybridtensor as ht
+from hybridtensor.recipes.spec import GEMMS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -235,9 +236,7 @@ def run_all(runs: list[Run], plan: Plan, options: argparse.Namespace, console: C
 def cost(recipe: str) -> int:
     """Return a number that grows with the work of a run: those that take longest start first."""
     config = ht.recipes.from_name(recipe)
-    return (
-        sum(fmt.elements_per_byte for gemm in ht.config.GEMMS for fmt in config.formats(gemm)) + 10 * config.stochastic
-    )
+    return sum(fmt.elements_per_byte for gemm in GEMMS for fmt in config.formats(gemm)) + 10 * config.stochastic
 
 
 def start(run: Run, gpu: int, plan: Plan, options: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -271,7 +270,7 @@ def last_tenth(run: dict[str, Any]) -> float:
 def allowance(recipe: str) -> float:
     """Return the percentage by which a recipe's loss may exceed BF16's: 1 with a product in FP4, else 0.25."""
     config = ht.recipes.from_name(recipe)
-    elements = {fmt.element for gemm in ht.config.GEMMS for fmt in config.formats(gemm)}
+    elements = {fmt.element for gemm in GEMMS for fmt in config.formats(gemm)}
     return 1.0 if torch.float4_e2m1fn_x2 in elements else 0.25
 
 

@@ -5,6 +5,7 @@ from hybridtensor import distributed, formats, linear, offload, optim, recipes
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
+from hybridtensor.linear import share_inputs
 from hybridtensor.quantizers import (
     DelayedFloat8Quantizer,
     Float8Quantizer,
@@ -49,5 +50,6 @@ __all__ = [
     "recipes",
     "set_config_",
     "set_data_parallel_group_",
+    "share_inputs",
     "step_",
 ]

@@ -1,4 +1,6 @@
-"""Put recipes on models: ``quantize_``, ``set_config_``, and the handler behind torchao's own ``quantize_``."""
+"""Put recipes on models: ``quantize_``, ``set_config_``, and the handler behind torchao's own
+``quantize_``.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor import recipes
-from hybridtensor.distributed.fsdp import let_go, part_of, remake_, sharded_as
-from hybridtensor.distributed.plain import plain_weight
-from hybridtensor.distributed.torch_compat import with_local
+from hybridtensor.distributed.checkpoint.plain import plain_weight
+from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
+from hybridtensor.dtensor import with_local
+from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.kept import Kept
+from hybridtensor.subclasses.high_precision import HighPrecisionValues
+from hybridtensor.subclasses.quantizing import quantize
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
 Factory = Callable[[QuantizerRole], Quantizer]
@@ -55,23 +59,26 @@ def quantize_(
     persistent: bool = False,
     name: str | None = None,
 ) -> nn.Module:
-    """Swap the weights of the linear layers of ``model``, in place, for weights that quantize their products.
+    """Swap the weights of the linear layers of ``model``, in place, for weights that quantize their
+    products.
 
-    Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
-    working. Calling it again changes the recipe. By default the output head, routers and gates are left alone
-    (``explain(model)`` says which and why).
+    Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers
+    made before keep working. Calling it again changes the recipe. By default the output head,
+    routers and gates are left alone (``explain(model)`` says which and why).
 
     Args:
         model: Any module; its linear layers are found at every depth, the root included.
         recipe: A name or spec (``"fp8"``, ``"fp8/fp8_rowwise/bf16"``, ``"fp8+dequantized"``; see
-            ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory ``QuantizerRole -> Quantizer``, or
-            torchao's ``FqnToConfig`` from names and ``re:`` patterns to any of the first two (None leaves a layer
-            alone).
-        filter_fn: ``(module, name) -> bool``, which linear layers to convert, instead of the default.
-        keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose them; also patterns
-            (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
-        persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
-            one holds on to its original until ``optim.MasterWeights`` takes it.
+            ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory
+            ``QuantizerRole -> Quantizer``, or torchao's ``FqnToConfig`` from names and ``re:``
+            patterns to any of the first two (None leaves a layer alone).
+        filter_fn: ``(module, name) -> bool``, which linear layers to convert, instead of the
+            default.
+        keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose
+            them; also patterns (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and
+            last blocks.
+        persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision
+            weight. A trainable one holds on to its original until ``optim.MasterWeights`` takes it.
         name: What ``model`` is called in a larger model, such as ``"blocks.0.mlp"``. All names
             begin with it, so that a model converted part by part is the one converted whole: random
             rounding draws by a layer's name. A layer that is ``model`` itself and has no name draws
@@ -82,35 +89,67 @@ def quantize_(
         ``model``.
 
     Raises:
-        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, or weights would have
-            to turn from persistent to not.
-        TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
+        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, or
+            weights would have to turn from persistent to not.
+        TypeError: If an argument is of the wrong kind, or a weight is not a floating-point
+            parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
     if filter_fn is not None and isinstance(recipe, FqnToConfig):
-        raise ValueError("quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them")
+        raise ValueError(
+            "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
+        )
     root = _checked_name(name)
     plan = _without(list(_plan(model, recipe, filter_fn, root)), keep_bf16)
     if not plan:
         names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
-        raise ValueError(f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}")
+        raise ValueError(
+            f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}"
+        )
     for layer, module, config in plan:  # everything is checked before anything changes
         _check_weight(layer, module.weight, persistent)
         _check_sizes(layer, module.weight, config)
     for layer, module, config in plan:
         _convert(layer, module, config, persistent)
+    _share_inputs(model, plan, root)
     for owner in model.modules():  # an embedding may be tied to a layer
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
     return model
 
 
+def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
+    """Let layers that one module calls share what they quantize an input to; see
+    ``linear.sharing``.
+    """
+    converted = {id(module) for _, module, _ in plan}
+    for name, caller in model.named_modules(prefix=root):
+        if isinstance(caller, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        layers = [layer for layer in _called_by(caller) if id(layer) in converted]
+        for layer in layers:
+            part_of(layer.weight).layer.parent = name
+        if len(layers) > 1:
+            share_between_layers_of(caller, name)
+
+
+def _called_by(caller: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers that a module calls itself: lists and dictionaries of modules have no
+    forward.
+    """
+    for child in caller.children():
+        if isinstance(child, nn.Linear):
+            yield child
+        elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_by(child)
+
+
 def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Change the recipe of every weight that ``quantize_`` converted; optimizer state is untouched.
 
-    The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights are made again, from
-    the masters of ``optim.MasterWeights`` or else from what they hold.
+    The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights
+    are made again, from the masters of ``optim.MasterWeights`` or else from what they hold.
 
     Args:
         model: A model that went through ``quantize_``.
@@ -121,9 +160,13 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_config_: a module is required, got {type(model).__name__}")
-    converted = {id(module) for _, module in linear_modules(model) if is_converted(part_of(module.weight))}
+    converted = {
+        id(module) for _, module in linear_modules(model) if is_converted(part_of(module.weight))
+    }
     plan = [
-        step for step in _plan(model, recipe, lambda module, _: id(module) in converted) if id(step[1]) in converted
+        step
+        for step in _plan(model, recipe, lambda module, _: id(module) in converted)
+        if id(step[1]) in converted
     ]
     if not plan:
         raise ValueError(
@@ -179,12 +222,20 @@ Plan = list[tuple[str, nn.Linear, HybridConfig]]
 def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
     """Return the plan without the layers that ``patterns`` name; each must name one."""
     if isinstance(patterns, str):
-        raise TypeError(f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list")
+        raise TypeError(
+            f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
+        )
     for pattern in patterns:
-        kept = [step for step in plan if not any(fnmatch.fnmatchcase(step[0], p) for p in (pattern, f"{pattern}.*"))]
+        kept = [
+            step
+            for step in plan
+            if not any(fnmatch.fnmatchcase(step[0], p) for p in (pattern, f"{pattern}.*"))
+        ]
         if len(kept) == len(plan):
             names = ", ".join(name or "<root>" for name, _, _ in plan) or "none"
-            raise ValueError(f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}")
+            raise ValueError(
+                f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}"
+            )
         plan = kept
     return plan
 
@@ -203,15 +254,21 @@ def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
     )
 
 
-def _plan_by_name(model: nn.Module, recipe: FqnToConfig, root: str) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
-    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern, ``_default``."""
+def _plan_by_name(
+    model: nn.Module, recipe: FqnToConfig, root: str
+) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern,
+    ``_default``.
+    """
     rules: dict[str, Any] = dict(recipe.fqn_to_config)
     patterns = {key: re.compile(key[3:]) for key in rules if key.startswith("re:")}
     used = set()
     for name, module in linear_modules(model, root):
         parameter = f"{name}.weight" if name else "weight"
         matches = [key for key in (parameter, name) if key in rules and key not in patterns]
-        matches += [key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)]
+        matches += [
+            key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)
+        ]
         if not matches and "_default" in rules and why_skipped(name, module) is None:
             matches = ["_default"]
         used.update(matches)
@@ -236,7 +293,9 @@ def _check_weight(name: str, weight: Any, persistent: bool) -> None:
             f"{where}: a Parameter is required as weight, got {type(weight).__name__}; remove what computes it"
         )
     if isinstance(weight, HybridTensor) and not persistent:
-        raise ValueError(f"{where}: the weight is persistent and has no high-precision value; pass persistent=True")
+        raise ValueError(
+            f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
+        )
     if not is_converted(weight) and type(weight) is not nn.Parameter:
         raise TypeError(
             f"{where}: a plain Parameter is required, got {type(weight).__name__}; quantize the model first"
@@ -248,7 +307,9 @@ def _check_weight(name: str, weight: Any, persistent: bool) -> None:
 
 
 def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
-    """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of their formats."""
+    """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of
+    their formats.
+    """
     out_features, in_features = weight.shape
     operands = {
         "input": (None, in_features),
@@ -256,7 +317,9 @@ def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
         "grad_output": (None, out_features),
     }
     for role, (rows, columns) in operands.items():
-        getattr(config, role).check_matrix(rows, columns, f"quantize_: layer {name or '<root>'}, {role}")
+        getattr(config, role).check_matrix(
+            rows, columns, f"quantize_: layer {name or '<root>'}, {role}"
+        )
 
 
 def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
@@ -272,7 +335,7 @@ def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: boo
         if weight.config != config:
             _requantize(weight, config)
     else:
-        values = weight.master if isinstance(weight, MasterWeight) else weight.data
+        values = weight.plain if isinstance(weight, MasterWeight) else weight.data
         new: Any = MasterWeight(values, config)
         if persistent:
             new = _persistent(values, config, weight.requires_grad, layer)
@@ -291,16 +354,24 @@ def give_plain_values_(module: nn.Module) -> None:
         module._hybridtensor_save_hook = True  # type: ignore[assignment]
 
 
-def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Replace master weights by their plain tensors, so that no way of saving knows of quantization."""
+def _plain_values(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Replace master weights by their plain tensors, so that no way of saving knows of
+    quantization.
+    """
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if value is not None and not isinstance(value, nn.Parameter):  # keep_vars=True asks for the parameters
+        if value is not None and not isinstance(
+            value, nn.Parameter
+        ):  # keep_vars=True asks for the parameters
             state_dict[prefix + name] = plain_weight(value)
 
 
 def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerState:
-    """Return the layer's state, with what the recipe needs, and make it part of the module if it holds anything."""
+    """Return the layer's state, with what the recipe needs, and make it part of the module if it
+    holds anything.
+    """
     weight: Any = part_of(module.weight)
     known = weight.layer if is_converted(weight) else None
     layer = known if isinstance(known, LayerState) else LayerState(name or None)
@@ -314,30 +385,40 @@ def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerSt
     return layer
 
 
-def _persistent(values: Tensor, config: HybridConfig, trainable: bool, layer: LayerState) -> HybridTensor:
-    made = config.weight.quantize(values, context=Context("weight", layer.tensors()))
+def _persistent(
+    values: Tensor, config: HybridConfig, trainable: bool, layer: LayerState
+) -> HybridTensor:
+    made = quantize(config.weight, values, context=Context("weight", layer.tensors()))
     weight = HybridTensor(made.rowwise, made.columnwise, config)
     weight.layer = layer
     if trainable:
-        weight.kept = Kept(values, follows=True)
+        weight.record.values = HighPrecisionValues(values, follows=True)
     return weight
 
 
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     """Replace the faces of a persistent weight by those of another recipe."""
-    values = weight.kept.values
-    values = weight.dequantize() if values is None else values
+    current = weight.high_precision.current
+    values = weight.dequantize() if current is None else current
     if not remake_(weight, values, config):
-        made = config.weight.quantize(values, dtype=weight.dtype, context=Context("weight", weight.state))
+        context = Context("weight", weight.state)
+        made = quantize(config.weight, values, dtype=weight.dtype, context=context)
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
-    weight.kept = weight.kept.moved()
-    weight.kept.note_quantized(values)
+    weight.record = weight.record.with_values(
+        weight.high_precision.moved()
+    )  # aliases hold the faces so far
+    weight.high_precision.note_quantized(values)
 
 
 def _swap(parameter: nn.Parameter, new: Tensor) -> None:
-    """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the new weight."""
+    """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the
+    new weight.
+    """
     kept = {name: value for name, value in parameter.__dict__.items() if name not in new.__dict__}
-    hooks = {name: getattr(parameter, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    hooks = {
+        name: getattr(parameter, name)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    }
     replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
     replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
     grad, parameter.grad = parameter.grad, None
@@ -357,15 +438,24 @@ def _swap(parameter: nn.Parameter, new: Tensor) -> None:
 
 
 def _keep_recipe_on_assign(
-    module: nn.Linear, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    module: nn.Linear,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: Any,
 ) -> None:
-    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the weight's place.
+    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the
+    weight's place.
 
     The values belong to the checkpoint, the recipe to the model.
     """
     key = f"{prefix}weight"
     weight: Any = part_of(module.weight)
-    if not local_metadata.get("assign_to_params_buffers") or key not in state_dict or not is_converted(weight):
+    if (
+        not local_metadata.get("assign_to_params_buffers")
+        or key not in state_dict
+        or not is_converted(weight)
+    ):
         return
     value = state_dict[key].detach()
     part: Any = part_of(value)
@@ -384,7 +474,9 @@ def _keep_recipe_on_assign(
 
 
 @register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]
-def _torchao_handler(module: nn.Module, config: HybridConfig, *, parameter_name: str = "weight") -> nn.Module:
+def _torchao_handler(
+    module: nn.Module, config: HybridConfig, *, parameter_name: str = "weight"
+) -> nn.Module:
     """Convert one module for ``torchao.quantization.quantize_``."""
     if not isinstance(module, nn.Linear) or parameter_name != "weight":
         raise TypeError(

@@ -1,4 +1,6 @@
-"""Say what runs: per layer and product the faces, the backend and why, and what is saved for backward."""
+"""Say what runs: per layer and product the faces, the backend and why, and what is saved for
+backward.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from hybridtensor.convert import linear_modules, why_skipped
-from hybridtensor.distributed.fsdp import gathers, part_of
+from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.formats import Format
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
@@ -26,12 +28,13 @@ class GemmRow:
     Attributes:
         layer: Fully qualified name; ``<root>`` for the model itself.
         gemm: ``output``, ``grad_input`` or ``grad_weight``.
-        left: Role, direction and format of the left operand's face: ``input.rowwise: fp8_e4m3_tensor``.
+        left: Role, direction and format of the left operand's face:
+            ``input.rowwise: fp8_e4m3_tensor``.
         right: The same of the right one.
         backend: ``native``, ``emulated`` or ``high precision``.
         reason: Why that backend.
-        saved_bytes_per_token: Bytes that the layer's input costs per token until backward, on the ``grad_weight`` row;
-            None on the others.
+        saved_bytes_per_token: Bytes that the layer's input costs per token until backward, on the
+            ``grad_weight`` row; None on the others.
     """
 
     layer: str
@@ -51,7 +54,8 @@ class GatherRow:
         layer: Fully qualified name.
         forward: What travels before forward.
         backward: What travels before backward, where the weight is not kept until then.
-        reason: Why values travel that could have been quantized before, or what is done otherwise than asked; or "".
+        reason: Why values travel that could have been quantized before, or what is done otherwise
+            than asked; or "".
     """
 
     layer: str
@@ -68,11 +72,14 @@ class Explanation:
         rows: The products of converted layers.
         skipped: The layers left alone, with the reason.
         gathers: What FSDP2 sends, for weights that it shards.
+        shared: The layers whose weight is quantized anew at each use, because someone else holds
+            its memory: a state dict, ``weight.master``, or what was made from these.
     """
 
     rows: tuple[GemmRow, ...]
     skipped: tuple[tuple[str, str], ...]
     gathers: tuple[GatherRow, ...] = ()
+    shared: tuple[str, ...] = ()
 
     def __rich__(self) -> Any:
         """Render as tables."""
@@ -86,10 +93,14 @@ class Explanation:
             table.add_column(header, no_wrap=True)
         for layer, rows in itertools.groupby(self.rows, key=lambda row: row.layer):
             of_layer = list(rows)
-            table.add_row(f"[bold]{layer}", f"saves {of_layer[-1].saved_bytes_per_token:.0f} B/token", "", "")
+            table.add_row(
+                f"[bold]{layer}", f"saves {of_layer[-1].saved_bytes_per_token:.0f} B/token", "", ""
+            )
             for row in of_layer:
                 operands = (operand.replace(": ", "\n") for operand in (row.left, row.right))
-                table.add_row(f"  {row.gemm}", *operands, row.backend, end_section=row.gemm == "grad_weight")
+                table.add_row(
+                    f"  {row.gemm}", *operands, row.backend, end_section=row.gemm == "grad_weight"
+                )
         reasons = dict.fromkeys(f"{row.backend}: {row.reason}" for row in self.rows)
         parts: list[Any] = [table, *reasons] if self.rows else []
         if self.gathers:
@@ -99,8 +110,15 @@ class Explanation:
             for gather in self.gathers:
                 sent.add_row(gather.layer, gather.forward, gather.backward, gather.reason)
             parts.append(sent)
+        if self.shared:
+            names = ", ".join(self.shared)
+            parts.append(
+                f"Quantized anew at each use, as someone else holds memory of the weight: {names}"
+            )
         if self.skipped:
-            left_alone = Table("layer", "why", title="Left in high precision", box=box.SIMPLE_HEAD, pad_edge=False)
+            left_alone = Table(
+                "layer", "why", title="Left in high precision", box=box.SIMPLE_HEAD, pad_edge=False
+            )
             for name, reason in self.skipped:
                 left_alone.add_row(name, reason)
             parts.append(left_alone)
@@ -108,7 +126,8 @@ class Explanation:
 
 
 def explain(model: nn.Module, *, show: bool = True) -> Explanation:
-    """Print, and return, what the products of every linear layer of ``model`` are made of on its device.
+    """Print, and return, what the products of every linear layer of ``model`` are made of on its
+    device.
 
     Args:
         model: A model, before or after ``quantize_``.
@@ -120,8 +139,7 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain: a module is required, got {type(model).__name__}")
     rows: list[GemmRow] = []
-    skipped = []
-    sent = []
+    skipped, sent, shared = [], [], []
     for name, module in linear_modules(model):
         layer = name or "<root>"
         weight: Any = part_of(module.weight)
@@ -129,10 +147,14 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
             gathered = gathers(module)
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
-            rows += _layer_rows(layer, weight.config, weight.dtype, weight.device, module.in_features)
+            if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
+                shared.append(layer)
+            rows += _layer_rows(
+                layer, weight.config, weight.dtype, weight.device, module.in_features
+            )
         else:
             skipped.append((layer, why_skipped(name, module) or "not converted"))
-    explanation = Explanation(tuple(rows), tuple(skipped), tuple(sent))
+    explanation = Explanation(tuple(rows), tuple(skipped), tuple(sent), tuple(shared))
     if show:
         from rich.console import Console
 
@@ -147,7 +169,11 @@ def _layer_rows(
     for gemm in GEMMS:
         left, right = config.formats(gemm)
         backend = select_backend(left, right, dtype, device)
-        saved = saved_bytes_per_token(config, in_features, dtype) if gemm.name == "grad_weight" else None
+        saved = (
+            saved_bytes_per_token(config, in_features, dtype)
+            if gemm.name == "grad_weight"
+            else None
+        )
         operands = (_operand(config, *gemm.left, left), _operand(config, *gemm.right, right))
         rows.append(GemmRow(layer, gemm.name, *operands, *backend, saved_bytes_per_token=saved))
     return rows
@@ -155,12 +181,17 @@ def _layer_rows(
 
 def _operand(config: HybridConfig, role: str, direction: str, fmt: Format) -> str:
     if direction == "columnwise" and _is_of_rowwise(getattr(config, role)):
-        return f"{role}.{direction}: " + ("dequantized rowwise" if fmt.is_identity else f"{fmt} of rowwise")
+        return f"{role}.{direction}: " + (
+            "dequantized rowwise" if fmt.is_identity else f"{fmt} of rowwise"
+        )
     return f"{role}.{direction}: {fmt}"
 
 
 def _is_of_rowwise(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "rowwise_dequantized"
+    return (
+        isinstance(quantizer, HybridQuantizer)
+        and quantizer.columnwise_source == "rowwise_dequantized"
+    )
 
 
 def _num_blocks(extent: int, block: int | None) -> int:
@@ -170,7 +201,8 @@ def _num_blocks(extent: int, block: int | None) -> int:
 def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
     """Return the bytes per token that a layer keeps of its input until backward.
 
-    Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with the tokens.
+    Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with
+    the tokens.
 
     Args:
         config: The layer's recipe.

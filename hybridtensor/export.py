@@ -1,4 +1,5 @@
-"""Weights as safetensors files: in high precision for any other tool, or quantized as they are used.
+"""Weights as safetensors files: in high precision for any other tool, or quantized as they are
+used.
 
 Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
 """
@@ -15,12 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.distributed.plain import as_part_of, follows_rowwise, named_buffers, named_parameters
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
+from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
 from hybridtensor.optim import MasterWeights
 from hybridtensor.state import Context
-from hybridtensor.subclasses import Face, HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses import (
+    FaceTensor,
+    HybridTensor,
+    IdentityTensor,
+    MasterWeight,
+    QuantizedTensor,
+)
+from hybridtensor.subclasses.followers import follows_rowwise
+from hybridtensor.subclasses.quantizing import quantize
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1
@@ -36,20 +45,22 @@ def export_safetensors(
 ) -> Path:
     """Write the weights of ``model`` into one safetensors file, which is there whole or not at all.
 
-    In high precision the file has the names and plain tensors of the model without quantization, so that Hugging Face
-    and everything else reads it. Buffers stay what they are; what quantizers remember is left out. Of tied weights the
-    first name is written, and the metadata names it for each other one, as ``safetensors.torch.save_model`` does.
+    In high precision the file has the names and plain tensors of the model without quantization, so
+    that Hugging Face and everything else reads it. Buffers stay what they are; what quantizers
+    remember is left out. Of tied weights the first name is written, and the metadata names it for
+    each other one, as ``safetensors.torch.save_model`` does.
 
     Of a sharded model, all ranks call it, and the first one writes.
 
     Args:
         model: Any module.
         path: The file; an existing one is replaced.
-        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``: floating-point tensors in it. ``"quantized"``: converted weights as
-            elements and scales, ``<name>.rowwise.qdata`` and so on, with formats in the metadata;
-            ``load_safetensors`` reads them.
+        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``: floating-point tensors in it. ``"quantized"``:
+            converted weights as elements and scales, ``<name>.rowwise.qdata`` and so on, with
+            formats in the metadata; ``load_safetensors`` reads them.
         columnwise: Write columnwise faces too, which only training needs.
-        masters: Optimizer that has the fp32 values of persistent weights; without it, they are dequantized.
+        masters: Optimizer that has the fp32 values of persistent weights; without it, they are
+            dequantized.
 
     Returns:
         The file.
@@ -62,7 +73,11 @@ def export_safetensors(
     """
     library = _safetensors()
     _check(model, dtype, masters)
-    of = {} if masters is None else {id(weight): master.detach() for weight, master in masters.masters().items()}
+    of = (
+        {}
+        if masters is None
+        else {id(weight): master.detach() for weight, master in masters.masters().items()}
+    )
     tensors: dict[str, Tensor] = {}
     metadata = {"format": "pt"}
     weights: dict[str, Any] = {}
@@ -79,7 +94,9 @@ def export_safetensors(
         metadata[_KEY] = json.dumps({"version": _VERSION, "weights": weights}, sort_keys=True)
     target = Path(path)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        _write(library, {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata, target)
+        _write(
+            library, {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata, target
+        )
     return target
 
 
@@ -88,9 +105,13 @@ def _check(model: nn.Module, dtype: str, masters: MasterWeights | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_safetensors: a module is required, got {type(model).__name__}")
     if masters is not None and not isinstance(masters, MasterWeights):
-        raise TypeError(f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}")
+        raise TypeError(
+            f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}"
+        )
     if dtype not in (*DTYPES, "quantized"):
-        raise ValueError(f"export_safetensors: a dtype of {[*DTYPES, 'quantized']} is required, got {dtype!r}")
+        raise ValueError(
+            f"export_safetensors: a dtype of {[*DTYPES, 'quantized']} is required, got {dtype!r}"
+        )
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -105,11 +126,11 @@ def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtyp
     """Return the whole tensor, in ``dtype`` if it is a floating-point one."""
     weight = local(value).detach()
     if isinstance(weight, HybridTensor):
-        original = local(value).kept.original
+        original = local(value).original
         weight = weight.dequantize() if original is None else original
         weight = local(masters.get(id(value), weight))
     elif isinstance(weight, MasterWeight):
-        weight = weight.master
+        weight = weight.plain
     if dtype is not None and weight.is_floating_point():
         weight = weight.to(dtype)
     whole: Tensor = weight
@@ -118,7 +139,9 @@ def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtyp
     return whole
 
 
-def _add_faces(tensors: dict[str, Tensor], name: str, value: Any, columnwise: bool) -> dict[str, Any]:
+def _add_faces(
+    tensors: dict[str, Tensor], name: str, value: Any, columnwise: bool
+) -> dict[str, Any]:
     """Add the tensors of a weight's faces; return what they are."""
     if isinstance(value, DTensor):
         raise NotImplementedError(
@@ -126,7 +149,11 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Any, columnwise: bo
             "checkpoint in one process and export there"
         )
     weight = value if isinstance(value, HybridTensor) else _quantized(value, columnwise)
-    told: dict[str, Any] = {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch."), "faces": {}}
+    told: dict[str, Any] = {
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "faces": {},
+    }
     if value.config is not None:
         told |= {"recipe": str(value.config), "fingerprint": value.config.fingerprint()}
     directions = ("rowwise", "columnwise") if columnwise else ("rowwise",)
@@ -137,18 +164,19 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Any, columnwise: bo
         elif face is not None:
             told["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)
     if not told["faces"]:
-        raise ValueError(f"export_safetensors: a rowwise face is required, got {name} without; pass columnwise=True")
+        raise ValueError(
+            f"export_safetensors: a rowwise face is required, got {name} without; pass columnwise=True"
+        )
     return told
 
 
 def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
     """Quantize a master weight as the next forward would, without taking note of it."""
     context = Context("weight", weight.state, record=False)
-    made: HybridTensor = weight.config.weight.quantize(weight.master, columnwise=columnwise, context=context)
-    return made
+    return quantize(weight.config.weight, weight.plain, columnwise=columnwise, context=context)
 
 
-def _add_face(tensors: dict[str, Tensor], prefix: str, face: Face) -> dict[str, Any]:
+def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> dict[str, Any]:
     if isinstance(face, IdentityTensor):
         if isinstance(face.source, QuantizedTensor):
             return {"of": _add_face(tensors, f"{prefix}.source", face.source)}
@@ -162,16 +190,20 @@ def _add_face(tensors: dict[str, Tensor], prefix: str, face: Face) -> dict[str, 
     return {"format": face.format.name, "axis": face.axis}
 
 
-def load_safetensors(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each quantized weight.
+def load_safetensors(
+    path: str | os.PathLike[str], device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each
+    quantized weight.
 
-    They have no recipe, and can be dequantized, multiplied, or loaded into a persistent weight of the same formats with
-    ``load_state_dict``. One written without its columnwise face is then quantized again, from what the rowwise one
-    holds.
+    They have no recipe, and can be dequantized, multiplied, or loaded into a persistent weight of
+    the same formats with ``load_state_dict``. One written without its columnwise face is then
+    quantized again, from what the rowwise one holds.
 
     Raises:
         ImportError: If ``safetensors`` is not installed.
-        ValueError: If the file names a format that is not known, lacks a tensor, or has one of another shape or dtype.
+        ValueError: If the file names a format that is not known, lacks a tensor, or has one of
+            another shape or dtype.
     """
     library = _safetensors()
     with library.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
@@ -183,16 +215,22 @@ def load_safetensors(path: str | os.PathLike[str], device: str | torch.device = 
             raise ValueError(f"version {_VERSION} is required, got {told['version']}")
         for name, weight in told["weights"].items():
             size, dtype = tuple(int(n) for n in weight["shape"]), _dtype(weight["dtype"])
-            faces: dict[str, Face] = {}
-            for direction, face in sorted(weight["faces"].items(), reverse=True):  # the rowwise one first
+            faces: dict[str, FaceTensor] = {}
+            for direction, face in sorted(
+                weight["faces"].items(), reverse=True
+            ):  # the rowwise one first
                 if face.get("follows") == "rowwise":
                     row = faces["rowwise"]
-                    faces[direction] = IdentityTensor(row.source if isinstance(row, IdentityTensor) else row)
+                    faces[direction] = IdentityTensor(
+                        row.source if isinstance(row, IdentityTensor) else row
+                    )
                 else:
                     faces[direction] = _take_face(tensors, f"{name}.{direction}", face, size, dtype)
             tensors[name] = HybridTensor(faces.get("rowwise"), faces.get("columnwise"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"load_safetensors: a file of export_safetensors is required, got {path}: {error}") from error
+        raise ValueError(
+            f"load_safetensors: a file of export_safetensors is required, got {path}: {error}"
+        ) from error
     for name, first in metadata.items():
         if name not in ("format", _KEY) and first in tensors:
             tensors[name] = tensors[first]
@@ -200,15 +238,21 @@ def load_safetensors(path: str | os.PathLike[str], device: str | torch.device = 
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
+    found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(
+        name
+    )
     if found is None:
         raise ValueError(f"a high-precision dtype is required, got {name!r}")
     return found
 
 
 def _take_face(
-    tensors: dict[str, Tensor], prefix: str, told: dict[str, Any], size: tuple[int, ...], dtype: torch.dtype
-) -> Face:
+    tensors: dict[str, Tensor],
+    prefix: str,
+    told: dict[str, Any],
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+) -> FaceTensor:
     """Take the tensors of one face out of ``tensors``."""
     if "of" in told:
         source = _take_face(tensors, f"{prefix}.source", told["of"], size, dtype)
@@ -218,25 +262,37 @@ def _take_face(
         return IdentityTensor(_take(tensors, f"{prefix}.source", size, dtype))
     axis = told["axis"]
     if axis not in (-1, 0) or len(size) != 2:
-        raise ValueError(f"{prefix}: a matrix and axis -1 or 0 are required, got {size} and {axis!r}")
+        raise ValueError(
+            f"{prefix}: a matrix and axis -1 or 0 are required, got {size} and {axis!r}"
+        )
     other, contraction = size if axis == -1 else size[::-1]
     second = fmt.tensor_scale_shape(other, contraction)
-    qdata = _take(tensors, f"{prefix}.qdata", (other, contraction // fmt.elements_per_byte), fmt.storage)
+    qdata = _take(
+        tensors, f"{prefix}.qdata", (other, contraction // fmt.elements_per_byte), fmt.storage
+    )
     scale = _take(tensors, f"{prefix}.scale", fmt.scale_shape(other, contraction), fmt.scale_dtype)
-    tensor_scale = None if second is None else _take(tensors, f"{prefix}.tensor_scale", second, torch.float32)
+    tensor_scale = (
+        None if second is None else _take(tensors, f"{prefix}.tensor_scale", second, torch.float32)
+    )
     return QuantizedTensor(qdata, scale, tensor_scale, fmt, axis, dtype, size)
 
 
-def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+def _take(
+    tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> Tensor:
     tensor = tensors.pop(name)
     if dtype == torch.float8_e8m0fnu and tensor.dtype == torch.uint8:
         tensor = tensor.view(dtype)
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-        raise ValueError(f"{name}: {tuple(shape)} of {dtype} are required, got {tuple(tensor.shape)} of {tensor.dtype}")
+        raise ValueError(
+            f"{name}: {tuple(shape)} of {dtype} are required, got {tuple(tensor.shape)} of {tensor.dtype}"
+        )
     return tensor
 
 
-def _write(library: Any, tensors: dict[str, Tensor], metadata: dict[str, str], target: Path) -> None:
+def _write(
+    library: Any, tensors: dict[str, Tensor], metadata: dict[str, str], target: Path
+) -> None:
     """Write a file under another name, bring it to the disk, and rename it."""
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:

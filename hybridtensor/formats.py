@@ -1,36 +1,46 @@
 """Number formats as data: one frozen record per format, everything else derived from it.
 
-A face of a tensor is a matrix of elements, ``[other, contraction]`` with the contraction axis last, and a matrix of
-scales, one per *block* of elements. ``Format.block`` gives the extent of a block along those two axes; ``None`` means
-the whole axis. One scale per tensor is therefore ``(None, None)``, one per row ``(1, None)``, 1x128 ``(1, 128)``.
-Two-level formats have a *tensor scale* on top, one per tensor or one per row: the largest magnitude that it saw.
+A face of a tensor is a matrix of elements, ``[other, contraction]`` with the contraction axis last,
+and a matrix of scales, one per *block* of elements. ``Format.block`` gives the extent of a block
+along those two axes; ``None`` means the whole axis. One scale per tensor is therefore
+``(None, None)``, one per row ``(1, None)``, 1x128 ``(1, 128)``. Two-level formats have a *tensor
+scale* on top, one per tensor or one per row: the largest magnitude that it saw.
 
-A new format is a new record here, a reference function and a kernel in ``ops`` and ``kernels``, and a quantizer.
+A new format is a new record here, a reference function and a kernel in ``ops`` and ``kernels``, and
+a quantizer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 from dataclasses import dataclass
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
-    """How the elements and scales of one face are stored.
+    """How the elements and scales of one face are stored. Records are compared by identity: one per
+    name.
 
     Attributes:
         name: Unique key in the registry, and what errors and tables print.
-        element: Dtype of the elements; ``None`` for the identity format, which stores the tensor's own dtype.
+        element: Dtype of the elements; ``None`` for the identity format, which stores the tensor's
+            own dtype.
         max: Largest finite magnitude of an element.
         block: Extent of a scale block along ``(other, contraction)``; ``None`` is the whole axis.
         scale_dtype: Dtype of the scales. ``value = element * scale`` in one-level formats.
-        pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in bfloat16.
-        ragged: Whether the last block of an axis may be partial; otherwise axes are multiples of the block.
-        elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity format).
+        pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in
+            bfloat16.
+        ragged: Whether the last block of an axis may be partial; otherwise axes are multiples of
+            the block.
+        elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity
+            format).
         hadamard: Whether elements are stored after a Hadamard rotation of the contraction axis.
-        tensor_block: Extent of what shares a tensor scale, as ``block``; ``None`` for one-level formats.
+        tensor_block: Extent of what shares a tensor scale, as ``block``; ``None`` for one-level
+            formats.
         tensor_scale_max: In two-level formats the value that the tensor scale, an amax, maps to:
             ``value = element * scale * tensor_scale / tensor_scale_max``.
     """
@@ -47,30 +57,50 @@ class Format:
     tensor_block: tuple[int | None, int | None] | None = None
     tensor_scale_max: float = 1.0
 
-    @property
+    @functools.cached_property
     def is_identity(self) -> bool:
         """Whether faces of this format hold the high-precision values themselves."""
         return self.element is None
 
-    @property
+    @functools.cached_property
     def storage(self) -> torch.dtype | None:
         """Dtype of ``qdata``: bytes where elements are packed, else that of the elements."""
         return torch.uint8 if self.elements_per_byte > 1 else self.element
 
-    @property
+    @functools.cached_property
     def is_square(self) -> bool:
         """Whether blocks are square: one face is then the transpose of the other."""
         across, along = self.block
-        return across == along and (self.tensor_block is None or self.tensor_block[0] == self.tensor_block[1])
+        return across == along and (
+            self.tensor_block is None or self.tensor_block[0] == self.tensor_block[1]
+        )
 
-    @property
+    @functools.cached_property
+    def scale_fits(self) -> bool:
+        """Whether element times block scale is exact in bfloat16: a power of two, or E4M3 times
+        E2M1.
+        """
+        return self.block[1] is not None and (
+            self.pow2_scale or self.scale_dtype == torch.float8_e4m3fn
+        )
+
+    @functools.cached_property
+    def scales_partial_sums(self) -> bool:
+        """Whether scales vary along the contraction and do not fit into the elements: products
+        apply them in between.
+        """
+        return self.element is not None and self.block[1] is not None and not self.scale_fits
+
+    @functools.cached_property
     def mantissa_bits(self) -> int:
         """Explicit mantissa bits of an element."""
         return 52 if self.element is None else _MANTISSA_BITS[self.element]
 
     def check_shape(self, other: int, contraction: int) -> None:
         """Raise ValueError unless an ``[other, contraction]`` face can be cut into blocks."""
-        for name, extent, block in zip(("other", "contraction"), (other, contraction), self.block, strict=True):
+        for name, extent, block in zip(
+            ("other", "contraction"), (other, contraction), self.block, strict=True
+        ):
             if block is not None and not self.ragged and extent % block:
                 raise ValueError(
                     f"{self.name} needs a multiple of {block} along the {name} axis, got {extent} "
@@ -104,9 +134,6 @@ class Format:
         tensor_scale = 4 if self.tensor_block is not None and self.tensor_block[0] == 1 else 0
         return contraction / self.elements_per_byte + scales * scale_bytes + tensor_scale
 
-    def __hash__(self) -> int:
-        return hash(self.name)  # names are unique
-
     def __reduce__(self) -> tuple[object, ...]:
         return get_format, (self.name,)
 
@@ -128,8 +155,10 @@ def register_format(fmt: Format) -> Format:
         ValueError: If another record has that name.
     """
     known = _REGISTRY.setdefault(fmt.name, fmt)
-    if known != fmt:
-        raise ValueError(f"register_format: names are unique, got a second {fmt.name!r}; choose another name")
+    if dataclasses.astuple(known) != dataclasses.astuple(fmt):
+        raise ValueError(
+            f"register_format: names are unique, got a second {fmt.name!r}; choose another name"
+        )
     return known
 
 
@@ -142,7 +171,9 @@ def get_format(name: str) -> Format:
     try:
         return _REGISTRY[name]
     except KeyError:
-        raise ValueError(f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}") from None
+        raise ValueError(
+            f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}"
+        ) from None
 
 
 def nearest(word: str, known: object) -> str:
@@ -164,18 +195,25 @@ IDENTITY = register_format(Format("identity", element=None, max=float("inf")))
 _FLOAT8 = {"e4m3": (torch.float8_e4m3fn, E4M3_MAX), "e5m2": (torch.float8_e5m2, E5M2_MAX)}
 
 
-def _float8(kind: str, granularity: str, block: tuple[int | None, int | None], pow2_scale: bool = False) -> Format:
+def _float8(
+    kind: str, granularity: str, block: tuple[int | None, int | None], pow2_scale: bool = False
+) -> Format:
     name = f"fp8_{kind}_{granularity}"
     return register_format(Format(name, *_FLOAT8[kind], block, torch.float32, pow2_scale))
 
 
 def _mx(kind: str, block: tuple[int, int]) -> Format:
     name = f"mxfp8_{kind}" if block[0] == 1 else f"mxfp8_{kind}_{block[0]}x{block[1]}"
-    return register_format(Format(name, *_FLOAT8[kind], block, torch.float8_e8m0fnu, pow2_scale=True, ragged=False))
+    return register_format(
+        Format(name, *_FLOAT8[kind], block, torch.float8_e8m0fnu, pow2_scale=True, ragged=False)
+    )
 
 
 def _nvfp4(
-    name: str, block: tuple[int, int] = (1, 16), tensor_block: tuple[int | None, None] = (None, None), **options: bool
+    name: str,
+    block: tuple[int, int] = (1, 16),
+    tensor_block: tuple[int | None, None] = (None, None),
+    **options: bool,
 ) -> Format:
     return register_format(
         Format(
@@ -217,6 +255,8 @@ NVFP4 = _nvfp4("nvfp4")
 NVFP4_16X16 = _nvfp4("nvfp4_16x16", block=(16, 16))
 NVFP4_ROW_SCALED = _nvfp4("nvfp4_row_scaled", tensor_block=(1, None))
 NVFP4_HADAMARD = _nvfp4("nvfp4_hadamard", hadamard=True)
-NVFP4_ROW_SCALED_HADAMARD = _nvfp4("nvfp4_row_scaled_hadamard", tensor_block=(1, None), hadamard=True)
+NVFP4_ROW_SCALED_HADAMARD = _nvfp4(
+    "nvfp4_row_scaled_hadamard", tensor_block=(1, None), hadamard=True
+)
 
 torch.serialization.add_safe_globals([get_format])

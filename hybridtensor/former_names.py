@@ -19,6 +19,7 @@ import torch
 
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import DelayedRule, LayerState, StateTensors
+from hybridtensor.subclasses.high_precision import HighPrecisionValues
 
 FORMER_NAMES: dict[str, Any] = {
     "hybridtensor.config.HybridConfig": HybridConfig,
@@ -26,6 +27,7 @@ FORMER_NAMES: dict[str, Any] = {
     "hybridtensor.state.DelayedRule": DelayedRule,
     "hybridtensor.state.LayerState": LayerState,
     "hybridtensor.state.StateTensors": StateTensors,
+    "hybridtensor.subclasses.kept.Kept": HighPrecisionValues,
 }
 
 

@@ -6,9 +6,10 @@
         loss = model(tokens)
     loss.backward()
 
-Whole storages travel, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all layers that share it.
-On a GPU the copies run on a stream of their own: a block's memory is given back when the next block has ended, and when
-backward enters a block, what the one before it needs is already on its way. On a CPU the copies are made at once.
+Whole storages travel, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all
+layers that share it. On a GPU the copies run on a stream of their own: a block's memory is given
+back when the next block has ended, and when backward enters a block, what the one before it needs
+is already on its way. On a CPU the copies are made at once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hybridtensor.ops.operand import take_apart
 from hybridtensor.subclasses import MasterWeight
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.structure import flatten
 
 
 @dataclass
@@ -40,28 +40,36 @@ class Traffic:
 
 @contextmanager
 def offload_activations(
-    blocks: Iterable[nn.Module], *, keep_last: int = 1, min_bytes: int = 1024, pin_memory: bool | None = None
+    blocks: Iterable[nn.Module],
+    *,
+    keep_last: int = 1,
+    min_bytes: int = 1024,
+    pin_memory: bool | None = None,
 ) -> Iterator[Traffic]:
-    """Offload what ``blocks`` save for backward while the context is open: put it around the model's forward.
+    """Offload what ``blocks`` save for backward while the context is open: put it around the
+    model's forward.
 
-    Parameters, buffers and cached faces of weights stay where they are, and so does what is saved outside of blocks,
-    tensor subclasses, and what checkpoints inside of blocks keep. Gradients are bitwise those without.
+    Parameters, buffers and cached faces of weights stay where they are, and so does what is saved
+    outside of blocks, tensor subclasses, and what checkpoints inside of blocks keep. Gradients are
+    bitwise those without.
 
     Args:
-        blocks: Modules that run one after the other, for example ``model.blocks``; none inside of another. They are
-            eager: compile what is inside of them.
+        blocks: Modules that run one after the other, for example ``model.blocks``; none inside of
+            another. They are eager: compile what is inside of them.
         keep_last: How many of the last blocks keep theirs, as backward begins with them.
         min_bytes: Smaller storages stay, as copying them saves nothing.
-        pin_memory: Whether host memory is page-locked; None is where the blocks are on a GPU. Without, copies do not
-            overlap with computing.
+        pin_memory: Whether host memory is page-locked; None is where the blocks are on a GPU.
+            Without, copies do not overlap with computing.
 
     Returns:
         What travelled; counted on while backward runs.
 
     Raises:
         TypeError: If ``blocks`` are not modules, or a number is none.
-        ValueError: If there are no blocks, one is there twice or inside of another, or a number is negative.
-        RuntimeError: In backward, if a tensor was changed in place after it was saved and before it was copied.
+        ValueError: If there are no blocks, one is there twice or inside of another, or a number is
+            negative.
+        RuntimeError: In backward, if a tensor was changed in place after it was saved and before it
+            was copied.
     """
     modules = _checked(blocks, keep_last, min_bytes)
     offload = _Offload(min_bytes, pin_memory)
@@ -78,11 +86,13 @@ def offload_activations(
 
 
 def held_by(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
+    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's
+    cached faces.
+    """
     plain, _ = flatten(tensor)
-    if isinstance(tensor, MasterWeight) and tensor._cached is not None:
-        for operand in tensor._cached[1:]:
-            plain += take_apart(operand)[0]
+    if isinstance(tensor, MasterWeight):
+        for face in tensor.record.kept_faces():
+            plain += face.tensors()
     return plain
 
 
@@ -97,11 +107,15 @@ class _Memory:
         self.source: Tensor | None = tensor.detach()  # until the copy has ended
         self.host: Tensor | None = None
         self.fetched: Tensor | None = None
-        self.copied: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # computes here, after this copy
+        self.copied: tuple[torch.cuda.Stream, torch.cuda.Event] | None = (
+            None  # computes here, after this copy
+        )
         self.changed = False
 
     def wait(self) -> None:
-        """Let what is computed from now on come after the last copy; only then may memory be given back."""
+        """Let what is computed from now on come after the last copy; only then may memory be given
+        back.
+        """
         if self.copied is not None:
             stream, event = self.copied
             stream.wait_event(event)
@@ -133,7 +147,9 @@ class _Group:
     """What one call of a block saved. Memory lives as long as autograd holds on to what is in it."""
 
     previous: _Group | None
-    devices: set[torch.device]  # what is saved elsewhere, a number on the host for instance, stays there
+    devices: set[
+        torch.device
+    ]  # what is saved elsewhere, a number on the host for instance, stays there
     held: set[int]
     memories: list[weakref.ref[_Memory]] = field(default_factory=list)
 
@@ -166,13 +182,16 @@ class _Offload:
         self.fetched: list[_Group] = []  # what backward is at, and what is fetched ahead
         self.known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward
+    # ------------------------------------------------------------------------------------------------------
 
     def enter(self, block: nn.Module, args: Any) -> None:
         """Catch what the block saves."""
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
         group = _Group(self.last, {p.device for p in block.parameters()}, _addresses(block))
-        hooks = torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, group), self.unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            functools.partial(self.pack, group), self.unpack
+        )
         hooks.__enter__()
         self.open.append((group, hooks))
 
@@ -205,7 +224,9 @@ class _Offload:
             memory = self.known[storage._cdata] = _Memory(tensor)
         if all(ref() is not memory for ref in group.memories):
             group.memories.append(weakref.ref(memory))
-        return _Saved(memory, group, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return _Saved(
+            memory, group, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        )
 
     def send(self, group: _Group, held: set[int]) -> None:
         """Copy to the host, except what a weight holds by now."""
@@ -224,10 +245,13 @@ class _Offload:
         for memory in group.alive():
             memory.release()
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+    # -- backward
+    # -----------------------------------------------------------------------------------------------------
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
-        """Return a tensor when backward needs it; the first of a block has its block and the previous one fetched."""
+        """Return a tensor when backward needs it; the first of a block has its block and the
+        previous one fetched.
+        """
         if not isinstance(saved, _Saved):
             return saved
         with self.lock:
@@ -241,8 +265,13 @@ class _Offload:
         return empty.set_(memory.storage(), saved.offset, saved.shape, saved.stride)
 
     def come_to(self, group: _Group) -> None:
-        """Fetch what a block and the one before it need; let go of what only a second backward would use again."""
-        before, self.fetched = self.fetched, [group] if group.previous is None else [group, group.previous]
+        """Fetch what a block and the one before it need; let go of what only a second backward
+        would use again.
+        """
+        before, self.fetched = (
+            self.fetched,
+            [group] if group.previous is None else [group, group.previous],
+        )
         needed = [memory for each in self.fetched for memory in each.alive()]
         for memory in (memory for each in before for memory in each.alive()):
             if all(memory is not other for other in needed):
@@ -258,7 +287,9 @@ class _Offload:
                 self.traffic.to_device += memory.host.nbytes
 
     def copy(self, memory: _Memory, source: Tensor, target: torch.device) -> Tensor:
-        """Copy bytes between host and device; a GPU does it on the side, after what was asked of it before."""
+        """Copy bytes between host and device; a GPU does it on the side, after what was asked of it
+        before.
+        """
         device = memory.device
         if device.type != "cuda":
             return source.clone()
@@ -278,18 +309,26 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
     """Return the blocks, after checking everything."""
     who = "offload_activations"
     if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
-        raise TypeError(f"{who}: several blocks are required, got one {type(blocks).__name__}; put it in a list")
+        raise TypeError(
+            f"{who}: several blocks are required, got one {type(blocks).__name__}; put it in a list"
+        )
     if not isinstance(blocks, Iterable):
-        raise TypeError(f"{who}: blocks are required, got {type(blocks).__name__}; give for example model.blocks")
+        raise TypeError(
+            f"{who}: blocks are required, got {type(blocks).__name__}; give for example model.blocks"
+        )
     modules = list(blocks)
     wrong = [type(m).__name__ for m in modules if not isinstance(m, nn.Module)]
     if wrong:
-        raise TypeError(f"{who}: modules are required, got {', '.join(wrong)}; give for example model.blocks")
+        raise TypeError(
+            f"{who}: modules are required, got {', '.join(wrong)}; give for example model.blocks"
+        )
     if not modules:
         raise ValueError(f"{who}: at least one block is required, got none")
     below = [id(m) for block in modules for m in block.modules()]
     if any(below.count(id(block)) > 1 for block in modules):
-        raise ValueError(f"{who}: blocks apart from each other are required, got one twice or inside of another")
+        raise ValueError(
+            f"{who}: blocks apart from each other are required, got one twice or inside of another"
+        )
     for name, number in (("keep_last", keep_last), ("min_bytes", min_bytes)):
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(f"{who}: a number is required as {name}, got {number!r}")
@@ -308,4 +347,6 @@ def _addresses(block: nn.Module) -> set[int]:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor as bytes."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )

@@ -11,21 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.quantizing import refresh_
 
-# Optimizers choose their foreach implementation on a GPU by exact type; DTensor enters itself here in the same way.
-_foreach_types = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", [])
+# Optimizers choose their foreach implementation on a GPU by exact type; DTensor enters itself here
+# in the same way.
+_foreach_types = getattr(
+    sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", []
+)
 if MasterWeight not in _foreach_types:
     _foreach_types.append(MasterWeight)
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them back.
+    """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them
+    back.
 
-    Every persistent parameter gets an fp32 master: its original value where the parameter still holds that (and then
-    lets go of it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
-    parameter is ``quantize(master)``, bit for bit, written in place once. What is written into a parameter in between,
-    such as loaded values, is its master from then on.
+    Every persistent parameter gets an fp32 master: its original value where the parameter still
+    holds that (and then lets go of it), else its dequantized one. Other parameters are stepped as
+    they are. After a step each persistent parameter is ``quantize(master)``, bit for bit, written
+    in place once. What is written into a parameter in between, such as loaded values, is its master
+    from then on.
 
     Args:
         optimizer_class: For example ``torch.optim.AdamW``.
@@ -33,20 +40,31 @@ class MasterWeights(torch.optim.Optimizer):
         kwargs: Passed to ``optimizer_class``.
 
     Raises:
-        TypeError: If ``optimizer_class`` is not an optimizer class, or makes other parameter groups, as torchao's
-            ``CPUOffloadOptimizer`` does, which steps what its hooks have seen in backward.
+        TypeError: If ``optimizer_class`` is not an optimizer class, or makes other parameter
+            groups, as torchao's ``CPUOffloadOptimizer`` does, which steps what its hooks have seen
+            in backward.
     """
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], /, **kwargs: Any) -> None:
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-            raise TypeError(f"MasterWeights: an Optimizer class is required, got {optimizer_class!r}")
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], /, **kwargs: Any
+    ) -> None:
+        if not (
+            isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+        ):
+            raise TypeError(
+                f"MasterWeights: an Optimizer class is required, got {optimizer_class!r}"
+            )
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self._pairs: list[tuple[HybridTensor, nn.Parameter]] = []
-        inner_groups = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        inner_groups = [
+            {**group, "params": [self._master(p) for p in group["params"]]} for group in groups
+        ]
         self.inner = optimizer_class(inner_groups, **kwargs)
-        if [len(group["params"]) for group in self.inner.param_groups] != [len(group["params"]) for group in groups]:
+        if [len(group["params"]) for group in self.inner.param_groups] != [
+            len(group["params"]) for group in groups
+        ]:
             raise TypeError(
                 "MasterWeights: an optimizer that keeps its parameter groups is required, got "
                 f"{optimizer_class.__name__}; give it master weights: quantize_(model, config) without persistent=True"
@@ -58,18 +76,20 @@ class MasterWeights(torch.optim.Optimizer):
         """Return what is stepped for a parameter, or for its name and it."""
         if isinstance(parameter, tuple):
             return (*parameter[:-1], self._master(parameter[-1]))
-        part = _part(parameter)
+        part = local(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
         values = _like(parameter, _values(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        part.kept.give_to(_part(master), follows=part.kept.follows)
+        part.high_precision.give_to(local(master), follows=part.high_precision.follows)
         self._pairs.append((parameter, master))
         return master
 
     @property
     def state(self) -> defaultdict[Any, dict[str, Any]]:
-        """The inner optimizer's state by parameter, with the masters; nothing before the first step."""
+        """The inner optimizer's state by parameter, with the masters; nothing before the first
+        step.
+        """
         of = {id(master): parameter for parameter, master in self._pairs}
         found: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for stepped, state in self.inner.state.items():
@@ -87,7 +107,9 @@ class MasterWeights(torch.optim.Optimizer):
         return {"master": master.detach(), "follows": follows_from_master(parameter)}
 
     def _share_groups(self) -> None:
-        """Let schedulers, which write ``param_groups``, reach the inner optimizer: all options live in its groups."""
+        """Let schedulers, which write ``param_groups``, reach the inner optimizer: all options live
+        in its groups.
+        """
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
@@ -106,7 +128,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Undo ``__getstate__``."""
         super().__setstate__(state)
         for parameter, master in self._pairs:
-            _part(parameter).kept.give_to(_part(master), follows=False)
+            local(parameter).high_precision.give_to(local(master), follows=False)
 
     def masters(self) -> dict[HybridTensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
@@ -114,11 +136,13 @@ class MasterWeights(torch.optim.Optimizer):
         return dict(self._pairs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters with the parameters' gradients, then write every persistent parameter back.
+        """Step the masters with the parameters' gradients, then write every persistent parameter
+        back.
 
         Args:
-            closure: Evaluated once, before the step, with gradients enabled. Optimizers that evaluate it several times
-                (LBFGS) are not possible here: the parameters would not follow in between.
+            closure: Evaluated once, before the step, with gradients enabled. Optimizers that
+                evaluate it several times (LBFGS) are not possible here: the parameters would not
+                follow in between.
         """
         self._follow_parameters()
         loss = None
@@ -129,32 +153,45 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.inner.step()
-        still = {id(p) for group in self.inner.param_groups if _is_zero(group.get("lr")) for p in group["params"]}
-        self._write_back([pair for pair in self._pairs if pair[1].grad is not None and id(pair[1]) not in still])
+        still = {
+            id(p)
+            for group in self.inner.param_groups
+            if _is_zero(group.get("lr"))
+            for p in group["params"]
+        }
+        self._write_back(
+            [pair for pair in self._pairs if pair[1].grad is not None and id(pair[1]) not in still]
+        )
         for parameter, master in self._pairs:
             master.grad = None
-            _part(parameter).kept.loaded = False
+            local(parameter).high_precision.loaded = False
         return loss
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Take masters anew of parameters that became other tensors, or that another optimizer steps, too."""
+        """Take masters anew of parameters that became other tensors, or that another optimizer
+        steps, too.
+        """
         for parameter, master in self._pairs:
-            part, own = _part(parameter), _part(master)
-            if part.kept.is_of(own):
+            part, own = local(parameter), local(master)
+            if part.high_precision.is_of(own):
                 continue
-            if not part.kept.was_of(own):
+            if not part.high_precision.was_of(own):
                 own.copy_(_values(part))
-            part.kept.give_to(own, follows=part.kept.follows)
+            part.high_precision.give_to(own, follows=part.high_precision.follows)
 
     def _write_back(self, pairs: list[tuple[HybridTensor, nn.Parameter]]) -> None:
-        """Quantize masters into their parameters; parts of sharded ones all together, because ranks exchange scales."""
-        parts = [(_part(parameter), _part(master.detach())) for parameter, master in pairs]
-        together = parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts)
+        """Quantize masters into their parameters; parts of sharded ones all together, because ranks
+        exchange scales.
+        """
+        parts = [(local(parameter), local(master.detach())) for parameter, master in pairs]
+        together = (
+            parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts)
+        )
         for part, values in [] if together else parts:
-            part.refresh_(values)
+            refresh_(part, values)
         for parameter, master in pairs:
-            _part(parameter).kept.give_to(_part(master), follows=True)
+            local(parameter).high_precision.give_to(local(master), follows=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -169,7 +206,8 @@ class MasterWeights(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return what the inner optimizer gives, and with each persistent parameter its master.
 
-        And ``"follows"``: whether the parameter is what quantizing the master gives, whenever that is done.
+        And ``"follows"``: whether the parameter is what quantizing the master gives, whenever that
+        is done.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -186,19 +224,25 @@ class MasterWeights(torch.optim.Optimizer):
         return packed
 
     def _keys(self, packed: dict[str, Any]) -> list[Any]:
-        """Return what a state dict calls the parameters with masters: it has numbers, or names, in our order."""
+        """Return what a state dict calls the parameters with masters: it has numbers, or names, in
+        our order.
+        """
         keys = [key for group in packed["param_groups"] for key in group["params"]]
-        every = [id(parameter) for group in self.inner.param_groups for parameter in group["params"]]
+        every = [
+            id(parameter) for group in self.inner.param_groups for parameter in group["params"]
+        ]
         of = dict(zip(every, keys, strict=False))
         return [of.get(id(master)) for _, master in self._pairs]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from its master.
+        """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from
+        its master.
 
-        Parameters that did not, such as frozen ones and those with delayed scales, come with the model's state, which
-        may be loaded before or after this.
+        Parameters that did not, such as frozen ones and those with delayed scales, come with the
+        model's state, which may be loaded before or after this.
 
-        Frozen ones may have no master there, because torch's ``get_optimizer_state_dict`` leaves them out.
+        Frozen ones may have no master there, because torch's ``get_optimizer_state_dict`` leaves
+        them out.
 
         Raises:
             ValueError: If the masters do not fit the parameters.
@@ -209,51 +253,66 @@ class MasterWeights(torch.optim.Optimizer):
         own = [state.get(key, {}) for key in self._keys(state_dict)]
         loaded = [(of_one.pop("master", None), of_one.pop("follows", False)) for of_one in own]
         self._check_masters([values for values, _ in loaded])
-        self.inner.load_state_dict({**state_dict, "state": {key: of_one for key, of_one in state.items() if of_one}})
+        self.inner.load_state_dict(
+            {**state_dict, "state": {key: of_one for key, of_one in state.items() if of_one}}
+        )
         self._share_groups()
-        found = [(*pair, *new) for pair, new in zip(self._pairs, loaded, strict=True) if new[0] is not None]
+        found = [
+            (*pair, *new)
+            for pair, new in zip(self._pairs, loaded, strict=True)
+            if new[0] is not None
+        ]
         with torch.no_grad():
             for _, master, values, _ in found:
                 master.copy_(values)
-            self._write_back([(parameter, master) for parameter, master, _, follows in found if follows])
+            self._write_back(
+                [(parameter, master) for parameter, master, _, follows in found if follows]
+            )
         for parameter, master, _, follows in found:
-            _part(parameter).kept.give_to(_part(master), follows=bool(follows), loaded=True)
+            local(parameter).high_precision.give_to(
+                local(master), follows=bool(follows), loaded=True
+            )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _check_masters(self, loaded: list[Tensor | None]) -> None:
-        """Raise ValueError unless a state dict has a master of every trainable parameter, in its shape."""
+        """Raise ValueError unless a state dict has a master of every trainable parameter, in its
+        shape.
+        """
         shapes = [None if values is None else tuple(values.shape) for values in loaded]
         wanted = [tuple(master.shape) for _, master in self._pairs]
         for (parameter, _), shape, needed in zip(self._pairs, shapes, wanted, strict=True):
             if shape != needed and (shape is not None or parameter.requires_grad):
-                raise ValueError(f"MasterWeights.load_state_dict: masters of {wanted} are required, got {shapes}")
+                raise ValueError(
+                    f"MasterWeights.load_state_dict: masters of {wanted} are required, got {shapes}"
+                )
 
 
 def follows_from_master(parameter: Any) -> bool:
-    """Whether a persistent parameter, or this rank's part of it, is what quantizing its master gives, at any time."""
-    part = _part(parameter)
-    return bool(part.kept.follows and part.config.weight.repeatable)
+    """Whether a persistent parameter, or this rank's part of it, is what quantizing its master
+    gives, at any time.
+    """
+    part = local(parameter)
+    return bool(part.high_precision.follows and part.config.weight.repeatable)
 
 
 def _values(part: HybridTensor) -> Tensor:
     """Return the best there is of the values of a persistent parameter."""
-    values = part.kept.values
+    values = part.high_precision.current
     return (part.dequantize() if values is None else values).detach()
 
 
 def _is_zero(rate: Any) -> bool:
     """Whether a learning rate is known to be zero, without asking the device."""
-    return not (isinstance(rate, Tensor) and rate.device.type != "cpu") and rate is not None and float(rate) == 0
+    return (
+        not (isinstance(rate, Tensor) and rate.device.type != "cpu")
+        and rate is not None
+        and float(rate) == 0
+    )
 
 
 def _or(new: Any, old: Any) -> Any:
     return old if new is None else new
-
-
-def _part(parameter: Any) -> Any:
-    """Return this rank's part of a sharded parameter, or the parameter."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _like(parameter: Any, part: Tensor) -> Tensor:
@@ -261,7 +320,9 @@ def _like(parameter: Any, part: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    return DTensor.from_local(part, mesh, placements, shape=shape, stride=parameter.stride(), run_check=False)
+    return DTensor.from_local(
+        part, mesh, placements, shape=shape, stride=parameter.stride(), run_check=False
+    )
 
 
 def _as_list(params: Any) -> list[Any]:

@@ -8,11 +8,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from faces import tensor_faces
 from torch import nn
 
 import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, HybridQuantizer, IdentityQuantizer
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.structure import flatten
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 M, K, N = 64, 32, 48
@@ -97,7 +98,7 @@ def test_dequantized_saves_rowwise_bytes_and_makes_no_columnwise_ones(spec):
     row = module.weight.config.input.rowwise.quantize(x, columnwise=False).rowwise
     assert torch.equal(saved.tensors[0].view(torch.uint8), row.qdata.view(torch.uint8))
     assert torch.equal(saved.tensors[1], row.scale)
-    face, column = module.weight.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
+    face, column = tensor_faces(module.weight, dtype=torch.bfloat16)
     assert column.source.qdata.data_ptr() == face.qdata.data_ptr()
     held = {t.untyped_storage().data_ptr() for f in (face, column) for t in flatten(f)[0]}
     assert len(held) == 2  # one code matrix, one scale

@@ -3,6 +3,7 @@
 import pytest
 import tiers
 import torch
+from faces import tensor_faces
 from tiers import in_turn
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -94,7 +95,7 @@ def test_writes_by_compiled_code_are_seen():
 
     compiled_step()
     for layer in (model[0], model[2]):
-        row, _ = layer.weight.faces(rowwise=True, columnwise=False, dtype=torch.bfloat16)
+        row, _ = tensor_faces(layer.weight, columnwise=False, dtype=torch.bfloat16)
         assert torch.equal(row, layer.weight.config.weight.quantize(layer.weight.master).rowwise)
 
 

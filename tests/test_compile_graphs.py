@@ -8,9 +8,7 @@ from graphs import Graphs
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.ops import Held
-from hybridtensor.ops.cast import parse
-from hybridtensor.ops.operand import take_apart
+from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 QUANTIZE = torch.ops.hybridtensor.quantize.default
@@ -62,9 +60,9 @@ def test_compiled_siblings_save_the_faces_of_one_eager_layer(recipe):
     of_input = eager.nbytes(without=[net.q.weight]) * (3 if recipe == "fp8_delayed" else 1)
     of_weights = 0
     for layer in (net.q, net.k, net.v):
-        row, column = layer.weight.operands(rowwise=True, columnwise=True, dtype=torch.bfloat16)
-        made_in_forward = isinstance(column, Held) or None not in (row.scale, column.scale)
-        of_weights += nbytes(take_apart(column)[0]) if made_in_forward else 0
+        row, column = layer.weight.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
+        made_in_forward = row.scale is not None and column.scale is not None
+        of_weights += nbytes(column.tensors()) if made_in_forward else 0
     assert nbytes(graphs.saved(outputs=3)) == of_input + of_weights
 
 
@@ -91,9 +89,9 @@ def test_what_has_one_scale_is_measured_by_operations_that_can_be_fused(recipe):
         made = [node for node in casts if tuple(node.args[0].meta["val"].shape) not in weights]
         assert made
         for node in casts:
-            row, column, source = (parse(text) for text in node.args[1:4])
+            row, column, source, _ = parse_request(node.args[1])
             of_x = row or source, None if source else column
-            amaxes = dict(zip(of_x, (*node.args[9:], None, None)[:2], strict=True))
+            amaxes = dict(zip(of_x, (*node.args[6:], None, None)[:2], strict=True))
             amaxes.pop(None, None)
             whole = {cast for cast in amaxes if cast.measures is False}
             plain = node in made and not any(cast.format.hadamard or cast.measures for cast in amaxes)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from faces import tensor_faces
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torchao.quantization import FqnToConfig
@@ -147,10 +148,10 @@ class TestBothVerbs:
         model = Model()
         convert(model, FP8)
         weight = model.layers[0].q_proj.weight
-        master = weight.master
+        plain = weight.plain
         convert(model, HybridConfig.parse("fp8_rowwise"))
         assert model.layers[0].q_proj.weight is weight
-        assert weight.master is master
+        assert weight.plain is plain
         assert str(weight.config) == "fp8_rowwise"
 
 
@@ -273,7 +274,7 @@ class TestStateDict:
         expected = Float8Quantizer().quantize(value)
         if source == "persistent":
             expected = expected if persistent else Float8Quantizer().quantize(expected.dequantize())
-        row, column = weight.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
+        row, column = tensor_faces(weight, dtype=torch.bfloat16)
         assert torch.equal(row, expected.rowwise)
         assert torch.equal(column, expected.columnwise)
         model(torch.randn(2, 16).bfloat16()).sum().backward()

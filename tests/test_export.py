@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.structure import flatten
 
 RECIPES = list(ht.recipes.RECIPES)
 

@@ -15,13 +15,13 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "formats", "kernels", "ops", "state", "subclasses", "quantizers", "torchao_compat", "recipes",
-    "siblings", "linear", "optim", "offload", "distributed", "convert", "explain", "export",
-    "verify", "former_names", "testing",
+    "version", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses", "linear",
+    "dtensor", "optim", "offload", "distributed", "convert", "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "wrapper", "quantized_tensor", "identity_tensor", "kept", "hybrid_tensor", "master_tensor", "matmul",
-    "common_ops", "quantized_ops", "identity_ops", "hybrid_ops", "master_ops",
+    "op_table", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
+    "identity_tensor", "hybrid_tensor", "followers", "master_tensor", "quantizing", "matmul", "common_ops",
+    "quantized_ops", "identity_ops", "hybrid_ops", "master_ops",
 ]  # fmt: skip
 
 

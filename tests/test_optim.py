@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from faces import tensor_faces
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 
@@ -14,6 +15,7 @@ import hybridtensor as ht
 from hybridtensor import HybridTensor
 from hybridtensor.distributed import checkpoint
 from hybridtensor.optim import MasterWeights
+from hybridtensor.subclasses import quantizing
 
 SPECS = ["fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+dequantized", "bf16"]
 OPTIMIZERS = {
@@ -64,7 +66,7 @@ def test_on_master_weights_equals_the_plain_model(name, dtype, device):
             assert type(states[1][key][field]) is type(value) is torch.Tensor
             assert torch.equal(states[1][key][field], value)
     weight = ours[0].weight
-    row, _ = weight.faces(rowwise=True, columnwise=False, dtype=dtype)
+    row, _ = tensor_faces(weight, columnwise=False, dtype=dtype)
     assert torch.equal(row, weight.config.weight.quantize(weight.master).rowwise)
 
 
@@ -124,9 +126,9 @@ def test_a_step_writes_each_weight_once(monkeypatch):
     ours = ht.quantize_(model(), "fp8", persistent=True)
     optimizer = MasterWeights(torch.optim.AdamW, ours.parameters())
     writes = []
-    original = ht.Float8Quantizer.update_
+    original = quantizing.update_
     monkeypatch.setattr(
-        ht.Float8Quantizer, "update_", lambda self, dst, x, **kw: writes.append(dst) or original(self, dst, x, **kw)
+        quantizing, "update_", lambda quantizer, dst, x, **kw: writes.append(dst) or original(quantizer, dst, x, **kw)
     )
     set_grads(ours.parameters(), 0)
     optimizer.step()
@@ -258,7 +260,7 @@ def write(model, values, way, folder):
     """Write values into a persistent model, or what an initializer draws."""
     source = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8", persistent=True)
     source[0].weight.detach().copy_(values)
-    source[0].weight.kept.let_go()
+    source[0].weight.high_precision.let_go()
     if way == "copy_":
         model[0].weight.detach().copy_(values)
     elif way == "initializer":
@@ -517,12 +519,12 @@ def test_masters_are_the_optimizers_to_keep_copy_and_save():
     optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0)
     assert len(pickle.dumps(model.state_dict())) < whole - 64 * 64 * 4
     weight = model[0].weight
-    assert torch.equal(weight.kept.values, optimizer.masters()[weight])
-    assert copy.deepcopy(weight).kept.values is None
-    assert weight.detach().clone().kept.values is None
+    assert torch.equal(weight.high_precision.current, optimizer.masters()[weight])
+    assert copy.deepcopy(weight).high_precision.current is None
+    assert weight.detach().clone().high_precision.current is None
     del optimizer
     gc.collect()
-    assert weight.kept.values is None
+    assert weight.high_precision.current is None
 
 
 def test_masters_keep_the_precision_of_the_original_in_another_dtype():

@@ -22,7 +22,8 @@ from hybridtensor import (
     QuantizedTensor,
 )
 from hybridtensor.recipes import RECIPES
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.quantizing import refresh_
+from hybridtensor.subclasses.structure import flatten
 from hybridtensor.testing import random_tensor
 
 ROWS, COLUMNS = 96, 160
@@ -121,7 +122,7 @@ def test_the_weight_of_every_recipe(recipe, device):
         pytest.skip("weights are rounded to nearest in every recipe; of others, draws would have to be repeated")
     kept = [(t, t.data_ptr(), t._version) for t in tensors(weight)]
     with Calls() as calls:
-        weight.refresh_(new)
+        refresh_(weight, new)
     assert all(t.data_ptr() == address and t._version > version for t, address, version in kept)
     assert all(same_bits(a, b) for a, b in zip(tensors(weight), tensors(expected), strict=True))
     in_formats = all(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from faces import tensor_faces
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -72,7 +73,7 @@ def test_a_history_that_is_shorter_than_another_forgets_earlier():
         for one in (state, *alone.values()):
             one.amax.fill_(amax)
             ht.step_(one)
-        assert state.scale.tolist() == [one.scale.item() for one in alone.values()]
+        assert state.encode_scale.tolist() == [one.encode_scale.item() for one in alone.values()]
 
 
 def of(state, slot):
@@ -394,7 +395,7 @@ class TestDelayedScaling:
         ht.set_config_(net, "bf16")
         ht.set_config_(net, DELAYED)
         net(x).sum().backward()
-        row = net[0].weight.faces(rowwise=True, columnwise=False, dtype=torch.bfloat16)[0]
+        row = tensor_faces(net[0].weight, columnwise=False, dtype=torch.bfloat16)[0]
         assert row.scale == 1
         assert of(net[0].quantization_state, "weight").amax == net[0].weight.dequantize().abs().max()
 
@@ -568,7 +569,7 @@ def test_a_weight_whose_step_is_in_a_cuda_graph_keeps_no_face(monkeypatch):
     monkeypatch.undo()
     for factor in (1.0, 2.0):
         layer.encode_scale.numpy()[:] = factor
-        row, _ = weight.operands(rowwise=True, columnwise=False, dtype=weight.dtype)
+        row, _ = weight.faces(rowwise=True, columnwise=False, dtype=weight.dtype)
         assert row.scale.item() == 1 / factor
 
 

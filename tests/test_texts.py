@@ -112,7 +112,8 @@ ValueError: HybridConfig: unknown format 'fp9'; did you mean 'fp8'? known: bf16,
   fp8_delayed, mxfp8, nvfp4; or a recipe: did you mean 'fp8'? known: bf16, fp8, fp8_delayed, fp8_rowwise,
   fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward, fp8_dequantized_backward, mxfp8,
   mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
-  nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd
+  nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd,
+  nvfp4_row_scaled_fwd_high_precision_bwd
 TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, got 3;
   HybridConfig(input=, weight=, grad_output=) makes a config of quantizers
 ValueError: quantize_: a recipe that matches a layer is required, got none; linear layers are: none
@@ -171,7 +172,8 @@ ValueError: HybridConfig: unknown format 'nvpf4'; did you mean 'nvfp4'? known: b
   fp8_block, fp8_delayed, mxfp8, nvfp4; or a recipe: did you mean 'nvfp4'? known: bf16, fp8, fp8_delayed,
   fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward, fp8_dequantized_backward,
   mxfp8, mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
-  nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd
+  nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd,
+  nvfp4_row_scaled_fwd_high_precision_bwd
 TypeError: HybridConfig: a quantizer is required for input, got 'fp8'; use IdentityQuantizer() for high
   precision
 ValueError: schedule: steps from 0 on, 0 among them, are required, got [100]""",
@@ -194,7 +196,7 @@ ValueError: linear: an input of one to four dimensions, the last of 64 features,
 TypeError: linear: a floating-point input is required, got torch.int32; cast it
 ValueError: linear: one dtype is required, got input in torch.bfloat16 for a weight in torch.float32; cast
   one, or use torch.autocast
-ValueError: linear: operands on one device are required, got cpu, meta; move them
+ValueError: linear: operands on one device are required, got input on meta and a weight on cpu; move them
 ValueError: input: the columnwise face in mxfp8_e4m3 needs a multiple of 32 along the contraction axis, got 5
   of [64, 5]; pad the tensor, or use another format for this product""",
     )
@@ -243,7 +245,8 @@ nvfp4_1d_weight: nvfp4+one_d+rowwise_dequantized_weight
 nvfp4_dequantized_backward: nvfp4+dequantized
 mxfp8_fwd_nvfp4_bwd: mxfp8/nvfp4/nvfp4+one_d+rowwise_dequantized_weight
 nvfp4_fwd_mxfp8_bwd: nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized
-nvfp4_row_scaled_fwd_mxfp8_bwd: nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized""",
+nvfp4_row_scaled_fwd_mxfp8_bwd: nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized
+nvfp4_row_scaled_fwd_high_precision_bwd: nvfp4+one_d+row_scaled_input+dequantized""",
     )
 
 

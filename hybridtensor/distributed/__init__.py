@@ -1,6 +1,6 @@
 """Process groups: what of this library touches more than one rank lives here."""
 
-from hybridtensor.distributed.fsdp import expect_recompute_
+from hybridtensor.distributed.fsdp.hooks import expect_recompute_
 from hybridtensor.distributed.master_weights import quantize_master_weights
 
 __all__ = ["expect_recompute_", "quantize_master_weights"]

@@ -1,12 +1,14 @@
-"""Quantize weights whose fp32 masters are scattered over ranks, as a distributed optimizer (ZeRO-1) keeps them.
+"""Quantize weights whose fp32 masters are scattered over ranks, as a distributed optimizer (ZeRO-1)
+keeps them.
 
-Every rank holds a fragment of each flattened master: any range, also none, also one that cuts blocks. No rank sees a
-whole master. Two collectives serve all weights: a MAX of the magnitudes of all scale groups, and a SUM of bytes in
-which each rank fills in the elements of its fragment.
+Every rank holds a fragment of each flattened master: any range, also none, also one that cuts
+blocks. No rank sees a whole master. Two collectives serve all weights: a MAX of the magnitudes of
+all scale groups, and a SUM of bytes in which each rank fills in the elements of its fragment.
 
-In between each rank quantizes a stand-in for the whole matrix: its fragment, and in every scale group that reaches
-beyond it one number in a place that is not its own, the group's largest magnitude. So all scales come out as those of
-the whole, and the fragment's elements with them, in every format and by the one way there is to quantize.
+In between each rank quantizes a stand-in for the whole matrix: its fragment, and in every scale
+group that reaches beyond it one number in a place that is not its own, the group's largest
+magnitude. So all scales come out as those of the whole, and the fragment's elements with them, in
+every format and by the one way there is to quantize.
 
 Shape letters: ``N, K`` a weight; ``G`` scale groups of ``E`` elements; ``W`` weights.
 """
@@ -23,15 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops import Operand
-from hybridtensor.ops.operand import plain_operand
+from hybridtensor.ops import Face, columnwise_of, high_precision
 from hybridtensor.ops.references.blocks import Block
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
-from hybridtensor.quantizers.base import overwrite_
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.hybrid_tensor import as_face
+from hybridtensor.subclasses.quantizing import overwrite_
 
 _ROW, _COLUMN = "rowwise", "columnwise"
 
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weight."""
-        return self.weight.config.weight  # type: ignore[no-any-return]
+        return self.weight.recipe.weight
 
     @property
     def context(self) -> Context:
@@ -78,7 +78,10 @@ class _Part(NamedTuple):
 
     def _of_rowwise(self) -> bool:
         quantizer = self.quantizer
-        of_rowwise = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "rowwise_dequantized"
+        of_rowwise = (
+            isinstance(quantizer, HybridQuantizer)
+            and quantizer.columnwise_source == "rowwise_dequantized"
+        )
         return of_rowwise and self.weight.columnwise is not None
 
     def format(self, direction: str) -> Format:
@@ -95,20 +98,23 @@ def quantize_master_weights(
 ) -> None:
     """Quantize weights, in place, on all ranks alike, from masters that are scattered over them.
 
-    Every face of every weight equals, bit for bit, that of the whole master. NaN and Inf count as in any cast. Faces in
-    high precision, and those after a Hadamard rotation, need the values of other ranks: there values are exchanged.
+    Every face of every weight equals, bit for bit, that of the whole master. NaN and Inf count as
+    in any cast. Faces in high precision, and those after a Hadamard rotation, need the values of
+    other ranks: there values are exchanged.
 
     Args:
         weights: Persistent parameters, the same on every rank.
-        master_shards: This rank's fragment of each flattened master, fp32; empty or None if it has none.
+        master_shards: This rank's fragment of each flattened master, fp32; empty or None if it has
+            none.
         offsets: Where each begins in the flattened master; None goes with None.
         group: Whose ranks hold the fragments; None is all ranks.
 
     Raises:
         TypeError: If a weight is not a persistent parameter, or a fragment not fp32.
-        ValueError: If a fragment is on another device than its weight, or the lengths of the arguments differ.
-        RuntimeError: If ranks disagree on weights or recipes, or the fragments are not the whole, each element once; or
-            if another rank found an error.
+        ValueError: If a fragment is on another device than its weight, or the lengths of the
+            arguments differ.
+        RuntimeError: If ranks disagree on weights or recipes, or the fragments are not the whole,
+            each element once; or if another rank found an error.
 
     Source: TransformerEngine's ``quantize_master_weights``, which has FP8 per tensor and per block.
     """
@@ -119,14 +125,17 @@ def quantize_master_weights(
         return
     magnitudes = _reduced_magnitudes(parts, group)
     made = {
-        (i, d): _quantized(part, d, magnitudes.get((i, d))) for i, part in enumerate(parts) for d in part.directions()
+        (i, d): _quantized(part, d, magnitudes.get((i, d)))
+        for i, part in enumerate(parts)
+        for d in part.directions()
     }
     _exchange(parts, made, group)
     for i, part in enumerate(parts):
         _write(part, made.get((i, _ROW)), made.get((i, _COLUMN)))
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
+# -- checks
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _parts(
@@ -136,29 +145,45 @@ def _parts(
     who = "quantize_master_weights"
     if not len(weights) == len(shards) == len(offsets):
         counts = f"{len(weights)}, {len(shards)} and {len(offsets)}"
-        return [], ValueError(f"{who}: as many weights as fragments and offsets are required, got {counts}")
+        return [], ValueError(
+            f"{who}: as many weights as fragments and offsets are required, got {counts}"
+        )
     parts = []
     for index, (weight, shard, offset) in enumerate(zip(weights, shards, offsets, strict=True)):
         if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
-            return [], TypeError(f"{who}: persistent weights are required, got {weight!r} at {index}; see quantize_")
-        values = torch.zeros(0, device=weight.device) if shard is None else shard.detach().reshape(-1)
+            return [], TypeError(
+                f"{who}: persistent weights are required, got {weight!r} at {index}; see quantize_"
+            )
+        values = (
+            torch.zeros(0, device=weight.device) if shard is None else shard.detach().reshape(-1)
+        )
         if values.dtype != torch.float32:
-            return [], TypeError(f"{who}: fp32 masters are required, got {values.dtype} at {index}; cast them")
+            return [], TypeError(
+                f"{who}: fp32 masters are required, got {values.dtype} at {index}; cast them"
+            )
         if values.device != weight.device:
             where = f"{values.device} for a weight on {weight.device} at {index}"
-            return [], ValueError(f"{who}: masters on their weights' devices are required, got {where}; move them")
+            return [], ValueError(
+                f"{who}: masters on their weights' devices are required, got {where}; move them"
+            )
         if (offset is None and values.numel()) or (offset or 0) < 0:
-            return [], ValueError(f"{who}: an offset of at least 0 is required, got {offset} at {index}")
+            return [], ValueError(
+                f"{who}: an offset of at least 0 is required, got {offset} at {index}"
+            )
         if (offset or 0) + values.numel() > weight.numel():
             what = f"{values.numel()} from {offset} on, of {weight.numel()} at {index}"
-            return [], ValueError(f"{who}: a fragment inside its weight is required, got elements {what}")
+            return [], ValueError(
+                f"{who}: a fragment inside its weight is required, got elements {what}"
+            )
         parts.append(_Part(weight, values, offset or 0))
     return parts, None
 
 
 def _agree(parts: list[_Part], error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if one has an error, or other weights."""
-    what = "\n".join(f"{tuple(p.weight.shape)} {p.directions()} {p.weight.config.fingerprint()}" for p in parts)
+    what = "\n".join(
+        f"{tuple(p.weight.shape)} {p.directions()} {p.weight.recipe.fingerprint()}" for p in parts
+    )
     number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little")
     device = _device(group)
     extremes = torch.tensor([number, -number, error is not None], device=device)
@@ -167,7 +192,9 @@ def _agree(parts: list[_Part], error: Exception | None, group: dist.ProcessGroup
     if error is not None:
         raise error
     if failed:
-        raise RuntimeError("quantize_master_weights: another rank found an error in its fragments; see its message")
+        raise RuntimeError(
+            "quantize_master_weights: another rank found an error in its fragments; see its message"
+        )
     if largest != -smallest:
         raise RuntimeError(
             "quantize_master_weights: the same weights with the same recipes are required on all ranks, got others on "
@@ -177,7 +204,9 @@ def _agree(parts: list[_Part], error: Exception | None, group: dist.ProcessGroup
 
 def _check_cover(parts: list[_Part], group: dist.ProcessGroup | None) -> None:
     """Raise on every rank unless the fragments are the whole of every weight, each element once."""
-    ranges = torch.tensor([[p.offset, p.offset + p.values.numel()] for p in parts], device=_device(group))
+    ranges = torch.tensor(
+        [[p.offset, p.offset + p.values.numel()] for p in parts], device=_device(group)
+    )
     everywhere = [torch.empty_like(ranges) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everywhere, ranges, group=group)
     for index, part in enumerate(parts):
@@ -198,11 +227,14 @@ def _check_cover(parts: list[_Part], group: dist.ProcessGroup | None) -> None:
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else torch.device("cpu")
     )
 
 
-# -- scale groups ----------------------------------------------------------------------------------------------------
+# -- scale groups
+# ----------------------------------------------------------------------------------------------------
 
 
 def _grouped(matrix: Tensor, block: Block, fill: float | bool) -> Tensor:
@@ -218,7 +250,11 @@ def _ungrouped(groups: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     """Undo ``_grouped``."""
     sizes = [extent if b is None else b for extent, b in zip(shape, block, strict=True)]
     counts = [-(-extent // size) for extent, size in zip(shape, sizes, strict=True)]
-    padded = groups.view(*counts, *sizes).transpose(1, 2).reshape(counts[0] * sizes[0], counts[1] * sizes[1])
+    padded = (
+        groups.view(*counts, *sizes)
+        .transpose(1, 2)
+        .reshape(counts[0] * sizes[0], counts[1] * sizes[1])
+    )
     return padded[: shape[0], : shape[1]]
 
 
@@ -227,13 +263,19 @@ def _needs_values(fmt: Format) -> bool:
     return fmt.is_identity or fmt.hadamard
 
 
-def _reduced_magnitudes(parts: list[_Part], group: dist.ProcessGroup | None) -> dict[tuple[int, str], Tensor]:
-    """Return, by weight and face, the largest magnitude of each scale group and whether it has a NaN, ``[2, G]``."""
+def _reduced_magnitudes(
+    parts: list[_Part], group: dist.ProcessGroup | None
+) -> dict[tuple[int, str], Tensor]:
+    """Return, by weight and face, the largest magnitude of each scale group and whether it has a
+    NaN, ``[2, G]``.
+    """
     found: dict[tuple[int, str], Tensor] = {}
     for index, part in enumerate(parts):
         for direction in part.directions():
             if not _needs_values(part.format(direction)):
-                groups = _grouped(_seen(part.matrix(), direction), part.format(direction).block, 0.0)
+                groups = _grouped(
+                    _seen(part.matrix(), direction), part.format(direction).block, 0.0
+                )
                 finite = groups.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(1)
                 found[index, direction] = torch.stack([finite, groups.isnan().any(1).float()])
     if found:
@@ -250,99 +292,121 @@ def _seen(matrix: Tensor, direction: str) -> Tensor:
 
 
 def _stand_in(part: _Part, direction: str, reduced: Tensor) -> Tensor:
-    """Return a matrix ``[N, K]`` with this rank's fragment and the scales of the whole; see the module's docstring."""
+    """Return a matrix ``[N, K]`` with this rank's fragment and the scales of the whole; see the
+    module's docstring.
+    """
     fmt, shape = part.format(direction), part.weight.shape
     seen = (shape[0], shape[1]) if direction == _ROW else (shape[1], shape[0])
     values = _grouped(_seen(part.matrix(), direction), fmt.block, 0.0)
     free = _grouped(_seen(~part.own(), direction), fmt.block, False)
     amax, has_nan = reduced
-    larger = amax > values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(1)  # than all that this rank has
+    larger = amax > values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(
+        1
+    )  # than all that this rank has
     for number, wanted in ((amax, larger), (amax * float("nan"), has_nan > 0)):
         first = free.to(torch.uint8).argmax(1, keepdim=True)
         possible = free.any(1) & wanted
-        values.scatter_(1, first, torch.where(possible[:, None], number[:, None], values.gather(1, first)))
+        values.scatter_(
+            1, first, torch.where(possible[:, None], number[:, None], values.gather(1, first))
+        )
         free.scatter_(1, first, free.gather(1, first) & ~possible[:, None])
     return _seen(_ungrouped(values, fmt.block, seen), direction).contiguous()
 
 
-# -- faces -----------------------------------------------------------------------------------------------------------
+# -- faces
+# -----------------------------------------------------------------------------------------------------------
 
 
-def _quantized(part: _Part, direction: str, magnitudes: Tensor | None) -> Operand | Tensor:
-    """Return a face whose scales are those of the whole and whose elements are right where the fragment is.
+def _quantized(part: _Part, direction: str, magnitudes: Tensor | None) -> Face | Tensor:
+    """Return a face whose scales are those of the whole and whose elements are right where the
+    fragment is.
 
     Values ``[N, K]`` with zeros elsewhere, where those have to be exchanged.
     """
     if magnitudes is None:
-        return part.matrix().to(part.weight.dtype) if part.format(direction).is_identity else part.matrix()
+        return (
+            part.matrix().to(part.weight.dtype)
+            if part.format(direction).is_identity
+            else part.matrix()
+        )
     return _face(part, direction, _stand_in(part, direction, magnitudes))
 
 
-def _face(part: _Part, direction: str, matrix: Tensor) -> Operand:
+def _face(part: _Part, direction: str, matrix: Tensor) -> Face:
     """Return a face of a matrix, as the quantizer makes it."""
-    made = part.quantizer.operands(
-        matrix, rowwise=direction == _ROW, columnwise=direction == _COLUMN, dtype=part.weight.dtype,
+    made = part.quantizer.faces(
+        matrix,
+        rowwise=direction == _ROW,
+        columnwise=direction == _COLUMN,
+        dtype=part.weight.dtype,
         context=part.context,
-    )  # fmt: skip
-    operand = made[0 if direction == _ROW else 1]
-    if not isinstance(operand, Operand):
-        raise TypeError(f"quantize_master_weights: {part.quantizer} made no {direction} face of its own")
-    return operand
+    )
+    face = made[0 if direction == _ROW else 1]
+    if face is None or face.scale is None or face.dequantized_rowwise is not None:
+        raise TypeError(
+            f"quantize_master_weights: {part.quantizer} made no {direction} face of its own"
+        )
+    return face
 
 
 def _exchange(
-    parts: list[_Part], made: dict[tuple[int, str], Operand | Tensor], group: dist.ProcessGroup | None
+    parts: list[_Part], made: dict[tuple[int, str], Face | Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Complete every face, or what it needs, with the elements of other ranks."""
     mine = {key: _only_own(parts[key[0]], key[1], face) for key, face in made.items()}
     sent = torch.cat([one.view(torch.uint8).flatten() for one in mine.values()])
-    dist.all_reduce(sent, dist.ReduceOp.SUM, group=group)  # where one rank has an element the others have zero bits
+    dist.all_reduce(
+        sent, dist.ReduceOp.SUM, group=group
+    )  # where one rank has an element the others have zero bits
     sizes = [one.view(torch.uint8).numel() for one in mine.values()]
     for (key, one), whole in zip(mine.items(), sent.split(sizes), strict=True):
         elements, face = whole.clone().view(one.dtype).view(one.shape), made[key]
-        made[key] = face._replace(data=elements.view(face.data.dtype)) if isinstance(face, Operand) else elements
+        made[key] = (
+            face._replace(qdata=elements.view(face.qdata.dtype))
+            if isinstance(face, Face)
+            else elements
+        )
 
 
-def _only_own(part: _Part, direction: str, face: Operand | Tensor) -> Tensor:
+def _only_own(part: _Part, direction: str, face: Face | Tensor) -> Tensor:
     """Return the elements of a face, or values, with zero bits outside the fragment."""
     if isinstance(face, Tensor):
         return face.contiguous()
     own = _seen(part.own(), direction)
-    codes = face.data.view(torch.uint8)
+    codes = face.qdata.view(torch.uint8)
     if face.format.elements_per_byte == 1:
         return torch.where(own, codes, 0).contiguous()
     return pack(torch.where(own, unpack(codes), 0).to(torch.uint8)).contiguous()
 
 
-def _write(part: _Part, row: Operand | Tensor | None, column: Operand | Tensor | None) -> None:
-    """Overwrite the weight's faces; make those first that values were exchanged for, and those of the rowwise one."""
+def _write(part: _Part, row: Face | Tensor | None, column: Face | Tensor | None) -> None:
+    """Overwrite the weight's faces; make those first that values were exchanged for, and those of
+    the rowwise one.
+    """
     weight, quantizer = part.weight, part.quantizer
     whole_row, whole_column = _whole(part, _ROW, row), _whole(part, _COLUMN, column)
     if column is None and weight.columnwise is not None and isinstance(quantizer, HybridQuantizer):
         if whole_row is None:
-            raise ValueError("quantize_master_weights: a rowwise face is required to make the columnwise one from")
-        made = quantizer.of_rowwise(whole_row, weight.dtype, part.context._replace(direction=_COLUMN))
+            raise ValueError(
+                "quantize_master_weights: a rowwise face is required to make the columnwise one from"
+            )
+        made = quantizer.of_rowwise(
+            whole_row, weight.dtype, part.context._replace(direction=_COLUMN)
+        )
     else:
         made = whole_column
-    values = next((face for face in (row, column) if isinstance(face, Tensor)), part.values).to(weight.dtype)
-    fresh = (
-        as_face(whole_row, -1, _shaped(weight, values), weight.dtype),
-        as_face(made, 0, _shaped(weight, values), weight.dtype),
+    overwrite_(
+        "quantize_master_weights", weight, (None if weight.rowwise is None else whole_row, made)
     )
-    overwrite_("quantize_master_weights", weight, (None if weight.rowwise is None else fresh[0], fresh[1]))
-    weight.kept.let_go()  # the masters are the caller's
-    weight.kept.note_copied(weight.dequantize)
+    weight.high_precision.let_go()  # the masters are the caller's
+    weight.high_precision.note_copied(weight.dequantize, weight.taken)
 
 
-def _shaped(weight: HybridTensor, values: Tensor) -> Tensor:
-    """Return something of the weight's shape, as ``as_face`` wants it."""
-    return values if values.shape == weight.shape else values.new_empty(()).expand(weight.shape)
-
-
-def _whole(part: _Part, direction: str, face: Operand | Tensor | None) -> Operand | None:
+def _whole(part: _Part, direction: str, face: Face | Tensor | None) -> Face | None:
     """Return a face; one that whole values were exchanged for is made now."""
     if not isinstance(face, Tensor):
         return face
     if part.format(direction).is_identity:
-        return plain_operand(face if direction == _ROW else face.t())
+        kept = high_precision(face)
+        return kept if direction == _ROW else columnwise_of(kept, face.dtype)
     return _face(part, direction, face)

@@ -18,10 +18,10 @@ def _butterfly(groups, P: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def rotate(values, P: tl.constexpr, Q: tl.constexpr, TAME: tl.constexpr, HW: tl.constexpr):
+def rotate(values, P: tl.constexpr, Q: tl.constexpr, FINITE: tl.constexpr, HW: tl.constexpr):
     """Rotate every 16 values of the last axis of ``[P, Q]``; round to bfloat16, saturating.
 
-    ``TAME`` leaves out what only matters for values that are, or round to, Inf or NaN: the result then has such, too.
+    ``FINITE`` leaves out what only matters for values that are, or round to, Inf or NaN: the result then has such, too.
     """
     N: tl.constexpr = Q // 16
     negative = (_NEGATIVE >> tl.arange(0, 16)) & 1
@@ -31,7 +31,7 @@ def rotate(values, P: tl.constexpr, Q: tl.constexpr, TAME: tl.constexpr, HW: tl.
     rotated = _butterfly(rotated, P, N, 2)
     rotated = _butterfly(rotated, P, N, 4)
     rotated = _butterfly(rotated, P, N, 8) * 4.0
-    if not TAME:
+    if not FINITE:
         nan = max_of_groups((values != values).to(tl.int32), P, Q, 16) > 0
         infinite = (max_of_groups(tl.abs(values), P, Q, 16) == float("inf")) & ~nan
         rotated = _bounded(rotated, infinite)

@@ -187,14 +187,14 @@ def _load_level(measured, levels, other, along, OTHER, PER_ROW: tl.constexpr, ST
 @triton.jit
 def _cast_nvfp4(v, amax, level, codes, scales, stride_other, stride_along, uniform, other, along, OTHER, ALONG,
                 SIDE: tl.constexpr, STOCHASTIC: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr,
-                TAME: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+                FINITE: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
                 P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Cast a tile to NVFP4 as ``_cast_fp8`` does, without a thought of NaN if it is ``TAME``."""
+    """Cast a tile to NVFP4 as ``_cast_fp8`` does, without a thought of NaN if it is ``FINITE``."""
     encode = tl.minimum(tl.div_rn(2688.0, level), FP32_MAX)  # what block amaxes are multiplied with
     scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
     scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * tl.div_rn(1.0, encode), HW), FP32_MAX)
-    if not TAME:
+    if not FINITE:
         nan = block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
         scale_codes = tl.where(nan > 0, 0x7F, scale_codes)
         scale = tl.where(nan > 0, float("nan"), scale)
@@ -217,15 +217,15 @@ def _cast_face(
     other, along, OTHER, ALONG,
     KIND: tl.constexpr, SIDE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr,
     ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, NOTE: tl.constexpr, STORE: tl.constexpr, HELD: tl.constexpr,
-    TAME: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    FINITE: tl.constexpr, PACK: tl.constexpr, HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile ``[P, Q]`` of a face, and ``STORE`` it.
 
     Returns:
-        Whether ``TAME`` was wrong: do it again. What the face holds as values of a dtype, if that is ``HELD``.
+        Whether ``FINITE`` was wrong: do it again. What the face holds as values of a dtype, if that is ``HELD``.
     """
-    wild = other < 0
+    nonfinite = other < 0
     if KIND >= AMAX:
         raise_face(measured, amax_of_rows(v, ROTATED, HW, P, Q), other, OTHER, KIND == AMAX_ROW, P)
     elif KIND < NVFP4:
@@ -235,25 +235,25 @@ def _cast_face(
         )  # fmt: skip
     else:
         if ROTATED:
-            v = rotate(v, P, Q, TAME, HW)
-        if TAME:
+            v = rotate(v, P, Q, FINITE, HW)
+        if FINITE:
             bits = largest(tl.reshape(v, [P, Q // 16, 16]), 2, HW)
             if SIDE > 1:
                 bits = tl.trans(max_of_groups(tl.trans(bits), Q // 16, P, SIDE))
-            wild = tl.max(tl.max(bits, 1), 0) >= INF_BITS
+            nonfinite = tl.max(tl.max(bits, 1), 0) >= INF_BITS
             amax = bits.to(tl.float32, bitcast=True)
         else:
             amax = blocks(v, P, Q, SIDE, 16)
         v = _cast_nvfp4(
             v, amax, _load_level(measured, levels, other, along, OTHER, KIND == NVFP4_ROW, STORE, P), codes, scales,
             stride_other, stride_along, uniform, other, along, OTHER, ALONG,
-            SIDE, STOCHASTIC, STORE, HELD, TAME, PACK, HW, EVEN, WIDE, P, Q,
+            SIDE, STOCHASTIC, STORE, HELD, FINITE, PACK, HW, EVEN, WIDE, P, Q,
         )  # fmt: skip
     if HELD:
         if ROTATED:
             v = rotate_back(v, P, Q)
         v = round_to(v, HELD, HW)
-    return wild, v
+    return nonfinite, v
 
 
 @triton.jit
@@ -278,17 +278,17 @@ def _cast_tile(
     pm = pid // tiles
     pk = pid % tiles
     rows = first_row + (pm * BM).to(tl.int64) + rows_of_tile(BM, R)
-    wild = pid >= 0
+    nonfinite = pid >= 0
     # First without a thought of NaN and Inf, where that saves something, then with care if there were any
     TWICE: tl.constexpr = ROW_KIND >= NVFP4 or COLUMN_KIND == NVFP4 or COLUMN_KIND == NVFP4_ROW
     for attempt in tl.static_range(2 if TWICE else 1):
-        if wild:
+        if nonfinite:
             tl.debug_barrier()
             tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
             if FOLLOWING:
                 gdc_wait()
             columns = as_columns(tile, BM, BK)
-            wild = pid < 0
+            nonfinite = pid < 0
             if ROW_KIND != NONE:
                 uniform = tile
                 if ROW_STOCHASTIC:
@@ -300,10 +300,10 @@ def _cast_tile(
                     ROW_KIND, ROW_SIDE, ROW_E5M2, ROW_POW2, ROW_OVERFLOW, ROW_ROTATED, ROW_STOCHASTIC, ROW_NOTE,
                     ROW_STORE, HELD, attempt == 0, ROW_PACK, HW, EVEN, WIDE, BM, BK,
                 )  # fmt: skip
-                wild |= again
+                nonfinite |= again
                 if HELD:
                     if ROW_KIND >= NVFP4 and (COLUMN_KIND == GIVEN or COLUMN_KIND >= AMAX):
-                        held = tl.where(wild, 0.0, held)  # what is raised stays
+                        held = tl.where(nonfinite, 0.0, held)  # what is raised stays
                     columns = tl.trans(held)
             if COLUMN_KIND != NONE:
                 uniform = columns
@@ -318,7 +318,7 @@ def _cast_tile(
                     COLUMN_KIND, COLUMN_SIDE, COLUMN_E5M2, COLUMN_POW2, COLUMN_OVERFLOW, COLUMN_ROTATED,
                     COLUMN_STOCHASTIC, COLUMN_NOTE, True, 0, attempt == 0, COLUMN_PACK, HW, EVEN, WIDE, BK, BM,
                 )  # fmt: skip
-                wild |= again
+                nonfinite |= again
 
 
 @triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream", "first_row"])

@@ -1,36 +1,47 @@
-"""Operators: one file each, with schema, eager reference (the definition), fake and checked public function."""
+"""Operators on faces: casting, dequantizing, transposing, multiplying. ``ops/references`` defines
+them on every device.
+"""
 
-from hybridtensor.ops.cast import Cast, Casts, Hint, can_hold
+from hybridtensor.ops.cast import (
+    NO_INPUTS,
+    Cast,
+    CastInputs,
+    CastRequest,
+    Faces,
+    Hint,
+    PreparedCast,
+    can_hold,
+    prepare,
+    quantize,
+    quantize_into,
+)
 from hybridtensor.ops.dequantize import dequantize
-from hybridtensor.ops.float8_cast import float8_cast
-from hybridtensor.ops.float8_quantize import float8_quantize
-from hybridtensor.ops.mx_quantize import mx_quantize
-from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
-from hybridtensor.ops.operand import Held, Operand
-from hybridtensor.ops.quantize import measure, measurer, quantize, quantize_into, writer
-from hybridtensor.ops.scaled_mm import Backend, product, scaled_mm, select_backend
+from hybridtensor.ops.face import Face, FaceKind, columnwise_of, empty_face, high_precision
+from hybridtensor.ops.scaled_mm import Backend, product, rowwise_values, scaled_mm, select_backend
 from hybridtensor.ops.transpose import transpose
 
 __all__ = [
+    "NO_INPUTS",
     "Backend",
     "Cast",
-    "Casts",
-    "Held",
+    "CastInputs",
+    "CastRequest",
+    "Face",
+    "FaceKind",
+    "Faces",
     "Hint",
-    "Operand",
+    "PreparedCast",
     "can_hold",
+    "columnwise_of",
     "dequantize",
-    "float8_cast",
-    "float8_quantize",
-    "measure",
-    "measurer",
-    "mx_quantize",
-    "nvfp4_quantize",
+    "empty_face",
+    "high_precision",
+    "prepare",
     "product",
     "quantize",
     "quantize_into",
+    "rowwise_values",
     "scaled_mm",
     "select_backend",
     "transpose",
-    "writer",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
+from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.references.blocks import spread
@@ -23,13 +24,20 @@ def element_values(qdata: Tensor, fmt: Format) -> Tensor:
 
 
 def dequantize_reference(
-    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype, whole: bool = True
+    qdata: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+    whole: bool = True,
 ) -> Tensor:
     """Define ``dequantize``; without ``whole``, ``multipliable_values``."""
     fmt = get_format(format)
     values = element_values(qdata, fmt)
     if not whole:
-        values = values * spread(scale.float(), fmt.block, values.shape) if scale_fits(fmt) else values
+        values = (
+            values * spread(scale.float(), fmt.block, values.shape) if fmt.scale_fits else values
+        )
     elif tensor_scale is None:
         values = values * spread(scale.float(), fmt.block, values.shape)
     else:
@@ -40,39 +48,45 @@ def dequantize_reference(
     return values.clamp(-largest, largest).to(dtype)
 
 
-def scale_fits(fmt: Format) -> bool:
-    """Whether element times block scale is exact in bfloat16: a power of two, or E4M3 times E2M1."""
-    return fmt.block[1] is not None and (fmt.pow2_scale or fmt.scale_dtype == torch.float8_e4m3fn)
-
-
 def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format) -> Tensor:
     """Multiply in the order of the kernels: ``element * ((scale * amax) * (1 / 2688))``."""
-    shift = torch.where(tensor_scale > _LARGE, _SMALLER, 1.0)  # powers of two, which change no rounding
+    shift = torch.where(
+        tensor_scale > _LARGE, _SMALLER, 1.0
+    )  # powers of two, which change no rounding
     unit = (1.0 / torch.tensor(fmt.tensor_scale_max, device="cpu")).item()
     combined = (scale.float() * (tensor_scale * shift)) * unit
     return values * spread(combined, fmt.block, values.shape) / shift
 
 
 def _fake(
-    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype, whole: bool
+    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype
 ) -> Tensor:
     rows, columns = qdata.shape
     return qdata.new_empty((rows, columns * get_format(format).elements_per_byte), dtype=dtype)
 
 
 _OP = define(
-    "dequantize(Tensor qdata, Tensor scale, Tensor? tensor_scale, str format, ScalarType dtype, bool whole) -> Tensor",
+    "dequantize(Tensor qdata, Tensor scale, Tensor? tensor_scale, str format, ScalarType dtype) -> Tensor",
     reference=dequantize_reference,
     fake=_fake,
 )
 _PLANS: dict[tuple[Any, ...], Launch] = {}
 _MOST_PLANS = 4096
 _P, _Q = 32, 256
-_SCALES = {torch.float32: 1, torch.float8_e8m0fnu: 2, torch.float8_e4m3fn: 3}  # as the kernel names them
+_SCALES = {
+    torch.float32: 1,
+    torch.float8_e8m0fnu: 2,
+    torch.float8_e4m3fn: 3,
+}  # as the kernel names them
 
 
 def dequantize_cuda(
-    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, format: str, dtype: torch.dtype, whole: bool = True
+    qdata: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+    whole: bool = True,
 ) -> Tensor:
     """Implement ``dequantize``."""
     fmt = get_format(format)
@@ -96,11 +110,13 @@ def dequantize_cuda(
     return out
 
 
-def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool, level_rows: int) -> Launch:
+def _launch(
+    fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool, level_rows: int
+) -> Launch:
     block = tuple(extent or 0 for extent in fmt.block)
     return Launch(
         "dequantize", "dequantize_kernel", -(-other // _P) * -(-along // _Q),
-        SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or scale_fits(fmt)) else 0,
+        SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or fmt.scale_fits) else 0,
         SIDE=block[0], LENGTH=block[1], LEVEL=level_rows > 0,
         LEVEL_PER_ROW=level_rows > 1,
         UNIT=1.0 / fmt.tensor_scale_max,
@@ -113,11 +129,20 @@ def _launch(fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool
 implement("dequantize", dequantize_cuda)
 
 
-def multipliable_values(qdata: Tensor, scale: Tensor, *, format: Format, dtype: torch.dtype) -> Tensor:
-    """Return the elements in ``dtype``, times those scales that vary along the contraction and leave them exact."""
-    run = dequantize_cuda if runs_directly(qdata) else _OP
-    result: Tensor = run(qdata, scale, None, format.name, dtype, False)
-    return result
+def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
+    """Return the elements in ``dtype``, times those scales that vary along the contraction and
+    leave them exact.
+
+    Called inside of operators only, where nothing watches.
+    """
+    fmt, scale = face.format, face.scale
+    if scale is None:
+        return face.qdata.to(dtype)
+    if face.qdata.is_cuda:
+        return dequantize_cuda(face.qdata, scale, None, fmt.name, dtype, False)
+    if fmt.scale_fits or fmt.elements_per_byte > 1:
+        return dequantize_reference(face.qdata, scale, None, fmt.name, dtype, False)
+    return face.qdata.to(dtype)  # what the definition comes to
 
 
 def dequantize(
@@ -125,9 +150,10 @@ def dequantize(
 ) -> Tensor:
     """Return the values of a face in ``dtype``: ``element * scale``, each product rounded to fp32.
 
-    Two-level formats: ``element * ((scale * tensor_scale) / tensor_scale_max)``. Formats with a Hadamard rotation are
-    rotated back. Saturates: rounding up to a power-of-two scale's grid can step just beyond the largest value of
-    ``dtype``, and what was finite must stay finite. NaN stays NaN.
+    Two-level formats: ``element * ((scale * tensor_scale) / tensor_scale_max)``. Formats with a
+    Hadamard rotation are rotated back. Saturates: rounding up to a power-of-two scale's grid can
+    step just beyond the largest value of ``dtype``, and what was finite must stay finite. NaN stays
+    NaN.
 
     Args:
         qdata: Elements, ``[other, contraction / elements_per_byte]``.
@@ -136,10 +162,13 @@ def dequantize(
         format: The face's format.
         dtype: Dtype of the result: a floating-point dtype.
 
-    Source: TransformerEngine, common/cast/fp8/dequantize_fp8.cuh and common/cast/nvfp4/dequantize_nvfp4.cuh.
+    Source: TransformerEngine, common/cast/fp8/dequantize_fp8.cuh and
+    common/cast/nvfp4/dequantize_nvfp4.cuh.
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dequantize: a floating-point dtype is required, got {dtype}")
-    run = dequantize_cuda if runs_directly(qdata) else _OP
-    result: Tensor = run(qdata, scale, tensor_scale, format.name, dtype, True)
+    run: Any = _OP
+    if runs_directly(qdata):
+        run = dequantize_cuda if qdata.is_cuda else dequantize_reference
+    result: Tensor = run(qdata, scale, tensor_scale, format.name, dtype)
     return result

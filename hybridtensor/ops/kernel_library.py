@@ -1,4 +1,6 @@
-"""Triton kernels, imported when the first of them runs: the package itself needs neither Triton nor a GPU."""
+"""Triton kernels, imported when the first of them runs: the package itself needs neither Triton nor
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,10 @@ def kernels(name: str) -> Any:
 class Launch:
     """A kernel, its grid and its compile-time constants.
 
-    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's analysis of every
-    argument, most of the host time of a small kernel, and its hooks: whoever keeps a ``Launch`` promises that the
-    arguments stay of the same kind, that is of the same dtype, and divisible by 16 or not, as before.
+    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's
+    analysis of every argument, most of the host time of a small kernel, and its hooks: whoever
+    keeps a ``Launch`` promises that the arguments stay of the same kind, that is of the same dtype,
+    and divisible by 16 or not, as before.
 
     Args:
         module: Name in ``hybridtensor.kernels``.
@@ -43,7 +46,13 @@ class Launch:
     """
 
     def __init__(
-        self, module: str, kernel: str, programs: int, *, options: dict[str, int | None], **constants: Any
+        self,
+        module: str,
+        kernel: str,
+        programs: int,
+        *,
+        options: dict[str, int | None],
+        **constants: Any,
     ) -> None:
         self._kernel = getattr(kernels(module), kernel)
         self._programs, self._constants = programs, constants
@@ -65,9 +74,12 @@ class Launch:
             )  # None in the interpreter, which compiles nothing
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        # Of a tensor the launcher would ask the address in Python, and the driver whether it is one
+        # of the device
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         compiled.run(
             self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *arguments, *self._values,
+            *plain, *self._values,
         )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ _LIBRARY = torch.library.Library("hybridtensor", "DEF")
 def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register an operator and return its overload.
 
-    The reference runs on every device, unless ``implement`` has something faster there. Operators are opaque to
-    autograd (the linear's autograd function is where gradients are defined) and to ``torch.compile``.
+    The reference runs on every device, unless ``implement`` has something faster there. Operators
+    are opaque to autograd (the linear's autograd function is where gradients are defined) and to
+    ``torch.compile``.
 
     Args:
         schema: ``name(arguments) -> returns`` in torch's schema language.
@@ -34,22 +35,30 @@ def implement(name: str, cuda: Callable[..., Any]) -> None:
 
 
 def runs_directly(x: torch.Tensor) -> bool:
-    """Whether nothing watches operators on this GPU tensor, so that its implementation can be called as it is."""
+    """Return whether nothing watches operators on this tensor, so that an implementation can be
+    called as it is.
+    """
     return (
         not torch.compiler.is_compiling()  # first: the rest cannot be traced
-        and x.is_cuda
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and type(x) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
     )
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_cuda_is_there: Callable[[], bool] = torch.cuda.is_initialized
+
+
 def is_captured() -> bool:
-    """Whether what runs now goes into a CUDA graph, whose replays Python does not see."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Return whether what runs now goes into a CUDA graph, whose replays Python does not see."""
+    return bool(_cuda_is_there() and torch._C._cuda_isCurrentStreamCapturing())
 
 
 def is_recorded() -> bool:
-    """Whether what runs now may run again without Python: in a CUDA graph, or by a mode that watches operators."""
+    """Return whether what runs now may run again without Python: in a CUDA graph, or by a mode that
+    watches operators.
+    """
     return bool(torch._C._len_torch_dispatch_stack()) or is_captured()
 
 
@@ -58,13 +67,19 @@ def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{who}: a tensor is required, got {type(x).__name__}; pass a torch.Tensor")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"{who}: bfloat16, float16 or float32 is required, got {x.dtype}; cast the tensor first")
+        raise TypeError(
+            f"{who}: bfloat16, float16 or float32 is required, got {x.dtype}; cast the tensor first"
+        )
     if rank is not None and x.dim() != rank:
-        raise ValueError(f"{who}: {rank} dimensions are required, got shape {tuple(x.shape)}; flatten or unsqueeze it")
+        raise ValueError(
+            f"{who}: {rank} dimensions are required, got shape {tuple(x.shape)}; flatten or unsqueeze it"
+        )
 
 
 def require_device(who: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise unless all tensors are on the device of ``x``."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{who}: {name} on {x.device} is required, as the tensor, got {tensor.device}; move it")
+            raise ValueError(
+                f"{who}: {name} on {x.device} is required, as the tensor, got {tensor.device}; move it"
+            )

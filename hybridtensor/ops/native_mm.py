@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.finish import finish
-from hybridtensor.ops.operand import Operand
+from hybridtensor.ops.emulated_mm import sum_factor
+from hybridtensor.ops.epilogue import scale_and_round
+from hybridtensor.ops.face import Face
 from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.swizzle import swizzle_32_4_4
 
@@ -24,7 +25,8 @@ Version = tuple[int, int]
 
 
 class NativeKind(NamedTuple):
-    """A family of products: which function computes it, from which compute capability on, up to which one.
+    """A family of products: which function computes it, from which compute capability on, up to
+    which one.
 
     Attributes:
         name: What ``explain`` prints.
@@ -38,7 +40,7 @@ class NativeKind(NamedTuple):
     first: Version
     end: Version
     bf16_only: bool
-    multiply: Callable[[Operand, Operand, Tensor | None, torch.dtype, bool], Tensor]
+    multiply: Callable[[Face, Face, Tensor | None, torch.dtype, bool], Tensor]
 
 
 _PER_TENSOR = (None, None)
@@ -49,7 +51,11 @@ _NEVER = (99, 0)
 @functools.lru_cache(maxsize=1024)
 def native_kind(left: Format, right: Format) -> NativeKind | None:
     """Return the family that multiplies these formats, or None where no hardware does."""
-    if left.element is None or right.element is None or left.element == right.element == torch.float8_e5m2:
+    if (
+        left.element is None
+        or right.element is None
+        or left.element == right.element == torch.float8_e5m2
+    ):
         return None
     blocks = left.block, right.block
     scales = {left.scale_dtype, right.scale_dtype}
@@ -61,28 +67,41 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
         return None
     if blocks in ((_PER_TENSOR, _PER_TENSOR), (_PER_ROW, _PER_ROW)):
         return _TENSOR if left.block == _PER_TENSOR else _ROW
-    return _BLOCK if blocks in (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128))) else None
+    return (
+        _BLOCK
+        if blocks in (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
+        else None
+    )
 
 
-def _multiply_whole(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Multiply operands with one scale per tensor, or one per row. Zeros are padded in K and N: they add nothing."""
-    columns = b.data.shape[0]
-    pad_k, pad_n = -a.data.shape[1] % 16, -columns % 16  # cuBLASLt: leading dimensions in multiples of 16 bytes
+def _multiply_whole(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Multiply operands with one scale per tensor, or one per row. Zeros are padded in K and N:
+    they add nothing.
+    """
+    columns = b.qdata.shape[0]
+    pad_k, pad_n = (
+        -a.qdata.shape[1] % 16,
+        -columns % 16,
+    )  # cuBLASLt: leading dimensions in multiples of 16 bytes
     scale_a, scale_b = _scales(a), _scales(b)
     if pad_n and b.format.block == _PER_ROW:
         scale_b = F.pad(scale_b, (0, 0, 0, pad_n), value=1.0)
     fused_bias = bias if out_dtype == torch.bfloat16 and not pad_n else None
     out = torch._scaled_mm(
-        pad(a.data, 0, pad_k), pad(b.data, pad_n, pad_k).t(), scale_a, scale_b.t(),
+        pad(a.qdata, 0, pad_k), pad(b.qdata, pad_n, pad_k).t(), scale_a, scale_b.t(),
         bias=fused_bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
     )  # fmt: skip
     out = out[:, :columns] if pad_n else out
     return out if bias is None or fused_bias is not None else out + bias.to(out_dtype)
 
 
-def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _multiply_blocks(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
     """Multiply operands with fp32 scales per 1x128 or 128x128, as Hopper does."""
-    rows, columns = a.data.shape[0], b.data.shape[0]
+    rows, columns = a.qdata.shape[0], b.qdata.shape[0]
     (left, scale_a, recipe_a), (right, scale_b, recipe_b) = _block128(a), _block128(b)
     inside = out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype)
     out = F.scaled_mm(
@@ -91,16 +110,18 @@ def _multiply_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: tor
         output_dtype=torch.bfloat16 if inside else torch.float32,
     )  # fmt: skip
     out = out if out.shape == (rows, columns) else out[:rows, :columns]
-    return finish(out, None, None, None if inside else bias, out_dtype)
+    return scale_and_round(out, None, None, None if inside else bias, out_dtype)
 
 
-def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
-    """Return elements padded to whole blocks, scales in the layout that cuBLASLt reads, and the recipe."""
-    scale = _scales(operand)
-    wide = operand.format.block[0] == 128
-    pad_k = -operand.data.shape[1] % 128
-    pad_rows = -operand.data.shape[0] % (128 if wide else 16)
-    data = pad(operand.data, pad_rows, pad_k)
+def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
+    """Return elements padded to whole blocks, scales in the layout that cuBLASLt reads, and the
+    recipe.
+    """
+    scale = _scales(face)
+    wide = face.format.block[0] == 128
+    pad_k = -face.qdata.shape[1] % 128
+    pad_rows = -face.qdata.shape[0] % (128 if wide else 16)
+    data = pad(face.qdata, pad_rows, pad_k)
     if wide:  # [blocks of rows, blocks of K], K padded to a multiple of 4 and contiguous
         missing = -scale.shape[1] % 4
         scale = F.pad(scale, (0, missing)) if missing else scale.contiguous()
@@ -113,18 +134,25 @@ def _block128(operand: Operand) -> tuple[Tensor, Tensor, ScalingType]:
     return data, outer.as_strided(scale.shape, (1, scale.shape[0])), ScalingType.BlockWise1x128
 
 
-def _multiply_mx(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Multiply MXFP8 operands. Written against torch's documented layout; not run on hardware that has it."""
+def _multiply_mx(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Multiply MXFP8 operands. Written against torch's documented layout; not run on hardware that
+    has it.
+    """
     (left, scale_a), (right, scale_b) = _swizzled(a, 32), _swizzled(b, 32)
     out = F.scaled_mm(
         left, right.t(), scale_a, ScalingType.BlockWise1x32, scale_b, ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4, swizzle_b=SwizzleType.SWIZZLE_32_4_4, output_dtype=torch.float32,
     )  # fmt: skip
-    return finish(out[: a.data.shape[0], : b.data.shape[0]], None, None, bias, out_dtype)
+    return scale_and_round(out[: a.qdata.shape[0], : b.qdata.shape[0]], None, None, bias, out_dtype)
 
 
-def _multiply_nvfp4(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Multiply NVFP4 operands. Written against torch's documented layout; not run on hardware that has it.
+def _multiply_nvfp4(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Multiply NVFP4 operands. Written against torch's documented layout; not run on hardware that
+    has it.
 
     The tensor scales multiply the fp32 sum: they may differ by row.
     """
@@ -134,28 +162,33 @@ def _multiply_nvfp4(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torc
         scale_a, ScalingType.BlockWise1x16, scale_b, ScalingType.BlockWise1x16,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4, swizzle_b=SwizzleType.SWIZZLE_32_4_4, output_dtype=torch.float32,
     )  # fmt: skip
-    left_factor, right_factor = a.factor(), b.factor()
+    left_factor, right_factor = sum_factor(a), sum_factor(b)
     if left_factor is None or right_factor is None:
         raise ValueError(f"scaled_mm: tensor scales are required, got {a.format} and {b.format}")
-    return finish(out[: a.data.shape[0], : b.data.shape[0]], left_factor, right_factor.t(), bias, out_dtype)
+    return scale_and_round(
+        out[: a.qdata.shape[0], : b.qdata.shape[0]], left_factor, right_factor.t(), bias, out_dtype
+    )
 
 
-def _swizzled(operand: Operand, block: int) -> tuple[Tensor, Tensor]:
+def _swizzled(face: Face, block: int) -> tuple[Tensor, Tensor]:
     """Return elements padded to 32 rows and bytes of K, and one scale per ``1 x block``, swizzled."""
-    scale = spread(_scales(operand), (operand.format.block[0], None), (operand.data.shape[0], 1))
-    return pad(operand.data, -operand.data.shape[0] % 32, -operand.data.shape[1] % 32), swizzle_32_4_4(scale)
+    scale = spread(_scales(face), (face.format.block[0], None), (face.qdata.shape[0], 1))
+    return pad(face.qdata, -face.qdata.shape[0] % 32, -face.qdata.shape[1] % 32), swizzle_32_4_4(
+        scale
+    )
 
 
-def _scales(operand: Operand) -> Tensor:
-    if operand.scale is None:
+def _scales(face: Face) -> Tensor:
+    if face.scale is None:
         raise ValueError("scaled_mm: two quantized operands are required for a native product")
-    return operand.scale
+    return face.scale
 
 
 def pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Return contiguous codes with zero codes appended.
 
-    A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the leading dimension.
+    A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the
+    leading dimension.
     """
     if not rows and not columns:
         if codes.shape[0] > 1 and codes.is_contiguous():
@@ -167,5 +200,9 @@ def pad(codes: Tensor, rows: int, columns: int) -> Tensor:
 _TENSOR = NativeKind("torch._scaled_mm per tensor", (8, 9), _NEVER, False, _multiply_whole)
 _ROW = NativeKind("torch._scaled_mm per row", (9, 0), _NEVER, True, _multiply_whole)
 _BLOCK = NativeKind("torch scaled_mm 1x128 / 128x128", (9, 0), (9, 1), False, _multiply_blocks)
-_MX = NativeKind("torch scaled_mm 1x32 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_mx)
-_NVFP4 = NativeKind("torch scaled_mm 1x16 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_nvfp4)
+_MX = NativeKind(
+    "torch scaled_mm 1x32 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_mx
+)
+_NVFP4 = NativeKind(
+    "torch scaled_mm 1x16 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_nvfp4
+)

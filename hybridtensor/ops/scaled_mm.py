@@ -6,7 +6,6 @@ Both operands come as ``[other, K]`` matrices, so the product is ``left @ right.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import NamedTuple
 
@@ -14,16 +13,17 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
-from hybridtensor.ops.finish import finish
+from hybridtensor.ops.dequantize import dequantize
+from hybridtensor.ops.emulated_mm import multiply_emulated
+from hybridtensor.ops.face import Face, high_precision
 from hybridtensor.ops.library import define, runs_directly
-from hybridtensor.ops.native_mm import native_kind
-from hybridtensor.ops.operand import Held, Operand
-
-_PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
+from hybridtensor.ops.native_mm import NativeKind, native_kind
 
 
 class Backend(NamedTuple):
-    """How a GEMM runs: ``name`` is ``high precision``, ``native`` or ``emulated``; ``reason`` says why."""
+    """How a GEMM runs: ``name`` is ``high precision``, ``native`` or ``emulated``; ``reason`` says
+    why.
+    """
 
     name: str
     reason: str
@@ -38,7 +38,9 @@ def check_multipliable(left: Format, right: Format) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def select_backend(left: Format, right: Format, out_dtype: torch.dtype, device: torch.device) -> Backend:
+def select_backend(
+    left: Format, right: Format, out_dtype: torch.dtype, device: torch.device
+) -> Backend:
     """Decide how ``left @ right.T`` runs on ``device``. The one place where that is decided.
 
     Args:
@@ -59,7 +61,9 @@ def select_backend(left: Format, right: Format, out_dtype: torch.dtype, device: 
         return Backend("emulated", f"no hardware product of {left} and {right}")
     capability = torch.cuda.get_device_capability(device)
     if not kind.first <= capability < kind.end:
-        return Backend("emulated", f"{kind.name} needs compute capability {kind.first}, got {capability}")
+        return Backend(
+            "emulated", f"{kind.name} needs compute capability {kind.first}, got {capability}"
+        )
     if kind.bf16_only and out_dtype != torch.bfloat16:
         return Backend("emulated", f"{kind.name} gives bfloat16 only, got {out_dtype}")
     return Backend("native", kind.name)
@@ -79,77 +83,36 @@ def scaled_mm_reference(
     fast_accum: bool,
 ) -> Tensor:
     """Define ``scaled_mm``: emulate unless the device multiplies the formats itself."""
-    a = Operand(left, left_scale, left_tensor_scale, get_format(left_format))
-    b = Operand(right, right_scale, right_tensor_scale, get_format(right_format))
+    a = Face(left, left_scale, left_tensor_scale, get_format(left_format))
+    b = Face(right, right_scale, right_tensor_scale, get_format(right_format))
     return _multiply(a, b, bias, out_dtype, fast_accum)
 
 
-def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _multiply(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
     """Return the product, by whichever backend."""
-    left, right = a.data, b.data
-    with _no_autocast(left.device):
-        if 0 in (left.shape[0], left.shape[1], right.shape[0]):
-            zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
-            return zeros if bias is None else zeros + bias.to(out_dtype)
-        kind = native_kind(a.format, b.format)
-        if kind is not None and select_backend(a.format, b.format, out_dtype, left.device).name == "native":
-            return kind.multiply(a, b, bias, out_dtype, fast_accum).contiguous()  # where it was padded
-        return _emulated(a, b, bias, out_dtype)
+    left, right = a.qdata, b.qdata
+    if 0 in (left.shape[0], left.shape[1], right.shape[0]):
+        zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
+        return zeros if bias is None else zeros + bias.to(out_dtype)
+    if torch.is_autocast_enabled(left.device.type):
+        with torch.autocast(left.device.type, enabled=False):
+            return _multiply(a, b, bias, out_dtype, fast_accum)
+    kind = _native(a.format, b.format, out_dtype, left.device)
+    if kind is None:
+        return multiply_emulated(a, b, bias, out_dtype)
+    return kind.multiply(a, b, bias, out_dtype, fast_accum).contiguous()  # where it was padded
 
 
-def _emulated(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Multiply values that BF16 holds exactly, into an fp32 accumulator; then scale and round once.
-
-    Block scales that are powers of two, or E4M3 over E2M1 elements, go into the values. FP32 block scales would not
-    fit: they multiply the partial sum of their block. Everything coarser multiplies the whole sum.
-    """
-    high_precision = [o.data.dtype for o in (a, b) if o.format.is_identity]
-    dtype = high_precision[0] if high_precision else torch.bfloat16
-    if a.data.device.type != "cuda":
-        dtype = torch.float32  # the only CPU product with an fp32 result
-    left, right = a.values(dtype), b.values(dtype)
-    if out_dtype == dtype == torch.bfloat16 and bias is None and not (a.scales_sum or b.scales_sum):
-        return torch.mm(left, right.t())
-    if a.scales_partial_sums or b.scales_partial_sums:
-        out = _sum_of_blocks(a, b, left, right)
-    else:
-        out = _mm_float32(left, right.t())
-    right_factor = b.factor()
-    return finish(out, a.factor(), None if right_factor is None else right_factor.t(), bias, out_dtype)
-
-
-def _sum_of_blocks(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of the blocks' partial products, each times its fp32 scales."""
-    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
-    for start in range(0, left.shape[1], _PARTIAL_SUM):
-        stop = min(start + _PARTIAL_SUM, left.shape[1])
-        part = _mm_float32(left[:, start:stop], right[:, start:stop].t())
-        factor = _outer(a.block_factor(start, stop), b.block_factor(start, stop))
-        total += part if factor is None else part * factor
-    return total
-
-
-def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Return the factor of each element of the product; multiplied first: one may be huge, the other tiny.
-
-    Saturates: beyond fp32 it would make NaN of a sum that is zero.
-    """
-    if left is None or right is None:
-        return left if right is None else right.t()
-    return (left * right.t()).clamp(max=torch.finfo(torch.float32).max)
-
-
-def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the fp32 product of two matrices of one dtype."""
-    if a.dtype == torch.float32:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+@functools.lru_cache(maxsize=1024)
+def _native(
+    left: Format, right: Format, out_dtype: torch.dtype, device: torch.device
+) -> NativeKind | None:
+    """Return the hardware's product of these formats on ``device``, or None where it is emulated."""
+    if select_backend(left, right, out_dtype, device).name != "native":
+        return None
+    return native_kind(left, right)
 
 
 def _fake(
@@ -178,8 +141,8 @@ _OP = define(
 
 
 def scaled_mm(
-    left: Operand,
-    right: Operand,
+    left: Face,
+    right: Face,
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype,
@@ -187,49 +150,79 @@ def scaled_mm(
 ) -> Tensor:
     """Return ``left @ right.T + bias`` of two faces, ``[M, N]``.
 
-    Element values are multiplied exactly and summed in fp32; scales that do not vary along K multiply the sum, the
-    bias is added, and the result is rounded once (natively per tensor with an fp16 or fp32 result: the bias is added
-    after rounding). Zero-size operands give zeros.
+    Element values are multiplied exactly and summed in fp32; scales that do not vary along K
+    multiply the sum, the bias is added, and the result is rounded once (natively per tensor with an
+    fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros.
 
     Args:
         left: A rowwise face ``[M, K]``.
         right: A columnwise face, stored ``[N, K]``.
         bias: ``[N]``, added to every row.
         out_dtype: Dtype of the result.
-        fast_accum: Let the hardware accumulate with fewer bits (Hopper, per tensor and per row); no effect elsewhere.
+        fast_accum: Let the hardware accumulate with fewer bits (Hopper, per tensor and per row); no
+            effect elsewhere.
 
     Raises:
         ValueError: If K differs, the devices differ, or the formats' product is not defined.
     """
-    a, b = left.data, right.data
-    check_multipliable(left.format, right.format)
-    if left.contraction != right.contraction:
-        raise ValueError(
-            f"scaled_mm: the contraction sizes must match, got {left.contraction} ({left.format}) and "
-            f"{right.contraction} ({right.format})"
-        )
-    if a.device != b.device or (bias is not None and bias.device != a.device):
-        devices = [str(t.device) for t in (a, b, bias) if t is not None]
-        raise ValueError(f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them")
-    if runs_directly(a):
+    _check_operands(left, right, bias)
+    if runs_directly(left.qdata):
         return _multiply(left, right, bias, out_dtype, fast_accum)
     operands = (*left[:3], left.format.name, *right[:3], right.format.name)
     out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
     return out
 
 
+def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
+    """Raise ValueError for operands that cannot be multiplied."""
+    a, b = left.qdata, right.qdata
+    if left.format.hadamard != right.format.hadamard:
+        check_multipliable(left.format, right.format)
+    contraction, other = (
+        a.shape[1] * left.format.elements_per_byte,
+        b.shape[1] * right.format.elements_per_byte,
+    )
+    if contraction != other:
+        raise ValueError(
+            f"scaled_mm: one contraction size is required, got {contraction} ({left.format}) and "
+            f"{other} ({right.format})"
+        )
+    if a.device != b.device or (bias is not None and bias.device != a.device):
+        devices = [str(t.device) for t in (a, b, bias) if t is not None]
+        raise ValueError(
+            f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them"
+        )
+
+
 def product(
-    left: Operand | Held,
-    right: Operand | Held,
+    left: Face,
+    right: Face,
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype,
     fast_accum: bool = False,
 ) -> Tensor:
-    """Return ``left @ right.T + bias``: the plain product of plain values, ``scaled_mm`` of anything else."""
-    a = left.values() if isinstance(left, Held) else left
-    b = right.values() if isinstance(right, Held) else right
+    """Return ``left @ right.T + bias``: the plain product of values, ``scaled_mm`` of anything
+    else.
+
+    A columnwise face in high precision of what a rowwise one holds is made here, for this product
+    only.
+    """
+    a = left if left.dequantized_rowwise is None else _dequantized(left)
+    b = right if right.dequantized_rowwise is None else _dequantized(right)
     if a.scale is None and b.scale is None:
-        columns = b.data.t()
-        return torch.mm(a.data, columns) if bias is None else torch.addmm(bias, a.data, columns)
+        columns = b.qdata.t()
+        return torch.mm(a.qdata, columns) if bias is None else torch.addmm(bias, a.qdata, columns)
     return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def _dequantized(face: Face) -> Face:
+    """Return the values of a columnwise face in high precision that is stored as the rowwise one."""
+    return high_precision(rowwise_values(face, face.dequantized_rowwise or face.qdata.dtype).t())
+
+
+def rowwise_values(face: Face, dtype: torch.dtype) -> Tensor:
+    """Return the values ``[other, contraction]`` of a rowwise face in ``dtype``."""
+    if face.scale is None:
+        return face.qdata.to(dtype)
+    return dequantize(face.qdata, face.scale, face.tensor_scale, format=face.format, dtype=dtype)

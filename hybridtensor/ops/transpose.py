@@ -1,6 +1,7 @@
 """Transpose the elements of a face that came in parts, and copy them together on the way.
 
-Shape letters: ``P`` parts of a matrix, below each other, ``R`` rows of a part, ``B`` bytes of a row.
+Shape letters: ``P`` parts of a matrix, below each other, ``R`` rows of a part, ``B`` bytes of a
+row.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class _Key(NamedTuple):
         shape: ``(P, R, B)``.
         strides: Between parts and between rows.
         copied: Whether there is a rowwise result.
-        vector: Of how many bytes, 16 at most, all that is read is a multiple, and the rowwise result.
+        vector: Of how many bytes, 16 at most, all that is read is a multiple, and the rowwise
+            result.
         column_vector: The same of where parts begin in rows of the columnwise result.
         aligned: Whether each address is a multiple of 16, which is what Triton looks at.
         device: Where they are.
@@ -76,7 +78,9 @@ def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None)
     strides = parts.stride(0) if num_parts > 1 else 0, parts.stride(1) if rows > 1 else width
     written = [column] if row is None else [column, row]
     addresses = [tensor.data_ptr() for tensor in (parts, *written)]
-    vector = math.gcd(16, width, *strides, *addresses[::2])  # all but the column's, which has its own
+    vector = math.gcd(
+        16, width, *strides, *addresses[::2]
+    )  # all but the column's, which has its own
     if vector < _WORD:
         transpose_reference(parts, bits, column, row)
         return
@@ -132,24 +136,25 @@ implement("transpose", transpose_cuda)
 
 
 def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits: int = 8) -> None:
-    """Write the transpose of the matrix that ``parts`` make below each other, and the matrix itself, in one read.
+    """Write the transpose of the matrix that ``parts`` make below each other, and the matrix
+    itself, in one read.
 
     Args:
-        parts: Elements as bytes, uint8 ``[P, R, B]``; any strides, may be empty. Of 4-bit elements two are in a byte,
-            the first one in its low half.
-        column: What to write the transpose into, uint8, contiguous: ``[B, P * R]``; of 4-bit elements
-            ``[2 * B, P * R / 2]``.
+        parts: Elements as bytes, uint8 ``[P, R, B]``; any strides, may be empty. Of 4-bit elements
+            two are in a byte, the first one in its low half.
+        column: What to write the transpose into, uint8, contiguous: ``[B, P * R]``; of 4-bit
+            elements ``[2 * B, P * R / 2]``.
         row: What to write the matrix into, uint8 ``[P * R, B]``, contiguous; None leaves it out.
         bits: Of an element, 8 or 4.
 
     Raises:
         TypeError: If what should be a tensor is none, or not uint8.
-        ValueError: If ``bits`` is another number, a shape is not one of those, 4-bit elements are in an odd number of
-            rows, a result is not contiguous, or a tensor is on another device. Results must not share memory with
-            ``parts``, which is not checked.
+        ValueError: If ``bits`` is another number, a shape is not one of those, 4-bit elements are
+            in an odd number of rows, a result is not contiguous, or a tensor is on another device.
+            Results must not share memory with ``parts``, which is not checked.
     """
     _check(parts, bits, column, row)
-    run: Any = transpose_cuda if runs_directly(parts) else _OP
+    run: Any = transpose_cuda if parts.is_cuda and runs_directly(parts) else _OP
     run(parts, bits, column, row)
 
 
@@ -164,7 +169,9 @@ def _check(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None
                 f"transpose: a tensor is required as {name}, got {type(tensor).__name__}; pass a torch.Tensor"
             )
         if tensor.dtype != torch.uint8:
-            raise TypeError(f"transpose: {name} in uint8 is required, got {tensor.dtype}; view the tensor as bytes")
+            raise TypeError(
+                f"transpose: {name} in uint8 is required, got {tensor.dtype}; view the tensor as bytes"
+            )
     if parts.dim() != 3:
         raise ValueError(
             f"transpose: parts of 3 dimensions are required, got {tuple(parts.shape)}; "
@@ -173,8 +180,13 @@ def _check(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None
     num_parts, rows, width = parts.shape
     per, height = 8 // bits, num_parts * rows
     if height % per:
-        raise ValueError(f"transpose: an even number of rows of 4-bit elements is required, got {height}; pad them")
-    for name, tensor, shape in (("column", column, (width * per, height // per)), ("row", row, (height, width))):
+        raise ValueError(
+            f"transpose: an even number of rows of 4-bit elements is required, got {height}; pad them"
+        )
+    for name, tensor, shape in (
+        ("column", column, (width * per, height // per)),
+        ("row", row, (height, width)),
+    ):
         if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_contiguous()):
             raise ValueError(
                 f"transpose: {name} contiguous of shape {shape} is required, got {tuple(tensor.shape)} "

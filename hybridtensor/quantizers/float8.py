@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import OneFormatQuantizer, require_bool, require_choice, require_int
+from hybridtensor.quantizers.base import (
+    OneFormatQuantizer,
+    require_bool,
+    require_choice,
+    require_int,
+)
 from hybridtensor.state import Context, DelayedRule
 
 
@@ -15,12 +21,13 @@ class Float8Quantizer(OneFormatQuantizer):
     """FP8 with current scaling: the scales come from the values that are being quantized.
 
     Args:
-        granularity: ``"tensor"``: one scale; ``"row"``: one per row in the rowwise face and one per column in the
-            columnwise face; ``"block"``: one per ``block``.
+        granularity: ``"tensor"``: one scale; ``"row"``: one per row in the rowwise face and one per
+            column in the columnwise face; ``"block"``: one per ``block``.
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
         pow2_scale: Round scales down to powers of two; by default for blocks only.
-        block: ``(1, 128)``, along the contraction axis of each face, or ``(128, 128)``, where one face is the transpose
-            of the other; also written ``"1x128"``. For granularity ``"block"``, by default ``(1, 128)``.
+        block: ``(1, 128)``, along the contraction axis of each face, or ``(128, 128)``, where one
+            face is the transpose of the other; also written ``"1x128"``. For granularity
+            ``"block"``, by default ``(1, 128)``.
 
     Raises:
         ValueError: If a word is unknown, or a block is given for another granularity.
@@ -45,9 +52,11 @@ class Float8Quantizer(OneFormatQuantizer):
             object.__setattr__(self, "block", self.block or "1x128")
             require_choice(who, "block", self.block, ("1x128", "128x128"))
         elif self.block is not None:
-            raise ValueError(f"{who}: block is for granularity 'block', got {self.block} with {self.granularity!r}")
+            raise ValueError(
+                f"{who}: block is for granularity 'block', got {self.block} with {self.granularity!r}"
+            )
 
-    @property
+    @functools.cached_property
     def format(self) -> Format:
         """``fp8_<dtype>_<granularity or block>``."""
         suffix = "_fp32_scale" if self.block is not None and not self.pow2_scale else ""
@@ -55,7 +64,11 @@ class Float8Quantizer(OneFormatQuantizer):
 
     def cast(self, context: Context) -> Cast:
         """See ``OneFormatQuantizer.cast``."""
-        return Cast(self.format.name, pow2_scale=bool(self.pow2_scale))
+        return self._cast
+
+    @functools.cached_property
+    def _cast(self) -> Cast:
+        return Cast(self.format, pow2_scale=bool(self.pow2_scale))
 
 
 _MAX_MARGIN = 64  # beyond, scales would leave fp32 for ordinary values
@@ -65,8 +78,9 @@ _MAX_MARGIN = 64  # beyond, scales would leave fp32 for ordinary values
 class DelayedFloat8Quantizer(OneFormatQuantizer):
     """FP8 with delayed scaling: one scale per tensor, from the amaxes of past steps.
 
-    The scale is known before the tensor is, so that a cast reads it once. The state, a scale and an amax history per
-    tensor (per direction in a hybrid), belongs to the layer: ``quantize_`` makes it, ``step_`` updates it.
+    The scale is known before the tensor is, so that a cast reads it once. The state, a scale and an
+    amax history per tensor (per direction in a hybrid), belongs to the layer: ``quantize_`` makes
+    it, ``step_`` updates it.
 
     Args:
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
@@ -94,18 +108,24 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
         require_choice(who, "algorithm", self.algorithm, ("max", "most_recent"))
         require_int(who, margin=self.margin, history_length=self.history_length)
         if not -_MAX_MARGIN <= self.margin <= _MAX_MARGIN:
-            raise ValueError(f"{who}: a margin from -{_MAX_MARGIN} to {_MAX_MARGIN} is required, got {self.margin}")
+            raise ValueError(
+                f"{who}: a margin from -{_MAX_MARGIN} to {_MAX_MARGIN} is required, got {self.margin}"
+            )
         if self.history_length < 1:
-            raise ValueError(f"{who}: a history_length of at least 1 is required, got {self.history_length}")
+            raise ValueError(
+                f"{who}: a history_length of at least 1 is required, got {self.history_length}"
+            )
 
-    @property
+    @functools.cached_property
     def format(self) -> Format:
         """``fp8_<dtype>_tensor``."""
         return get_format(f"fp8_{self.dtype}_tensor")
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
         """See ``Quantizer.delayed_rules``."""
-        return {slot: DelayedRule(self.format.max, self.margin, self.history_length, self.algorithm)}
+        return {
+            slot: DelayedRule(self.format.max, self.margin, self.history_length, self.algorithm)
+        }
 
     def cast(self, context: Context) -> Cast:
         """See ``OneFormatQuantizer.cast``.
@@ -119,4 +139,4 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
                 f"{context}: DelayedFloat8Quantizer takes its scale from a layer's state, got none; convert a model "
                 "with quantize_, or pass context=Context(role, LayerState.of({role: quantizer}).tensors())"
             )
-        return Cast(self.format.name, slot=state.position(context.slot))
+        return Cast(self.format, slot=state.position(context.slot))

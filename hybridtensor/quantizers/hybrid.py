@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
-from hybridtensor.ops import Casts, Held, Operand
-from hybridtensor.ops.operand import plain_operand
+from hybridtensor.ops import CastRequest, Face, Faces, columnwise_of, high_precision, rowwise_values
 from hybridtensor.quantizers.base import (
     ALONE,
     OneFormatQuantizer,
-    Operands,
     Quantizer,
-    cast_together,
+    cast_faces,
     require_choice,
     tokens,
 )
@@ -33,12 +31,18 @@ class IdentityQuantizer(Quantizer):
 
     columnwise_format = rowwise_format
 
-    def operands(
-        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
-    ) -> Operands:
-        """See ``Quantizer.operands``; both share one tensor, ``x`` itself where the dtype fits."""
-        values = tokens(x).to(dtype)
-        return plain_operand(values) if rowwise else None, plain_operand(values.t()) if columnwise else None
+    def faces(
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        context: Context = ALONE,
+    ) -> Faces:
+        """See ``Quantizer.faces``; both share one tensor, ``x`` itself where the dtype fits."""
+        face = high_precision(tokens(x).to(dtype))
+        return face if rowwise else None, columnwise_of(face, dtype) if columnwise else None
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class HybridQuantizer(Quantizer):
     Args:
         rowwise: Makes the rowwise face.
         columnwise: Makes the columnwise face.
-        columnwise_source: What the columnwise face is made from: ``"original"``, the tensor itself, or
-            ``"rowwise_dequantized"``, what a product with the rowwise face saw. An ``IdentityQuantizer`` of the latter
-            stores nothing: its face is the rowwise one, dequantized when used.
+        columnwise_source: What the columnwise face is made from: ``"original"``, the tensor itself,
+            or ``"rowwise_dequantized"``, what a product with the rowwise face saw. An
+            ``IdentityQuantizer`` of the latter stores nothing: its face is the rowwise one,
+            dequantized when used.
 
     Raises:
         TypeError: If ``rowwise`` or ``columnwise`` is not a plain quantizer.
@@ -93,64 +98,92 @@ class HybridQuantizer(Quantizer):
         return self.columnwise.columnwise_format
 
     def simplified(self) -> Quantizer:
-        """Return the plain quantizer that makes the same faces, or this one without a source that means nothing."""
+        """Return the plain quantizer that makes the same faces, or this one without a source that
+        means nothing.
+        """
         if isinstance(self.rowwise, IdentityQuantizer):  # what the forward saw is the original
-            return self.rowwise if self.columnwise == self.rowwise else HybridQuantizer(self.rowwise, self.columnwise)
+            return (
+                self.rowwise
+                if self.columnwise == self.rowwise
+                else HybridQuantizer(self.rowwise, self.columnwise)
+            )
         return self.rowwise if self._is_plain else self
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
-        """See ``Quantizer.delayed_rules``: one scale per direction, unless both directions are the same quantizer."""
+        """See ``Quantizer.delayed_rules``: one scale per direction, unless both directions are the
+        same quantizer.
+        """
         if self._is_plain:
             return self.rowwise.delayed_rules(slot)
-        return self.rowwise.delayed_rules(f"{slot}_rowwise") | self.columnwise.delayed_rules(f"{slot}_columnwise")
+        return self.rowwise.delayed_rules(f"{slot}_rowwise") | self.columnwise.delayed_rules(
+            f"{slot}_columnwise"
+        )
 
     @property
     def _is_plain(self) -> bool:
         """Whether this is the plain quantizer of both directions."""
         return self.columnwise_source == "original" and self.rowwise == self.columnwise
 
-    def casts(self, *, rowwise: bool, columnwise: bool, context: Context = ALONE) -> Casts | None:
-        """See ``Quantizer.casts``: there are none where a direction is in high precision."""
+    def request(
+        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
+    ) -> CastRequest | None:
+        """See ``Quantizer.request``: there is none where a direction is in high precision."""
         if self._is_plain:
-            return self.rowwise.casts(rowwise=rowwise, columnwise=columnwise, context=context)
-        if not isinstance(self.rowwise, OneFormatQuantizer) or not isinstance(self.columnwise, OneFormatQuantizer):
+            return self.rowwise.request(
+                rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+            )
+        if not isinstance(self.rowwise, OneFormatQuantizer) or not isinstance(
+            self.columnwise, OneFormatQuantizer
+        ):
             return None
-        of_row, of_column = _by_direction(context)
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
-        row = self.rowwise.cast(of_row) if rowwise or of_rowwise else None
-        column = self.columnwise.cast(of_column).for_columnwise() if columnwise else None
-        return Casts(row if rowwise else None, column, row if of_rowwise else None)
+        row = column = None
+        if rowwise or of_rowwise:
+            row = self.rowwise.cast(context._replace(direction="rowwise"))
+        if columnwise:
+            column = self.columnwise.cast(context._replace(direction="columnwise")).for_columnwise()
+        if not of_rowwise:
+            return CastRequest(row, column)
+        return CastRequest(row if rowwise else None, column, row, dtype)
 
-    def operands(
-        self, x: Tensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context = ALONE
-    ) -> Operands:
-        """See ``Quantizer.operands``."""
+    def faces(
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        context: Context = ALONE,
+    ) -> Faces:
+        """See ``Quantizer.faces``."""
         if self._is_plain:
-            return self.rowwise.operands(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
-        casts = self.casts(rowwise=rowwise, columnwise=columnwise, context=context)
-        if casts is not None:
-            return cast_together(x, casts, dtype, context)
-        of_row, of_column = _by_direction(context)
+            return self.rowwise.faces(
+                x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+            )
+        request = self.request(rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
+        if request is not None:
+            return cast_faces(x, request, context)
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
-        row: Operand | None = None
-        column: Operand | Held | None = None
+        row = column = None
         if rowwise or of_rowwise:  # transient if not asked for
-            row = self.rowwise.operands(x, rowwise=True, columnwise=False, dtype=dtype, context=of_row)[0]
+            of_row = context._replace(direction="rowwise")
+            row = self.rowwise.faces(
+                x, rowwise=True, columnwise=False, dtype=dtype, context=of_row
+            )[0]
         if of_rowwise and row is not None:
-            column = self.of_rowwise(row, dtype, of_column)
+            column = self.of_rowwise(row, dtype, context)
         elif columnwise:
-            column = self.columnwise.operands(x, rowwise=False, columnwise=True, dtype=dtype, context=of_column)[1]
+            of_column = context._replace(direction="columnwise")
+            column = self.columnwise.faces(
+                x, rowwise=False, columnwise=True, dtype=dtype, context=of_column
+            )[1]
         return row if rowwise else None, column
 
-    def of_rowwise(self, row: Operand, dtype: torch.dtype, context: Context) -> Operand | Held | None:
-        """Make the columnwise operand from the rowwise one."""
-        held = plain_operand(row.data.t()) if row.scale is None else Held(row, dtype)
+    def of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face | None:
+        """Return the columnwise face that is made from what the rowwise one holds."""
         if isinstance(self.columnwise, IdentityQuantizer):
-            return held
-        values = (held.values() if isinstance(held, Held) else held).data.t()
-        return self.columnwise.operands(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]
-
-
-def _by_direction(context: Context) -> tuple[Context, Context]:
-    """Return the context of either direction's quantizer."""
-    return context._replace(direction="rowwise"), context._replace(direction="columnwise")
+            return columnwise_of(row, dtype)
+        values, context = rowwise_values(row, dtype), context._replace(direction="columnwise")
+        return self.columnwise.faces(
+            values, rowwise=False, columnwise=True, dtype=dtype, context=context
+        )[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from hybridtensor.formats import Format, get_format
@@ -12,11 +13,13 @@ from hybridtensor.state import Context
 
 @dataclass(frozen=True)
 class MXFP8Quantizer(OneFormatQuantizer):
-    """MXFP8: one power-of-two scale, rounded up, per 32 values along the contraction axis of each face.
+    """MXFP8: one power-of-two scale, rounded up, per 32 values along the contraction axis of each
+    face.
 
     Args:
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
-        two_d: Blocks of 32x32, for weights: one face is the transpose of the other, so that both GEMMs see one value.
+        two_d: Blocks of 32x32, for weights: one face is the transpose of the other, so that both
+            GEMMs see one value.
 
     Raises:
         ValueError: If the dtype is unknown.
@@ -31,11 +34,11 @@ class MXFP8Quantizer(OneFormatQuantizer):
         require_choice("MXFP8Quantizer", "dtype", self.dtype, ("e4m3", "e5m2"))
         require_bool("MXFP8Quantizer", two_d=self.two_d)
 
-    @property
+    @functools.cached_property
     def format(self) -> Format:
         """``mxfp8_<dtype>``, with ``_32x32`` in two dimensions."""
         return get_format(f"mxfp8_{self.dtype}{'_32x32' if self.two_d else ''}")
 
     def cast(self, context: Context) -> Cast:
         """See ``OneFormatQuantizer.cast``."""
-        return Cast(self.format.name)
+        return Cast(self.format)

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import OneFormatQuantizer, require_bool, require_choice, require_int
+from hybridtensor.quantizers.base import (
+    OneFormatQuantizer,
+    require_bool,
+    require_choice,
+    require_int,
+)
 from hybridtensor.state import MAX_SEED, Context
 
 
 @dataclass(frozen=True)
 class NVFP4Quantizer(OneFormatQuantizer):
-    """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32 scale per tensor.
+    """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32
+    scale per tensor.
 
     Args:
         row_scaled: An fp32 scale per row of a face instead of one per tensor.
         two_d: Blocks of 16x16, for weights: one face is the transpose of the other.
-        hadamard: Rotate every 16 values along the contraction axis first, which spreads outliers. Both operands of a
-            product need it, or neither.
-        rounding: ``"nearest"``, or ``"stochastic"``: up or down at random so that the mean is kept, for gradients.
+        hadamard: Rotate every 16 values along the contraction axis first, which spreads outliers.
+            Both operands of a product need it, or neither.
+        rounding: ``"nearest"``, or ``"stochastic"``: up or down at random so that the mean is kept,
+            for gradients.
         seed: Of the random rounding: from 0 to 2^29 - 1.
 
     Raises:
         TypeError: If an option is of the wrong kind.
-        ValueError: If a word is unknown, or ``two_d`` comes with what works on rows (``row_scaled``, ``hadamard``).
+        ValueError: If a word is unknown, or ``two_d`` comes with what works on rows
+            (``row_scaled``, ``hadamard``).
 
-    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; TransformerEngine's
-    ``NVFP4BlockScaling``.
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149;
+    TransformerEngine's ``NVFP4BlockScaling``.
     """
 
     row_scaled: bool = False
@@ -60,7 +69,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
         """Whether elements are rounded at random."""
         return self.rounding == "stochastic"
 
-    @property
+    @functools.cached_property
     def format(self) -> Format:
         """``nvfp4``, with what distinguishes it."""
         options = {"_row_scaled": self.row_scaled, "_16x16": self.two_d, "_hadamard": self.hadamard}
@@ -68,4 +77,4 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     def cast(self, context: Context) -> Cast:
         """See ``OneFormatQuantizer.cast``."""
-        return Cast(self.format.name, stream=context.stream(self.seed) if self.stochastic else -1)
+        return Cast(self.format, stream=context.stream(self.seed) if self.stochastic else -1)

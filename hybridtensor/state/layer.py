@@ -99,6 +99,7 @@ class LayerState(nn.Module):
             holds.
         amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer:
             DistributedDataParallel overwrites buffers with those of rank 0.
+        parent: Name of the module whose forward calls the layer, or None if that is not known.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
         rules: How each follows.
         group: The data-parallel group, whose ranks train on parts of one batch; None is all ranks.
@@ -115,6 +116,7 @@ class LayerState(nn.Module):
     def __init__(self, name: str | None) -> None:
         super().__init__()
         self.name = name or ""
+        self.parent: str | None = None
         self._key = None if name is None else _hash(name)
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
@@ -35,23 +35,31 @@ SliceAlong = Callable[[Any, int, int, int, int], Tensor]
 """A class's slice: ``(tensor, dim, start, stop, step)``, with the bounds normalized."""
 
 
-def bound(args: tuple[Any, ...], kwargs: dict[str, Any], *names_and_defaults: tuple[str, Any]) -> list[Any]:
+def bound(args: Args, kwargs: Kwargs, *names_and_defaults: tuple[str, Any]) -> list[Any]:
     """Return the operands after the first, by position or name, with defaults for those not given."""
     given = dict(zip((name for name, _ in names_and_defaults), args[1:], strict=False)) | kwargs
     return [given.get(name, default) for name, default in names_and_defaults]
 
 
-def slice_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Normalize the operands of ``aten.slice``: ``(dim, start, stop, step)``, in range and not negative."""
-    dim, start, stop, step = bound(args, kwargs, ("dim", 0), ("start", None), ("end", None), ("step", 1))
+def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
+    """Normalize the operands of ``aten.slice``: ``(dim, start, stop, step)``, in range and not
+    negative.
+    """
+    dim, start, stop, step = bound(
+        args, kwargs, ("dim", 0), ("start", None), ("end", None), ("step", 1)
+    )
     shape = args[0].shape
     dim = dim % len(shape)
-    start, stop, step = slice(start, sys.maxsize if stop is None else stop, step).indices(shape[dim])
+    start, stop, step = slice(start, sys.maxsize if stop is None else stop, step).indices(
+        shape[dim]
+    )
     return dim, start, max(start, stop), step
 
 
 def register_common(table: OpTable, slice_: SliceAlong) -> None:
-    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain ``*_like``."""
+    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain
+    ``*_like``.
+    """
     table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)(_alias)
     table.register(aten.as_strided.default)(_as_strided)
     table.register(aten.is_same_size.default)(_is_same_size)
@@ -60,12 +68,14 @@ def register_common(table: OpTable, slice_: SliceAlong) -> None:
     _register_transposing(table)
 
 
-def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _alias(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return alias(args[0])
 
 
-def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    size, stride, offset = bound(args, kwargs, ("size", None), ("stride", None), ("storage_offset", 0))
+def _as_strided(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    size, stride, offset = bound(
+        args, kwargs, ("size", None), ("stride", None), ("storage_offset", 0)
+    )
     x = args[0]
     if tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not offset:
         return alias(x)
@@ -75,14 +85,18 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     )
 
 
-def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_same_size(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[0].shape == args[1].shape)
 
 
-def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Give a plain tensor: optimizer state must never be quantized by accident."""
     x = args[0]
-    kwargs = {"dtype": x.dtype, "device": x.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    kwargs = {
+        "dtype": x.dtype,
+        "device": x.device,
+        **{k: v for k, v in kwargs.items() if v is not None},
+    }
     kwargs.pop("memory_format", None)
     shaped = torch.empty(x.shape, dtype=kwargs["dtype"], device=kwargs["device"])
     return func(shaped, *args[1:], **kwargs)  # type: ignore[no-any-return]
@@ -90,23 +104,29 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 def _register_slicing(table: OpTable, slice_: SliceAlong) -> None:
     @table.register(aten.slice.Tensor)
-    def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _slice(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dim, start, stop, step = slice_bounds(args, kwargs)
         if (start, stop, step) == (0, args[0].shape[dim], 1):
             return alias(args[0])
         return slice_(args[0], dim, start, stop, step)
 
     @table.register(aten.split.Tensor, aten.split_with_sizes.default)
-    def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _split(func: Func, args: Args, kwargs: Kwargs) -> list[Tensor]:
         name = "split_size" if func is aten.split.Tensor else "split_sizes"
         sizes, dim = bound(args, kwargs, (name, None), ("dim", 0))
         x = args[0]
         dim = dim % x.dim()
         extent = x.shape[dim]
-        if isinstance(x, torch.nn.Parameter) and isinstance(sizes, int) and hasattr(x, "check_shards"):
+        if (
+            isinstance(x, torch.nn.Parameter)
+            and isinstance(sizes, int)
+            and hasattr(x, "check_shards")
+        ):
             x.check_shards(sizes, dim)
         if isinstance(sizes, int):
-            sizes = [min(sizes, extent - start) for start in range(0, extent, sizes)] if extent else [0]
+            sizes = (
+                [min(sizes, extent - start) for start in range(0, extent, sizes)] if extent else [0]
+            )
         ends = list(itertools.accumulate(sizes))
         return [slice_(x, dim, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
 
@@ -115,32 +135,41 @@ def _register_transposing(table: OpTable) -> None:
     """Reduce every spelling of a transposition to the class's own ``t``."""
 
     @table.register(aten.transpose.int)
-    def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _transpose(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dims = {dim % args[0].dim() for dim in args[1:3]}
         return alias(args[0]) if len(dims) == 1 else _t(table, args[0], dims)
 
     @table.register(aten.permute.default)
-    def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _permute(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         order = [dim % args[0].dim() for dim in args[1]]
         return alias(args[0]) if order == sorted(order) else _t(table, args[0], set(order))
 
 
 def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
     if x.dim() != 2:
-        raise NotImplementedError(f"transpose: only a matrix can be transposed, got dimensions {dims} of {x!r}")
+        raise NotImplementedError(
+            f"transpose: only a matrix can be transposed, got dimensions {dims} of {x!r}"
+        )
     return table.call(aten.t.default, (x,), {})  # type: ignore[no-any-return]
 
 
 def to_copy_options(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, dict[str, Any]]:
-    """Split the operands of ``aten._to_copy`` into the new nominal dtype and what the inner tensors get.
+    """Split the operands of ``aten._to_copy`` into the new nominal dtype and what the inner tensors
+    get.
 
     Raises:
         TypeError: If the dtype is not a floating-point dtype.
     """
     dtype = kwargs.get("dtype") or x.dtype
     if not dtype.is_floating_point:
-        raise TypeError(f"{type(x).__name__}: a floating-point dtype is required, got {dtype}; dequantize first")
-    kept = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking", "pin_memory") and v is not None}
+        raise TypeError(
+            f"{type(x).__name__}: a floating-point dtype is required, got {dtype}; dequantize first"
+        )
+    kept = {
+        k: v
+        for k, v in kwargs.items()
+        if k in ("device", "non_blocking", "pin_memory") and v is not None
+    }
     return dtype, kept
 
 
@@ -150,4 +179,6 @@ def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tupl
         return tuple(x.stride())
     if memory_format == torch.contiguous_format:
         return None
-    raise ValueError(f"{type(x).__name__}: contiguous or preserved strides are possible, got {memory_format}")
+    raise ValueError(
+        f"{type(x).__name__}: contiguous or preserved strides are possible, got {memory_format}"
+    )

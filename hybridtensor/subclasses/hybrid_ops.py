@@ -11,8 +11,10 @@ from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.matmul import register_matmul
-from hybridtensor.subclasses.op_table import overloads
-from hybridtensor.subclasses.wrapper import WrapperTensor, flatten
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
+from hybridtensor.subclasses.quantizing import note_overwritten, refresh_
+from hybridtensor.subclasses.structure import flatten
+from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
 table = HybridTensor.ops
@@ -24,14 +26,14 @@ def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> Hybri
 
 
 def _view(x: HybridTensor, fn: Any) -> HybridTensor:
-    made = _on_faces(x, fn)
-    made.kept = x.kept.view(fn)
-    return made
+    return _on_faces(x, fn).view_of(x, fn)
 
 
 def _on_faces(x: HybridTensor, fn: Any) -> HybridTensor:
     row, column = x.rowwise, x.columnwise
-    if is_of(column, row):  # what one face is of the other, it stays: one memory, and one write for both
+    if is_of(
+        column, row
+    ):  # what one face is of the other, it stays: one memory, and one write for both
         row = fn(row)
         column = IdentityTensor(row)
     elif is_of(row, column):
@@ -47,13 +49,13 @@ register_matmul(table)
 
 
 @table.register(aten.t.default)
-def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+def _t(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
-    row, column = (None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise))
-    made = HybridTensor(column, row, args[0].config).like(args[0])
-    made.kept = args[0].kept.view(aten.t.default)
-    if made.gathered is not None:
-        made.gathered = made.gathered.transposed()
+    row, column = (
+        None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise)
+    )
+    made = HybridTensor(column, row, args[0].config).view_of(args[0], aten.t.default)
+    made.swapped = not args[0].swapped
     return made
 
 
@@ -61,22 +63,24 @@ _COPIES = (aten.clone.default, aten._pin_memory.default, aten._to_copy.default)
 
 
 @table.register(*_COPIES, aten.new_zeros.default, aten.empty_like.default)
-def _both_faces_and_original(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     def copy(tensor: Tensor) -> Tensor:
         return func(tensor, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
-    made = _on_faces(args[0], copy)
-    made.kept = args[0].kept.copied(copy, same=func in _COPIES)
+    x: HybridTensor = args[0]
+    made = _on_faces(x, copy)
+    if x.record.values is not None:
+        made.record.values = x.high_precision.copied(copy, x.taken, same=func in _COPIES)
     return made
 
 
 @table.register(aten.view.default, aten._unsafe_view.default)
-def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+def _views(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     return _view(args[0], lambda tensor: func(tensor, *args[1:], **kwargs))
 
 
 @table.register(aten.new_empty.default)
-def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HybridTensor:
+def _both_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
             f"fully_shard: rows for every rank are required, got a persistent weight with fewer, "
@@ -86,12 +90,12 @@ def _both_faces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hyb
 
 
 @table.register(aten.is_pinned.default)
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return all(tensor.is_pinned() for tensor in flatten(args[0])[0])
 
 
 @table.register(aten.copy_.default)
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Dequantize into a plain tensor; copy bytes between equal faces; quantize anything else again."""
     dst, src = args[0], args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
@@ -99,11 +103,14 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
         return dst  # type: ignore[no-any-return]
     if isinstance(src, HybridTensor) and _same_kind(dst, src):
-        unchanged = dst.kept.loaded and _equal(aten.equal.default, (dst, src), {})
+        unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
         for name in dst.inner_names:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
-        dst.kept.note_copied(src.dequantize, src.kept, unchanged=unchanged)
+        note_overwritten(dst)
+        current = None if src.record.values is None else src.high_precision.current
+        known = None if current is None else (src.taken(current), src.high_precision.follows)
+        dst.high_precision.note_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return _requantize_(dst, values.to(dst.device).expand(dst.shape))
@@ -129,22 +136,24 @@ def _requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
             f"in-place write: {dst!r} has no recipe to quantize the new values with; "
             "use quantizer.update_(tensor, values)"
         )
-    dst.refresh_(values)
+    refresh_(dst, values)
     return dst
 
 
 @table.register(*overloads(aten.fill_, aten.zero_, aten.uniform_, aten.normal_))
-def _fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _fill_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw or fill in high precision, then quantize."""
     values = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     return _requantize_(args[0], func(values, *args[1:], **kwargs))
 
 
 @table.register(aten.equal.default)
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
     a, b = args
     if not isinstance(a, HybridTensor) or not isinstance(b, HybridTensor):
-        raise TypeError(f"equal: two hybrid tensors are required, got {type(a).__name__} and {type(b).__name__}")
+        raise TypeError(
+            f"equal: two hybrid tensors are required, got {type(a).__name__} and {type(b).__name__}"
+        )
     for name in a.inner_names:
         mine, theirs = getattr(a, name), getattr(b, name)
         if (mine is None) != (theirs is None) or type(mine) is not type(theirs):

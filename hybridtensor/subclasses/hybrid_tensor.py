@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from hybridtensor.ops import Held, Operand
-from hybridtensor.ops.operand import plain_operand
-from hybridtensor.state import Context
+from hybridtensor.ops import Face, Faces, columnwise_of, high_precision
+from hybridtensor.subclasses.high_precision import HighPrecisionValues, View, is_same, whole
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.kept import Kept, is_same
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.wrapper import InterceptingTensor
+from hybridtensor.subclasses.record import WeightRecord
 
-Face = QuantizedTensor | IdentityTensor
+if TYPE_CHECKING:
+    from hybridtensor.recipes.config import HybridConfig
+
+FaceTensor = QuantizedTensor | IdentityTensor
+_OPPOSITE = {"rowwise": "columnwise", "columnwise": "rowwise"}
 
 
 class HybridTensor(InterceptingTensor):
     """A tensor that carries a rowwise and a columnwise face; either may be absent.
 
-    ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise`` of its right operand.
-    As a parameter it is a persistent low-precision weight: there is no high-precision copy.
+    ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise``
+    of its right operand. As a parameter it is a persistent low-precision weight: there is no
+    high-precision copy.
 
     Attributes:
         rowwise: Face whose scale groups run along the last dimension, or None.
         columnwise: Face whose scale groups run along the first dimension, or None.
-        config: The recipe of the layer whose weight this is (a ``HybridConfig``), or None.
-        kept: Its values in high precision, which aliases of a weight share.
+        config: The recipe of the layer whose weight this is, or None.
+        taken: What this is of the weight whose record it shares: takes the same part of its
+            high-precision values.
+        swapped: Whether this is the transpose of that weight, so that its rowwise face is the
+            weight's columnwise one.
     """
 
-    ops = OpTable("HybridTensor", "call dequantize() first, or step it through hybridtensor.optim.MasterWeights")
+    ops = OpTable(
+        "HybridTensor",
+        "call dequantize() first, or step it through hybridtensor.optim.MasterWeights",
+    )
     functions = OpTable("HybridTensor", "")
     inner_names = ("rowwise", "columnwise")
     metadata_names = ("config",)
-    transient_names = ("gathered",)
+    transient_names = (*InterceptingTensor.transient_names, "taken", "swapped")
 
-    rowwise: Face | None
-    columnwise: Face | None
-    config: Any
-    kept: Kept
+    rowwise: FaceTensor | None
+    columnwise: FaceTensor | None
+    config: HybridConfig | None
+    taken: View
+    swapped: bool
 
     @staticmethod
     def __new__(
         cls,
-        rowwise: Face | None,
-        columnwise: Face | None,
-        config: Hashable = None,
+        rowwise: FaceTensor | None,
+        columnwise: FaceTensor | None,
+        config: HybridConfig | None = None,
         size: torch.Size | tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
     ) -> Self:
         face = rowwise if rowwise is not None else columnwise
         if face is None:
-            raise ValueError("HybridTensor: at least one face is required, got rowwise=None and columnwise=None")
+            raise ValueError(
+                "HybridTensor: at least one face is required, got rowwise=None and columnwise=None"
+            )
         if rowwise is not None and columnwise is not None:
             _check_same(rowwise, columnwise)
         size = face.size() if size is None else size
@@ -63,21 +75,40 @@ class HybridTensor(InterceptingTensor):
 
     def __init__(
         self,
-        rowwise: Face | None,
-        columnwise: Face | None,
-        config: Hashable = None,
+        rowwise: FaceTensor | None,
+        columnwise: FaceTensor | None,
+        config: HybridConfig | None = None,
         size: torch.Size | tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
     ) -> None:
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
-        self.kept = Kept()
+        self.record, self.taken, self.swapped = WeightRecord(), whole, False
+
+    @property
+    def high_precision(self) -> HighPrecisionValues:
+        """High-precision values of the weight, which its aliases and views share."""
+        if self.record.values is None:
+            self.record.values = HighPrecisionValues()
+        return self.record.values
 
     @property
     def original(self) -> Tensor | None:
-        """High-precision value that a trainable weight was made from, until an optimizer takes it; or None."""
-        return self.kept.original
+        """High-precision value that a trainable weight was made from, until an optimizer takes it;
+        or None.
+        """
+        if self.taken is whole:
+            return self.high_precision.original
+        current = self.high_precision.current
+        return None if current is None else self.taken(current)
 
-    def require_face(self, direction: str, *, name: str, gemm: str) -> Face:
+    @property
+    def is_gathered(self) -> bool:
+        """Whether FSDP2 gathered this weight, whose faces then come and go; compiled graphs hold
+        their tensors.
+        """
+        return self.record.gathered is not None and not torch.compiler.is_compiling()
+
+    def require_face(self, direction: str, *, name: str, gemm: str) -> FaceTensor:
         """Return the face in ``direction``.
 
         Args:
@@ -88,9 +119,9 @@ class HybridTensor(InterceptingTensor):
         Raises:
             ValueError: If the face is absent: it is not made up silently.
         """
-        if not torch.compiler.is_compiling() and self.gathered is not None:
-            self.gathered.require(direction)
-        face: Face | None = getattr(self, direction)
+        if self.is_gathered:
+            self.record.gathered.require(_OPPOSITE[direction] if self.swapped else direction)
+        face: FaceTensor | None = getattr(self, direction)
         if face is None:
             raise ValueError(
                 f"{gemm}: the {direction} face of {name} is required, got a HybridTensor of shape {tuple(self.shape)} "
@@ -98,48 +129,79 @@ class HybridTensor(InterceptingTensor):
             )
         return face
 
-    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
-        """Return the faces asked for, with nominal dtype ``dtype``: what ``MasterWeight.faces`` does, without work.
+    def rows(self) -> Tensor:
+        """Return the values that an embedding reads: those of the rowwise face, or what FSDP2
+        gathered them from.
+        """
+        face = self.require_face("rowwise", name="weight", gemm="embedding")
+        values: Tensor | None = self.record.gathered.values if self.is_gathered else None
+        if values is None:
+            return face.dequantize()
+        return values.t() if self.swapped else values
+
+    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+        """Return the faces asked for; those in high precision have ``dtype``. See
+        ``MasterWeight.faces``.
 
         Raises:
             ValueError: If one is absent.
         """
-        row = self.require_face("rowwise", name="weight", gemm="output") if rowwise else None
-        column = self.require_face("columnwise", name="weight", gemm="grad_input") if columnwise else None
-        return _as_dtype(row, dtype), _as_dtype(column, dtype)
-
-    def rows(self) -> Tensor:
-        """Return the values that an embedding reads: those of the rowwise face, or what FSDP2 gathered them from."""
-        gathered = None if torch.compiler.is_compiling() else self.gathered
-        face = self.require_face("rowwise", name="weight", gemm="embedding")
-        values: Tensor | None = None if gathered is None else gathered.values
-        return face.dequantize() if values is None else values
-
-    def operands(
-        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
-    ) -> tuple[Operand | None, Operand | Held | None]:
-        """Return the operands asked for: what ``MasterWeight.operands`` does, without work."""
-        row, column = self.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
-        return row_operand(row), column_operand(column)
+        row = column = None
+        if rowwise:
+            row = rowwise_face(self.require_face("rowwise", name="weight", gemm="output"), dtype)
+        if columnwise:
+            column = columnwise_face(
+                self.require_face("columnwise", name="weight", gemm="grad_input"), dtype
+            )
+        return row, column
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """See ``InterceptingTensor``; that a graph holds the faces is noted for a weight that is gathered."""
-        if self.gathered is not None:
-            self.gathered.note_traced()
+        """See ``InterceptingTensor``; that a graph holds the faces is noted for a weight that is
+        gathered.
+        """
+        if self.record.gathered is not None:
+            self.record.gathered.note_traced()
         return super().__tensor_flatten__()
 
     def like(self, other: Self) -> Self:
-        """See ``InterceptingTensor.like``."""
-        self.gathered = other.gathered
+        """See ``InterceptingTensor.like``; a copy of a gathered weight asks for its faces as that
+        one does.
+        """
+        self.record.gathered, self.swapped = other.record.gathered, other.swapped
         return super().like(other)
 
     def alias_of(self, other: Self) -> Self:
         """See ``WrapperTensor.alias_of``."""
-        self.kept = other.kept
+        self.taken, self.swapped = other.taken, other.swapped
+        return super().alias_of(other)
+
+    def view_of(self, other: Self, view: View) -> Self:
+        """Share the record of ``other``, of which this is a view; return this tensor."""
+        before = other.taken
+        self.record, self.swapped = other.record, other.swapped
+        self.taken = view if before is whole else lambda values: view(before(values))
         return self
 
+    def _user_attributes(self) -> dict[str, Any]:
+        """See ``WrapperTensor._user_attributes``; the high-precision values come along."""
+        attributes = super()._user_attributes()
+        if self.record.values is not None:
+            is_whole = self.taken is whole
+            attributes["values"] = (
+                self.high_precision if is_whole else HighPrecisionValues(self.original)
+            )
+        return attributes
+
+    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+        """See ``WrapperTensor._take_attributes``; earlier versions called the values ``kept``."""
+        own = dict(attributes)
+        for name in ("kept", "values"):
+            self.record.values = own.pop(name, self.record.values)
+        super()._take_attributes(own)
+
     def check_shards(self, size: int, dim: int) -> None:
-        """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be gathered.
+        """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be
+        gathered.
 
         Args:
             size: Extent of a part.
@@ -151,30 +213,33 @@ class HybridTensor(InterceptingTensor):
         if self.config is not None and self.gathering is not None:
             self.gathering.check_shards(self, size, dim)
 
-    def refresh_(self, values: Tensor) -> None:
-        """Quantize new values into every face, by the recipe of the layer whose weight this is.
-
-        All ranks do it together where this is a part of a sharded weight: its scales are those of the whole.
-        """
-        if self.gathering is None or not self.gathering.refresh([(self, values)]):
-            self.config.weight.update_(self, values, context=Context("weight", self.state))
-        self.kept.note_quantized(values)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).
+        """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the
+        nominal dtype).
 
         A plain high-precision face is the most precise; then more mantissa, then the rowwise one.
         """
-        names = [name for name in self.inner_names if self.gathered is None or self.gathered.is_there(name)]
-        faces: list[Face] = [face for face in (getattr(self, name) for name in names) if face is not None]
+        faces = [
+            face
+            for face in (self._present("rowwise"), self._present("columnwise"))
+            if face is not None
+        ]
         return max(faces, key=_precision).dequantize(dtype)
+
+    def _present(self, direction: str) -> FaceTensor | None:
+        """Return a face, or None if it is absent or not gathered now."""
+        gathered, where = self.record.gathered, _OPPOSITE[direction] if self.swapped else direction
+        if gathered is not None and not gathered.is_there(where):
+            return None
+        face: FaceTensor | None = getattr(self, direction)
+        return face
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         faces = ", ".join(f"{n}={_format_of(getattr(self, n))}" for n in self.inner_names)
         return f"HybridTensor({faces}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def _check_same(rowwise: Face, columnwise: Face) -> None:
+def _check_same(rowwise: FaceTensor, columnwise: FaceTensor) -> None:
     for what in ("shape", "dtype", "device"):
         row, column = getattr(rowwise, what), getattr(columnwise, what)
         if row != column:
@@ -184,86 +249,94 @@ def _check_same(rowwise: Face, columnwise: Face) -> None:
             )
 
 
-def is_of(face: Face | None, other: Face | None) -> bool:
+def is_of(face: FaceTensor | None, other: FaceTensor | None) -> bool:
     """Whether ``face`` gives back what ``other`` holds, quantized, from the same memory."""
     source = face.source if isinstance(face, IdentityTensor) else None
     if not isinstance(source, QuantizedTensor) or not isinstance(other, QuantizedTensor):
         return False
     names, metadata = source.parts()
-    return (names, metadata) == other.parts() and all(is_same(getattr(source, n), getattr(other, n)) for n in names)
+    return (names, metadata) == other.parts() and all(
+        is_same(getattr(source, n), getattr(other, n)) for n in names
+    )
 
 
-def _format_of(face: Face | None) -> str:
+def _format_of(face: FaceTensor | None) -> str:
     if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
         return f"identity of {face.source.format}"
     return "None" if face is None else str(face.format)
 
 
-def _precision(face: Face) -> tuple[bool, int, bool, bool]:
-    """Order faces by precision: plain values, then mantissa bits, then no rotation, then fewer values per scale."""
+def _precision(face: FaceTensor) -> tuple[bool, int, bool, bool]:
+    """Order faces by precision: plain values, then mantissa bits, then no rotation, then fewer
+    values per scale.
+    """
     leaf = face.source if isinstance(face, IdentityTensor) else face
     if not isinstance(leaf, QuantizedTensor) or leaf.format.element is None:
         return True, 0, True, True
-    return False, leaf.format.mantissa_bits, not leaf.format.hadamard, leaf.format.block != (None, None)
-
-
-def _as_dtype(face: Face | None, dtype: torch.dtype) -> Face | None:
-    """Return ``face`` with another nominal dtype; quantized bytes are shared, not copied."""
-    if face is None or face.dtype == dtype:
-        return face
-    if isinstance(face, QuantizedTensor):
-        return face.map_inner(lambda t: t, nominal_dtype=dtype)
-    source = face.source
-    return IdentityTensor(
-        source.map_inner(lambda t: t, nominal_dtype=dtype) if isinstance(source, QuantizedTensor) else source.to(dtype)
+    return (
+        False,
+        leaf.format.mantissa_bits,
+        not leaf.format.hadamard,
+        leaf.format.block != (None, None),
     )
 
 
-def row_operand(face: Face | None) -> Operand | None:
-    """Return the rowwise face of a matrix as the operators see it."""
-    if face is None or isinstance(face, QuantizedTensor):
-        return None if face is None else _operand(face, -1)
-    return plain_operand(_matrix(face.dequantize()))
+def rowwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "output") -> Face:
+    """Return the rowwise face of a tensor as the operators see it; one in high precision has
+    ``dtype``.
+    """
+    if isinstance(face, QuantizedTensor):
+        return _face(face, -1, gemm)
+    return high_precision(_matrix(face.dequantize(dtype)))
 
 
-def column_operand(face: Face | None) -> Operand | Held | None:
-    """Return the columnwise face of a matrix as the operators see it."""
-    if face is None or isinstance(face, QuantizedTensor):
-        return None if face is None else _operand(face, 0)
+def columnwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input") -> Face:
+    """Return the columnwise face of a tensor as the operators see it; one in high precision has
+    ``dtype``.
+    """
+    if isinstance(face, QuantizedTensor):
+        return _face(face, 0, gemm)
     if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
-        return Held(_operand(face.source, -1), face.dtype)
-    return plain_operand(_matrix(face.dequantize()).t())
+        return columnwise_of(_face(face.source, -1, gemm), dtype)
+    return columnwise_of(high_precision(_matrix(face.dequantize(dtype))), dtype)
 
 
-def _operand(face: QuantizedTensor, axis: int) -> Operand:
+def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:
     if face.axis != axis:
-        raise ValueError(f"HybridTensor: a face along axis {axis} is required, got {face!r}; take the other face")
-    return Operand(face.qdata, face.scale, face.tensor_scale, face.format)
+        needed, side = ("rowwise", "left") if axis == -1 else ("columnwise", "right")
+        raise ValueError(
+            f"{gemm}: a {needed} face is required as {side} operand, got the other one, {face!r}; quantize both faces"
+        )
+    return Face(face.qdata, face.scale, face.tensor_scale, face.format)
 
 
 def _matrix(values: Tensor) -> Tensor:
-    return values.reshape(values.shape[:-1].numel(), values.shape[-1])
+    return (
+        values if values.dim() == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
+    )
 
 
-def as_face(operand: Operand | Held | None, axis: int, x: Tensor, dtype: torch.dtype) -> Face | None:
-    """Return what was made of ``x`` as a face: rowwise with axis -1, columnwise with axis 0.
+def face_tensor(
+    face: Face | None, axis: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> FaceTensor | None:
+    """Return a face as a tensor of ``shape``.
 
-    One in high precision shares the memory of ``x`` where the dtype fits.
+    Args:
+        face: The face, or None.
+        axis: -1 for a rowwise face, 0 for a columnwise one.
+        shape: Of the tensor that it was made from.
+        dtype: Nominal dtype of the result.
     """
-    if operand is None:
+    if face is None:
         return None
-    if isinstance(operand, Held):
-        return IdentityTensor(_quantized(operand.rowwise, -1, x, operand.dtype))
-    if operand.scale is not None:
-        return _quantized(operand, axis, x, dtype)
-    values = operand.data if axis == -1 else operand.data.t()
-    return IdentityTensor(values.view(x.shape))
-
-
-def _quantized(operand: Operand, axis: int, x: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    if operand.scale is None:
-        raise ValueError("HybridTensor: a quantized operand is required, got one in high precision")
-    return QuantizedTensor(operand.data, operand.scale, operand.tensor_scale, operand.format, axis, dtype, x.shape)
+    if face.scale is None:
+        return IdentityTensor(face.qdata.view(shape))
+    if face.dequantized_rowwise is not None:
+        axis, dtype = -1, face.dequantized_rowwise
+    made = QuantizedTensor(
+        face.qdata, face.scale, face.tensor_scale, face.format, axis, dtype, shape
+    )
+    return made if face.dequantized_rowwise is None else IdentityTensor(made)
 
 
 torch.serialization.add_safe_globals([HybridTensor])

@@ -1,8 +1,8 @@
-"""What ``IdentityTensor`` answers to aten operators: the same operator on its source, wrapped again."""
+"""What ``IdentityTensor`` answers to aten operators: the same operator on its source, wrapped
+again.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.matmul import register_matmul
-from hybridtensor.subclasses.op_table import overloads
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -36,37 +36,41 @@ register_matmul(table)
     aten.new_empty.default,
     aten.new_zeros.default,
 )
-def _on_source(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> IdentityTensor:
+def _on_source(func: Func, args: Args, kwargs: Kwargs) -> IdentityTensor:
     return IdentityTensor(func(args[0].source, *args[1:], **kwargs))
 
 
 @table.register(aten.is_pinned.default)
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return args[0].source.is_pinned()  # type: ignore[no-any-return]
 
 
 @table.register(aten.copy_.default)
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     dst, src = args[0], args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     values = src.source if isinstance(src, IdentityTensor) else src
     if isinstance(values, QuantizedTensor) and not _holds_quantized(dst):
         values = values.dequantize()
-    (dst.source if isinstance(dst, IdentityTensor) else dst).copy_(values, non_blocking=non_blocking)
+    (dst.source if isinstance(dst, IdentityTensor) else dst).copy_(
+        values, non_blocking=non_blocking
+    )
     return dst  # type: ignore[no-any-return]
 
 
 def _holds_quantized(x: Tensor) -> bool:
-    return isinstance(x, QuantizedTensor) or (isinstance(x, IdentityTensor) and isinstance(x.source, QuantizedTensor))
+    return isinstance(x, QuantizedTensor) or (
+        isinstance(x, IdentityTensor) and isinstance(x.source, QuantizedTensor)
+    )
 
 
 @table.register(*overloads(aten.fill_, aten.zero_, aten.uniform_, aten.normal_))
-def _fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _fill_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     func(args[0].source, *args[1:], **kwargs)
     return args[0]  # type: ignore[no-any-return]
 
 
 @table.register(aten.equal.default)
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
     a, b = (x.source if isinstance(x, IdentityTensor) else x for x in args)
     return torch.equal(a, b)

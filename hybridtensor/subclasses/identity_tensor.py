@@ -16,8 +16,9 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 class IdentityTensor(WrapperTensor):
     """A face in high precision; serves both directions.
 
-    ``source`` is a plain tensor, or a ``QuantizedTensor`` that is dequantized whenever the values are used: a
-    high-precision face "of what the forward saw", which stores nothing beyond the bytes that it shares.
+    ``source`` is a plain tensor, or a ``QuantizedTensor`` that is dequantized whenever the values
+    are used: a high-precision face "of what the forward saw", which stores nothing beyond the bytes
+    that it shares.
 
     Attributes:
         source: The values.
@@ -31,12 +32,18 @@ class IdentityTensor(WrapperTensor):
 
     @staticmethod
     def __new__(
-        cls, source: Tensor, size: torch.Size | tuple[int, ...] | None = None, stride: tuple[int, ...] | None = None
+        cls,
+        source: Tensor,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
     ) -> Self:
         return cls._make(source.size(), source.stride(), source.dtype, source.device)
 
     def __init__(
-        self, source: Tensor, size: torch.Size | tuple[int, ...] | None = None, stride: tuple[int, ...] | None = None
+        self,
+        source: Tensor,
+        size: torch.Size | tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
     ) -> None:
         self.source = source
 
@@ -46,8 +53,12 @@ class IdentityTensor(WrapperTensor):
         return IDENTITY
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values, which are of the nominal dtype, cast to ``dtype``: ``source`` itself where it is that."""
-        values = self.source.dequantize() if isinstance(self.source, QuantizedTensor) else self.source
+        """Return the values, which are of the nominal dtype, cast to ``dtype``: ``source`` itself
+        where it is that.
+        """
+        values = (
+            self.source.dequantize() if isinstance(self.source, QuantizedTensor) else self.source
+        )
         return values if dtype is None else values.to(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

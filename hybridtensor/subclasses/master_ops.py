@@ -1,19 +1,22 @@
-"""What ``MasterWeight`` answers to aten operators: it is its high-precision tensor, whose writes are counted.
+"""What ``MasterWeight`` answers to aten operators: it is its high-precision tensor, whose writes
+are counted.
 
-Three kinds of handler cover everything: *views and copies* give a ``MasterWeight`` again, *writes* happen in place and
-are noted, *reads* give plain tensors. Matrix products are none of these: they belong to ``hybridtensor.linear``, which
-quantizes, and reach this table only from below autograd.
+Four kinds of handler cover everything: *views and copies* give a ``MasterWeight`` again, *writes*
+happen in place and are noted, *collectives* likewise, *reads* give plain tensors. Matrix products
+are none of these: they belong to ``hybridtensor.linear``, which quantizes, and reach this table
+only from below autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridtensor.subclasses.master_tensor import MasterWeight
-from hybridtensor.subclasses.op_table import overloads
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 
 aten = torch.ops.aten
 table = MasterWeight.ops
@@ -56,27 +59,40 @@ READS = [op for op in overloads(
     aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt, aten._foreach_sub,
 ) if not op._schema.is_mutable]  # fmt: skip
 
+COLLECTIVES = [
+    getattr(torch.ops.c10d, name).default
+    for name in (
+        "_allgather_base_", "_reduce_scatter_base_", "allgather_", "allreduce_", "allreduce_coalesced_", "alltoall_",
+        "alltoall_base_", "broadcast_", "recv_", "recv_any_source_", "reduce_", "reduce_scatter_", "scatter_", "send",
+    )
+    if torch.distributed.is_available()
+]  # fmt: skip
+
 PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
             aten.mv.default]  # fmt: skip
 
 
 def _unwrap(value: Any) -> Any:
-    """Replace master weights by their plain tensors, in lists too (there is no deeper nesting in aten)."""
+    """Replace master weights by their plain tensors, in lists too (there is no deeper nesting in
+    aten).
+    """
     if isinstance(value, MasterWeight):
-        return value.master
+        return value.plain
     if isinstance(value, (list, tuple)):
         return [_unwrap(item) for item in value]
     return value
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*(_unwrap(a) for a in args), **{name: _unwrap(value) for name, value in kwargs.items()})
+def _run(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return func(
+        *(_unwrap(a) for a in args), **{name: _unwrap(value) for name, value in kwargs.items()}
+    )
 
 
 @table.register(*VIEWS)
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if func in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
-        return args[0].alias(args[0].master)  # the same tensor object: one version counter for all
+        return args[0].alias(args[0].plain)  # the same tensor object: one version counter for all
     out = _run(func, args, kwargs)
     if isinstance(out, (list, tuple)):
         return [args[0].alias(piece) for piece in out]
@@ -84,13 +100,13 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @table.register(*COPIES)
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     out = _run(func, args, kwargs)
     return MasterWeight(out, args[0].config).like(args[0]) if out.is_floating_point() else out
 
 
 @table.register(*WRITES)
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run in place and note the write on every master weight that the schema says is written."""
     _run(func, args, kwargs)
     written = []
@@ -105,13 +121,33 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return written[0] if func._schema.returns else None
 
 
+@table.register(*COLLECTIVES)
+def _collective(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Communicate the plain tensors. Schemas of collectives are silent about what they write: it
+    may be any argument.
+    """
+    out = _run(func, args, kwargs)
+    for weight in _weights((*args, *kwargs.values())):
+        weight.note_write()
+    return out
+
+
+def _weights(value: Any) -> Iterator[MasterWeight]:
+    """Yield the master weights in an argument, in lists too."""
+    if isinstance(value, MasterWeight):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _weights(item)
+
+
 @table.register(*READS)
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _run(func, args, kwargs)
 
 
 @table.register(*PRODUCTS)
-def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _product(func: Func, args: Args, kwargs: Kwargs) -> Any:
     raise NotImplementedError(
         f"MasterWeight: {func} came from below autograd, where only some of a layer's products could be quantized; "
         "call F.linear, or x @ weight.t(), or leave this module out of quantize_"

@@ -2,146 +2,178 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from hybridtensor.ops import Held, Operand
-from hybridtensor.ops.library import is_captured, is_recorded
+from hybridtensor.ops import Faces
+from hybridtensor.ops.library import is_recorded
 from hybridtensor.state import Context
-from hybridtensor.subclasses.hybrid_tensor import Face, as_face
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
-from hybridtensor.subclasses.wrapper import InterceptingTensor
+from hybridtensor.subclasses.record import Stamp, WeightRecord
 
+if TYPE_CHECKING:
+    from hybridtensor.recipes.config import HybridConfig
 
-class WriteCounter:
-    """Counts writes to one memory; shared by every alias and view of it, even across ``.data``.
-
-    Attributes:
-        count: The writes.
-        replayed: Whether one went into a CUDA graph: its replays write without being counted.
-    """
-
-    __slots__ = ("count", "replayed")
-
-    def __init__(self) -> None:
-        self.count, self.replayed = 0, False
+_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]  # faster than the attribute
 
 
 class MasterWeight(InterceptingTensor):
     """A high-precision weight with the recipe by which linear layers quantize it.
 
-    To optimizers, checkpoints and initialization it is the high-precision tensor: they read and write ``master``.
-    ``faces`` quantizes it and keeps the result until the next write.
+    To optimizers, checkpoints and initialization it is the high-precision tensor. ``faces``
+    quantizes it and keeps the result until the next write.
 
     Attributes:
-        master: The plain tensor.
-        config: The recipe (a ``HybridConfig``).
+        plain: The plain tensor. Inside this package it is only read, or written with
+            ``note_write``; ``master`` hands it out.
+        config: The recipe.
     """
 
     ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")
     functions = OpTable("MasterWeight", "")
-    inner_names = ("master",)
+    inner_names = ("plain",)
+    former_names: ClassVar[dict[str, str]] = {"master": "plain"}
     metadata_names = ("config",)
-    transient_names = ("writes", "_cached")
+    transient_names = (*InterceptingTensor.transient_names, "_seen")
 
-    master: Tensor
-    config: Any
-    writes: WriteCounter
-    _cached: tuple[tuple[Any, ...], Operand | None, Operand | Held | None] | None
+    plain: Tensor
+    config: HybridConfig
+    _seen: int
 
     @staticmethod
     def __new__(
         cls,
-        master: Tensor,
-        config: Any,
+        plain: Tensor,
+        config: HybridConfig,
         size: torch.Size | tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
     ) -> Self:
-        return cls._make(master.size(), master.stride(), master.dtype, master.device)
+        return cls._make(plain.size(), plain.stride(), plain.dtype, plain.device)
 
     def __init__(
         self,
-        master: Tensor,
-        config: Any,
+        plain: Tensor,
+        config: HybridConfig,
         size: torch.Size | tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
     ) -> None:
-        self.master, self.config = master, config
-        self.writes, self._cached = WriteCounter(), None
+        self.plain, self.config = plain, config
+        self.record, self._seen = WeightRecord(), 0
+        self.record.add_holder(plain)
 
-    def alias(self, master: Tensor) -> MasterWeight:
-        """Wrap ``master``, a view of this weight's memory: a write through either is seen by both."""
-        new = type(self)(master, self.config).like(self)
-        new.writes = self.writes
+    def alias(self, plain: Tensor) -> MasterWeight:
+        """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is
+        seen by both.
+        """
+        self._count_graph_writes()
+        new = type(self)(plain, self.config)
+        new.record, new._seen = self.record, self._seen
+        if plain is not self.plain:
+            self.record.add_holder(plain)
         return new
 
     @property
-    def version(self) -> tuple[int, int, int]:
-        """What changes with every write."""
-        with torch._C.DisableTorchFunctionSubclass():  # which attributes of a tensor would pass through
-            return self.writes.count, _version(self), _version(self.master)
+    def master(self) -> Tensor:
+        """An alias of the plain tensor. What is written into it is seen by the next use of the
+        weight.
+
+        While the alias lives, or anything made from it, the weight is quantized anew at each use.
+        """
+        return self.record.hand_out(self.plain)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What changes with every write, also with those that others may have made of what was
+        handed out.
+        """
+        writes, _ = self.written
+        self.record.count_others(self.plain)
+        return writes, self.record.handed
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """What changes with every write that is counted; on all ranks alike where all ranks write."""
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # which attributes of a tensor would pass through
+            self._count_graph_writes()
+        return self.record.writes, _version_of(self.plain)
+
+    def _count_graph_writes(self) -> None:
+        """Count writes of compiled graphs: they increment torch's version of this object.
+
+        Views and ``detach()`` share that version with what they were taken from, ``data`` begins
+        one of its own at 0.
+        """
+        seen = -1 if self.is_inference() else _version(self)
+        if seen != self._seen:
+            self._seen = seen
+            if seen:
+                self.record.writes += 1
 
     def note_write(self) -> None:
-        """Record that ``master`` was written to, so that no cached face and no saved tensor outlives it."""
-        self.writes.count += 1
-        self.writes.replayed = self.writes.replayed or is_captured()
-        if not self.master.is_inference():
-            torch.autograd.graph.increment_version(self.master)
+        """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives
+        it.
+        """
+        self.record.note_write()
+        if not self.plain.is_inference():
+            torch.autograd.graph.increment_version(self.plain)
 
-    def operands(
-        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
-    ) -> tuple[Operand | None, Operand | Held | None]:
-        """Return the operands asked for, quantized from ``master``, with nominal dtype ``dtype``.
+    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+        """Return the faces asked for; those in high precision have ``dtype``.
 
-        A face is made once per write, recipe and dtype, and a face that was made for evaluation does not stand in the
-        way of training: what is missing is added. While compiling, faces are made in the graph instead; while
-        something records what runs, or replays what writes the weight, they are made anew and not kept.
+        A face is made once per write, recipe and dtype, and a face that was made for evaluation
+        does not stand in the way of training: what is missing is added. While compiling, faces are
+        made in the graph instead; while something records what runs, or replays what writes the
+        weight, they are made anew and not kept.
         """
         if torch.compiler.is_compiling():
             return self._quantized(rowwise, columnwise, dtype)
-        if self.writes.replayed or getattr(self.layer, "replayed", False) or is_recorded():
+        record, plain = self.record, self.plain
+        layer: Any = record.layer
+        if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             with torch.no_grad():
                 return self._quantized(rowwise, columnwise, dtype)
-        key = (*self.version, getattr(self.layer, "version", None), self.config, dtype)
-        if self._cached is None or self._cached[0] != key:
-            self._cached = (key, None, None)
-        _, row, column = self._cached
+        self._count_graph_writes()
+        record.count_others(plain)
+        state_version = None if layer is None else layer.version
+        stamp = Stamp(record.writes, record.handed, state_version, self.config, dtype)
+        row, column = record.faces(plain, stamp)
         if (rowwise and row is None) or (columnwise and column is None):
             with torch.no_grad():
                 row, column = self._quantized(True, columnwise or column is not None, dtype)
-            self._cached = (key, row, column)
-        return (row if rowwise else None), (column if columnwise else None)
+            record.keep_faces(plain, (row, column))
+        return row if rowwise else None, column if columnwise else None
 
-    def _quantized(
-        self, rowwise: bool, columnwise: bool, dtype: torch.dtype
-    ) -> tuple[Operand | None, Operand | Held | None]:
-        """Return operands, made now."""
-        made: tuple[Operand | None, Operand | Held | None] = self.config.weight.operands(
-            self.master, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=Context("weight", self.state)
+    def _quantized(self, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+        """Return faces that are made now."""
+        context = Context("weight", self.state)
+        return self.config.weight.faces(
+            self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
-        return made
-
-    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> tuple[Face | None, Face | None]:
-        """Return what ``operands`` returns as faces."""
-        row, column = self.operands(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
-        return as_face(row, -1, self.master, dtype), as_face(column, 0, self.master, dtype)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of quantization."""
+        """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of
+        quantization.
+        """
         return self.master
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the high-precision values as a plain tensor: ``master`` itself, or its cast to ``dtype``."""
-        return self.master if dtype is None else self.master.to(dtype)
+        """Return the high-precision values as a plain tensor: ``master``, or its cast to ``dtype``."""
+        if dtype is None or dtype == self.dtype:
+            return self.master
+        return self.plain.to(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self.config}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version_of(tensor: Tensor) -> int:
+    """Return torch's counter of writes to a tensor, -1 for one of inference mode, which has none."""
+    return -1 if tensor.is_inference() else _version(tensor)
 
 
 torch.serialization.add_safe_globals([MasterWeight])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.ops.operand import plain_operand
-from hybridtensor.subclasses.hybrid_tensor import Face, HybridTensor
+from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
 
 def multiply(
-    left: Face | Tensor,
-    right: Face | Tensor,
+    left: FaceTensor | Tensor,
+    right: FaceTensor | Tensor,
     *,
     bias: Tensor | None = None,
     gemm: str = "mm",
@@ -35,15 +32,18 @@ def multiply(
         fast_accum: See ``ops.scaled_mm``.
 
     Raises:
-        ValueError: If a face runs along the wrong axis, or shapes, dtypes, devices or formats do not go together.
+        ValueError: If a face runs along the wrong axis, or shapes, dtypes, devices or formats do
+            not go together.
     """
     if left.dtype != right.dtype:
-        raise ValueError(f"{gemm}: operands of one dtype are required, got {left.dtype} and {right.dtype}; cast one")
-    a, b = operand_of(left, "left", -1, gemm), operand_of(right, "right", 0, gemm)
+        raise ValueError(
+            f"{gemm}: operands of one dtype are required, got {left.dtype} and {right.dtype}; cast one"
+        )
+    a, b = operand_face(left, "left", -1, gemm), operand_face(right, "right", 0, gemm)
     return ops.product(a, b, bias=bias, out_dtype=left.dtype, fast_accum=fast_accum)
 
 
-def operand_of(face: Face | Tensor, side: str, axis: int, gemm: str) -> ops.Operand:
+def operand_face(face: FaceTensor | Tensor, side: str, axis: int, gemm: str) -> ops.Face:
     """Return the matrix ``[other, contraction]`` of an operand, with its scales and format.
 
     Args:
@@ -55,9 +55,11 @@ def operand_of(face: Face | Tensor, side: str, axis: int, gemm: str) -> ops.Oper
     if isinstance(face, IdentityTensor):
         face = face.dequantize()
     if face.dim() != 2:
-        raise ValueError(f"{gemm}: a matrix is required as {side} operand, got shape {tuple(face.shape)}")
+        raise ValueError(
+            f"{gemm}: a matrix is required as {side} operand, got shape {tuple(face.shape)}"
+        )
     if not isinstance(face, QuantizedTensor):
-        return plain_operand(face if axis == -1 else face.t())
+        return ops.high_precision(face if axis == -1 else face.t())
     if face.axis != axis:
         needed, given = ("rowwise", "columnwise") if axis == -1 else ("columnwise", "rowwise")
         raise ValueError(
@@ -68,10 +70,10 @@ def operand_of(face: Face | Tensor, side: str, axis: int, gemm: str) -> ops.Oper
             f"{gemm}: the {side} operand is a flattened view {tuple(face.shape)} of a {face.matrix_shape} matrix, "
             "whose contraction axis is gone; view it back"
         )
-    return ops.Operand(face.qdata, face.scale, face.tensor_scale, face.format)
+    return ops.Face(face.qdata, face.scale, face.tensor_scale, face.format)
 
 
-def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> Face | Tensor:
+def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> FaceTensor | Tensor:
     """Return the face of ``tensor`` in ``direction``; a leaf or plain tensor is its own."""
     if isinstance(tensor, HybridTensor):
         return tensor.require_face(direction, name=name, gemm=gemm)
@@ -82,7 +84,8 @@ def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm"
     """Apply the rule to any mix of hybrid, leaf, identity and plain matrices.
 
     Raises:
-        NotImplementedError: If one is a layer's weight, and gradients may be wanted: they would not be the recipe's.
+        NotImplementedError: If one is a layer's weight, and gradients may be wanted: they would not
+            be the recipe's.
     """
     weights = [t for t in (left, right) if isinstance(t, HybridTensor) and t.config is not None]
     if weights and torch.is_grad_enabled():
@@ -98,11 +101,11 @@ def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm"
     )
 
 
-def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return mm(*args)
 
 
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     bias, left, right = args
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if isinstance(bias, (HybridTensor, QuantizedTensor, IdentityTensor)):
@@ -113,7 +116,7 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return out
 
 
-def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle the undecomposed ``aten.linear`` of inference mode."""
     x, weight = args[:2]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")

@@ -7,15 +7,21 @@ from typing import Any, TypeVar
 
 import torch
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Func = Any
+"""An exact operator of torch, or one of its functions."""
+Args = tuple[Any, ...]
+"""What it is called with, by position."""
+Kwargs = dict[str, Any]
+"""What it is called with, by name."""
+Handler = Callable[[Func, Args, Kwargs], Any]
 H = TypeVar("H", bound=Handler)
 
 
 class OpTable:
     """Handlers ``(func, args, kwargs) -> result`` by exact operator.
 
-    Registering an operator twice is an error, and so is looking up one that is not there: an operator that a class
-    has not thought about must not quietly dequantize.
+    Registering an operator twice is an error, and so is looking up one that is not there: an
+    operator that a class has not thought about must not quietly dequantize.
 
     Args:
         owner: Name of the class, for errors.
@@ -25,59 +31,70 @@ class OpTable:
     def __init__(self, owner: str, advice: str) -> None:
         self._owner = owner
         self._advice = advice
-        self._handlers: dict[Any, Handler] = {}
+        self.handlers: dict[Any, Handler] = {}
 
     def register(self, *funcs: Any) -> Callable[[H], H]:
         """Return a decorator that makes a function the handler of ``funcs``.
 
         Raises:
-            TypeError: If an operator is given without its overload (``aten.mm`` rather than ``aten.mm.default``).
+            TypeError: If an operator is given without its overload (``aten.mm`` rather than
+                ``aten.mm.default``).
             ValueError: If one has a handler already.
         """
 
         for func in funcs:
             if isinstance(func, torch._ops.OpOverloadPacket):
-                raise TypeError(f"OpTable of {self._owner}: an exact overload is required, got {func}; name it")
+                raise TypeError(
+                    f"OpTable of {self._owner}: an exact overload is required, got {func}; name it"
+                )
 
         def add(handler: H) -> H:
             for func in funcs:
-                if func in self._handlers:
-                    raise ValueError(f"OpTable of {self._owner}: {func} has a handler already; register it once")
-                self._handlers[func] = handler
+                if func in self.handlers:
+                    raise ValueError(
+                        f"OpTable of {self._owner}: {func} has a handler already; register it once"
+                    )
+                self.handlers[func] = handler
             return handler
 
         return add
 
     def get(self, func: Any) -> Handler | None:
         """Return the handler of ``func``, or None."""
-        return self._handlers.get(func)
+        return self.handlers.get(func)
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run the handler of ``func``.
 
         Raises:
             NotImplementedError: If there is none.
         """
-        handler = self._handlers.get(func)
+        handler = self.handlers.get(func)
         if handler is None:
-            raise NotImplementedError(f"{self._owner}: {func} is not an operation of this class; {self._advice}")
+            raise NotImplementedError(
+                f"{self._owner}: {func} is not an operation of this class; {self._advice}"
+            )
         return handler(func, args, kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._handlers)
+        return iter(self.handlers)
 
     def __len__(self) -> int:
-        return len(self._handlers)
+        return len(self.handlers)
 
 
 def overloads(*packets: Any) -> list[Any]:
-    """Return every exact overload of the ``aten`` operators given that takes tensors and has no ``out``."""
+    """Return every exact overload of the ``aten`` operators given that takes tensors and has no
+    ``out``.
+    """
     found = []
     for packet in packets:
         for name in packet.overloads():
             op = getattr(packet, name)
             arguments = op._schema.arguments
-            has_out = any(a.kwarg_only and a.alias_info and a.alias_info.is_write for a in arguments)
+            has_out = any(
+                a.kwarg_only and a.alias_info and a.alias_info.is_write for a in arguments
+            )
             if not has_out and any("Tensor" in str(a.type) for a in arguments):
                 found.append(op)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,16 @@ from hybridtensor.subclasses.common_ops import (
     to_copy_stride,
 )
 from hybridtensor.subclasses.matmul import register_matmul
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 table = QuantizedTensor.ops
 
 
-def _slice_scale(scale: Tensor, block: int | None, axis: int, start: int, stop: int, step: int, extent: int) -> Tensor:
+def _slice_scale(
+    scale: Tensor, block: int | None, axis: int, start: int, stop: int, step: int, extent: int
+) -> Tensor:
     """Return the scales of a slice of one axis; raises where the slice cuts a block."""
     if block is None:
         return scale
@@ -43,7 +45,9 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
     size = list(x.shape)
     size[dim] = len(range(start, stop, step))
     rows, columns = x.matrix_shape
-    inner = rows // x.shape[0] if x.shape[0] else 0  # rows of the matrix per entry of the first dimension
+    inner = (
+        rows // x.shape[0] if x.shape[0] else 0
+    )  # rows of the matrix per entry of the first dimension
     if x.shape[-1] != columns or (dim == 0 and x.dim() > 2 and step != 1) or 0 < dim < x.dim() - 1:
         raise NotImplementedError(
             f"slice: the first or the last dimension of a face can be sliced, got dimension {dim} of {x!r} "
@@ -63,9 +67,13 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
             tensor_scale, x.format.tensor_block[stored_axis], stored_axis, start, stop, step, extent
         )
         cuts = cuts or x.format.tensor_block[stored_axis] is None
-    packed = x.format.elements_per_byte if stored_axis == 1 else 1  # whole blocks: the bounds are even
+    packed = (
+        x.format.elements_per_byte if stored_axis == 1 else 1
+    )  # whole blocks: the bounds are even
     qdata = aten.slice.Tensor(x.qdata, stored_axis, start // packed, stop // packed, step)
-    return QuantizedTensor(qdata, scale, tensor_scale, x.format, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)
+    return QuantizedTensor(
+        qdata, scale, tensor_scale, x.format, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts
+    )
 
 
 register_common(table, _slice)
@@ -73,23 +81,29 @@ register_matmul(table)
 
 
 @table.register(aten.t.default)
-def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _t(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     x: QuantizedTensor = args[0]
     if x.dim() != 2 or x.matrix_shape != tuple(x.shape):
-        raise NotImplementedError(f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix")
+        raise NotImplementedError(
+            f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix"
+        )
     axis = 0 if x.axis == -1 else -1
-    return x.map_inner(lambda t: t, size=tuple(reversed(x.shape)), stride=tuple(reversed(x.stride())), axis=axis)
+    return x.map_inner(
+        lambda t: t, size=tuple(reversed(x.shape)), stride=tuple(reversed(x.stride())), axis=axis
+    )
 
 
 @table.register(aten.view.default, aten._unsafe_view.default)
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Regroup leading dimensions, flatten, or undo that; the scale groups stay where they are."""
     x: QuantizedTensor = args[0]
     size = tuple(infer_size(args[1], x.numel()))
     if size == tuple(x.shape):
         return alias(x)
     if not x.is_contiguous():
-        raise RuntimeError(f"view: a contiguous tensor is required, got strides {tuple(x.stride())}; call contiguous()")
+        raise RuntimeError(
+            f"view: a contiguous tensor is required, got strides {tuple(x.stride())}; call contiguous()"
+        )
     if len(size) != 1 and size[-1] != x.matrix_shape[1]:
         raise NotImplementedError(
             f"view: {tuple(x.shape)} as {size} would split the scale groups of a {x.matrix_shape} matrix in "
@@ -99,34 +113,36 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @table.register(aten.clone.default)
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _clone(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     x: QuantizedTensor = args[0]
     stride = to_copy_stride(x, kwargs.get("memory_format"))
     return x.map_inner(torch.clone, size=x.shape, stride=stride, cuts_group=False)
 
 
 @table.register(aten._to_copy.default)
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _to_copy(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """Copy the bytes; a new dtype changes only what ``dequantize`` gives."""
     x: QuantizedTensor = args[0]
     dtype, options = to_copy_options(x, kwargs)
     stride = to_copy_stride(x, kwargs.get("memory_format"))
     changes = {"nominal_dtype": dtype, "cuts_group": False}
-    return x.map_inner(lambda t: aten._to_copy(t, **options), size=x.shape, stride=stride, **changes)
+    return x.map_inner(
+        lambda t: aten._to_copy(t, **options), size=x.shape, stride=stride, **changes
+    )
 
 
 @table.register(aten._pin_memory.default)
-def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _pin_memory(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     return args[0].map_inner(lambda t: t.pin_memory())  # type: ignore[no-any-return]
 
 
 @table.register(aten.is_pinned.default)
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return args[0].qdata.is_pinned()  # type: ignore[no-any-return]
 
 
 @table.register(aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """Make a face of the same format and another size; zeros have scale 1."""
     x: QuantizedTensor = args[0]
     size = tuple(x.shape if func is aten.empty_like.default else args[1])
@@ -154,7 +170,7 @@ def stored_shape(fmt: Format, matrix: tuple[int, int]) -> tuple[int, int]:
 
 
 @table.register(aten.copy_.default)
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Copy bytes between faces of one format, or dequantize into a plain tensor."""
     dst, src = args[0], args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
@@ -174,12 +190,17 @@ def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool
     """Overwrite the payload of ``dst`` with that of ``src``.
 
     Raises:
-        ValueError: If formats, axes or shapes differ, or if ``dst`` is a slice through a scale group whose scale would
-            change under the part outside the slice.
+        ValueError: If formats, axes or shapes differ, or if ``dst`` is a slice through a scale
+            group whose scale would change under the part outside the slice.
     """
-    mine, theirs = (dst.format, dst.axis, dst.matrix_shape), (src.format, src.axis, src.matrix_shape)
+    mine, theirs = (
+        (dst.format, dst.axis, dst.matrix_shape),
+        (src.format, src.axis, src.matrix_shape),
+    )
     if mine != theirs:
-        raise ValueError(f"copy_: faces of one format, axis and shape are required, got {dst!r} from {src!r}")
+        raise ValueError(
+            f"copy_: faces of one format, axis and shape are required, got {dst!r} from {src!r}"
+        )
     if dst.cuts_group and not _shared_scales_equal(dst, src):
         raise ValueError(
             f"copy_: {dst!r} is a slice through a scale group, and its new scale would change the rest of the group; "
@@ -199,7 +220,7 @@ def _shared_scales_equal(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
 
 
 @table.register(aten.equal.default)
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Compare payloads bit for bit."""
     a, b = args
     if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor):
@@ -209,10 +230,14 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if (a.format, a.axis, a.shape) != (b.format, b.axis, b.shape):
         return False
     return all(
-        torch.equal(_bytes(getattr(a, n)), _bytes(getattr(b, n))) for n in a.inner_names if getattr(a, n) is not None
+        torch.equal(_bytes(getattr(a, n)), _bytes(getattr(b, n)))
+        for n in a.inner_names
+        if getattr(a, n) is not None
     )
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes in logical order; one column counts as contiguous whatever its strides, and has no bytes."""
+    """Return the bytes in logical order; one column counts as contiguous whatever its strides, and
+    has no bytes.
+    """
     return tensor.contiguous().view(-1).view(torch.uint8)

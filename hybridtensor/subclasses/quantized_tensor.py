@@ -14,22 +14,26 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
 class QuantizedTensor(WrapperTensor):
-    """One face: elements, scales and everything else that dequantizing needs, never the quantizer that made it.
+    """One face: elements, scales and everything else that dequantizing needs, never the quantizer
+    that made it.
 
-    The elements are a matrix ``[other, contraction]``, whatever the logical shape: leading dimensions are flattened,
-    and ``axis`` says which logical dimension is the contraction.
+    The elements are a matrix ``[other, contraction]``, whatever the logical shape: leading
+    dimensions are flattened, and ``axis`` says which logical dimension is the contraction.
 
-    - ``axis == -1`` (rowwise): scale groups run along the last dimension; ``qdata`` is ``[prod(leading), last]``.
+    - ``axis == -1`` (rowwise): scale groups run along the last dimension; ``qdata`` is
+      ``[prod(leading), last]``.
     - ``axis == 0`` (columnwise): they run along the first; ``qdata`` is ``[last, prod(leading)]``.
 
     Attributes:
-        qdata: Elements, dtype ``format.storage``; the last dimension counts bytes where elements are packed.
+        qdata: Elements, dtype ``format.storage``; the last dimension counts bytes where elements
+            are packed.
         scale: Block scales, ``format.scale_shape(*qdata.shape)``: element times scale is the value.
         tensor_scale: Second-level scale (fp32, ``format.tensor_scale_shape``), or None.
         format: What the bytes mean.
         axis: -1 or 0.
         dtype: Nominal dtype, the default of ``dequantize``.
-        cuts_group: Whether this is a slice through a scale group, which it shares with the rest of that group.
+        cuts_group: Whether this is a slice through a scale group, which it shares with the rest of
+            that group.
     """
 
     ops = OpTable("QuantizedTensor", "call dequantize() first")
@@ -72,18 +76,34 @@ class QuantizedTensor(WrapperTensor):
         cuts_group: bool = False,
     ) -> None:
         self.qdata, self.scale, self.tensor_scale = qdata, scale, tensor_scale
-        self.format, self.axis, self.nominal_dtype, self.cuts_group = format, axis, nominal_dtype, cuts_group
+        self.format, self.axis, self.nominal_dtype, self.cuts_group = (
+            format,
+            axis,
+            nominal_dtype,
+            cuts_group,
+        )
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The logical matrix that was quantized, ``(prod(leading), last)``, whatever views were taken since."""
-        other, contraction = self.qdata.shape[0], self.qdata.shape[1] * self.format.elements_per_byte
+        """The logical matrix that was quantized, ``(prod(leading), last)``, whatever views were
+        taken since.
+        """
+        other, contraction = (
+            self.qdata.shape[0],
+            self.qdata.shape[1] * self.format.elements_per_byte,
+        )
         return (other, contraction) if self.axis == -1 else (contraction, other)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a plain contiguous tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
+        """Return the values as a plain contiguous tensor of this shape, in ``dtype`` (default: the
+        nominal dtype).
+        """
         values = ops.dequantize(
-            self.qdata, self.scale, self.tensor_scale, format=self.format, dtype=dtype or self.nominal_dtype
+            self.qdata,
+            self.scale,
+            self.tensor_scale,
+            format=self.format,
+            dtype=dtype or self.nominal_dtype,
         )
         matrix = values if self.axis == -1 else values.t()
         return matrix.reshape(self.shape).contiguous()

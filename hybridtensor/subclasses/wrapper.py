@@ -1,8 +1,10 @@
-"""What the tensor classes share: inner tensors by name, dispatch by table, copying, pickling, refusals.
+"""What the tensor classes share: inner tensors by name, dispatch by table, copying, pickling,
+refusals.
 
-A wrapper has no storage of its own. It has a logical shape, a nominal dtype (the dtype of the high-precision tensor it
-stands for), *inner tensors* (attributes named in ``inner_names``; some may be None) and *metadata* (attributes named in
-``metadata_names``; frozen and compared by value, so that equal wrappers share one compiled graph).
+A wrapper has no storage of its own. It has a logical shape, a nominal dtype (the dtype of the
+high-precision tensor it stands for), *inner tensors* (attributes named in ``inner_names``; some may
+be None) and *metadata* (attributes named in ``metadata_names``; frozen and compared by value, so
+that equal wrappers share one compiled graph).
 """
 
 from __future__ import annotations
@@ -11,17 +13,32 @@ import contextlib
 import copy
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
-from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses.op_table import OpTable
+
+
+class _NoMemory(torch.UntypedStorage):
+    """The storage of a wrapper: whoever takes it gets no bytes, whoever asks where they are is
+    told.
+    """
+
+    def data_ptr(self) -> int:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "hybridtensor: a plain tensor is required where memory is read, got a wrapper, which has none of its own "
+            "(an invalid python storage); use dequantize()"
+        )
 
 
 class WrapperTensor(Tensor):
@@ -30,8 +47,12 @@ class WrapperTensor(Tensor):
     ops: ClassVar[OpTable]
     inner_names: ClassVar[tuple[str, ...]]
     metadata_names: ClassVar[tuple[str, ...]]
-    transient_names: ClassVar[tuple[str, ...]] = ()  # attributes that belong to one object: never copied or pickled
-    parameter_names: ClassVar[tuple[str, ...]] = ()  # attributes that are pickled with a Parameter only
+    transient_names: ClassVar[
+        tuple[str, ...]
+    ] = ()  # attributes that belong to one object: never copied or pickled
+    former_names: ClassVar[
+        dict[str, str]
+    ] = {}  # what inner tensors were called in pickles of earlier versions
 
     @classmethod
     def _make(
@@ -45,14 +66,17 @@ class WrapperTensor(Tensor):
         """Make the outer tensor; ``stride=None`` is contiguous."""
         size = tuple(size)
         with _normal_mode():
-            return torch.Tensor._make_wrapper_subclass(
+            made = torch.Tensor._make_wrapper_subclass(
                 cls,
                 size,
                 strides=make_contiguous_strides_for(size) if stride is None else stride,
+                storage_size=0,  # whoever takes the storage gets no bytes, not memory that is not there
                 dtype=dtype,
                 device=device,
                 requires_grad=requires_grad,
             )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # DLPack asks in C++, past ``__dlpack__``
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,10 +87,15 @@ class WrapperTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
-        raise NotImplementedError(f"{type(self).__name__}: dequantize() is for the classes that hold values")
+        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal
+        dtype).
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: dequantize() is for the classes that hold values"
+        )
 
-    # -- inner tensors and metadata -----------------------------------------------------------------------------
+    # -- inner tensors and metadata
+    # -----------------------------------------------------------------------------
 
     def parts(self) -> tuple[list[str], tuple[Any, ...]]:
         """Return the names of the inner tensors that are there, and the metadata."""
@@ -102,16 +131,17 @@ class WrapperTensor(Tensor):
         return cls.from_parts(inner, metadata, outer_size, outer_stride)
 
     def _stable_hash_for_caching(self) -> str:
-        """Let torch.compile's caches key on what this tensor is, in every process; its values do not matter.
+        """Let torch.compile's caches key on what this tensor is, in every process; its values do
+        not matter.
 
-        And on the code of this package, which compiled graphs hold traces of: they lie on disk across upgrades.
+        And on the code of this package, which compiled graphs hold traces of: they lie on disk
+        across upgrades.
         """
         names, metadata = self.__tensor_flatten__()
         inner = [_stable_hash(getattr(self, name)) for name in names]
         values = [_stable_hash(value) for value in metadata]
-        return (
-            f"{_code()}{type(self).__name__}{tuple(self.shape)}{tuple(self.stride())}{self.dtype}{names}{inner}{values}"
-        )
+        what = [type(self).__name__, tuple(self.shape), tuple(self.stride()), self.dtype]
+        return f"{_code()}{what}{names}{inner}{values}"
 
     def map_inner(
         self,
@@ -121,7 +151,8 @@ class WrapperTensor(Tensor):
         stride: tuple[int, ...] | None = None,
         **metadata: Any,
     ) -> Self:
-        """Rebuild this tensor with ``fn`` applied to every inner tensor. The one way to make one from another.
+        """Rebuild this tensor with ``fn`` applied to every inner tensor. The one way to make one
+        from another.
 
         Args:
             fn: Called once per inner tensor that is there.
@@ -137,46 +168,78 @@ class WrapperTensor(Tensor):
         return self.from_parts(inner, tuple(new.values()), size, stride)
 
     def alias_of(self, other: Self) -> Self:
-        """Know of the memory that this tensor has in common with ``other`` what that one knows; return this tensor."""
+        """Know of the memory that this tensor has in common with ``other`` what that one knows;
+        return this tensor.
+        """
         return self
 
-    # -- copying and pickling -----------------------------------------------------------------------------------
+    # -- copying and pickling
+    # -----------------------------------------------------------------------------------
 
     def _user_attributes(self) -> dict[str, Any]:
         """Return what others put on the object, such as the mark that makes it a Parameter."""
         own = {*self.inner_names, *self.metadata_names, *self.transient_names}
-        if not isinstance(self, torch.nn.Parameter):
-            own.update(self.parameter_names)
         return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+        """Undo ``_user_attributes``."""
+        self.__dict__.update(attributes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         names, metadata = self.parts()
         inner = {name: _as_bytes(getattr(self, name)) for name in names}
-        state = (type(self), inner, metadata, tuple(self.size()), tuple(self.stride()), self.requires_grad)
+        state = (
+            type(self),
+            inner,
+            metadata,
+            tuple(self.size()),
+            tuple(self.stride()),
+            self.requires_grad,
+        )
         return _rebuild, (*state, self._user_attributes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise RuntimeError(f"{type(self).__name__}: deepcopy needs a leaf tensor, got a result; detach it first")
+            raise RuntimeError(
+                f"{type(self).__name__}: deepcopy needs a leaf tensor, got a result; detach it first"
+            )
         with torch.no_grad():
             new: Any = self.clone()
         new.requires_grad_(self.requires_grad)
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
-        new.__dict__.update(copy.deepcopy(self._user_attributes(), memo))
+        new._take_attributes(copy.deepcopy(self._user_attributes(), memo))
         memo[id(self)] = new
         copied: Self = new
         return copied
 
-    # -- what a tensor without storage cannot do by inheritance ---------------------------------------------------
+    # -- what a tensor without storage cannot do by inheritance
+    # ---------------------------------------------------
 
     def data_ptr(self) -> int:
         """Return the address of the first inner tensor: a wrapper has no memory, its payload has."""
         names, _ = self.parts()
         address: int = getattr(self, names[0]).data_ptr()
         return address
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Refuse: there is no memory to hand over."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: DLPack needs one plain tensor, got a wrapper of several; hand over dequantize()"
+        )
+
+    def __dlpack_device__(self) -> Any:
+        """Refuse as ``__dlpack__``, which comes after."""
+        return self.__dlpack__()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return an empty storage, one per object: a wrapper has no bytes of its own."""
+        known: torch.UntypedStorage | None = self.__dict__.get("_empty_storage")
+        if known is None:
+            known = self.__dict__["_empty_storage"] = _NoMemory(0, device=self.device)  # type: ignore[no-untyped-call]
+        return known
 
     def share_memory_(self) -> Self:
         """Refuse: the inherited one would touch a storage that is not there."""
@@ -206,106 +269,6 @@ class WrapperTensor(Tensor):
         return self.dequantize().float().cpu().numpy()
 
 
-_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax")
-
-
-class InterceptingTensor(WrapperTensor):
-    """A wrapper that sees torch functions, such as ``F.linear``, before autograd takes them apart.
-
-    ``functions`` holds those that it handles; all others do what torch does.
-
-    Taken apart by ``torch.compile``, it carries the tensors of its layer's state along, so that they are inputs of the
-    graph.
-
-    Attributes:
-        layer: State of the layer whose weight this is, or None: a ``LayerState``, or while compiling its tensors.
-        gathered: What keeps the faces of a weight that FSDP2 gathered (a ``distributed.shard.Shard``), or None.
-    """
-
-    functions: ClassVar[OpTable]
-    gathering: ClassVar[Any] = None  # what FSDP2's hooks do; hybridtensor.distributed enters it
-    parameter_names = ("layer",)
-    layer: LayerState | StateTensors | None = None
-    gathered: Any = None
-
-    @property
-    def state(self) -> StateTensors | None:
-        """What quantizing needs of the layer's state."""
-        return self.layer.tensors() if isinstance(self.layer, LayerState) else self.layer
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names, metadata = self.parts()
-        state = self.state
-        if state is None:
-            return names, (metadata, None)
-        kept = [name for name in _STATE_NAMES if getattr(self, name) is not None]
-        return [*names, *kept], (metadata, (state.slots, state.rank))
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        metadata: tuple[Any, ...],
-        outer_size: torch.Size | tuple[int, ...],
-        outer_stride: tuple[int, ...] | None,
-    ) -> Self:
-        own, of_state = metadata
-        made = super().__tensor_unflatten__(inner, own, outer_size, outer_stride)
-        if of_state is not None:
-            tensors = (inner.get(name) for name in _STATE_NAMES)
-            made.layer = StateTensors(*tensors, *of_state)  # type: ignore[arg-type]
-        return made
-
-    @property
-    def state_rounding(self) -> Tensor | None:
-        """``rounding`` of the layer's state."""
-        return None if self.state is None else self.state.rounding
-
-    @property
-    def state_encode_scale(self) -> Tensor | None:
-        """``encode_scale`` of the layer's state."""
-        return None if self.state is None else self.state.encode_scale
-
-    @property
-    def state_amax(self) -> Tensor | None:
-        """``amax`` of the layer's state."""
-        return None if self.state is None else self.state.amax
-
-    def like(self, other: Self) -> Self:
-        """Belong to the layer that ``other`` belongs to; return this tensor."""
-        self.layer = other.layer
-        return self
-
-    def map_inner(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
-        """See ``WrapperTensor.map_inner``; the result belongs to the same layer."""
-        return super().map_inner(fn, **changes).like(self)
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
-        return self.gathering.pre_all_gather(self, module)  # type: ignore[no-any-return]
-
-    # FSDP2 asks for the signature before every gather of every weight; working it out takes longer than the answer
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        """Return the gathered weight, made of what all ranks sent."""
-        return self.gathering.post_all_gather(self, outputs, metadata, param_dtype, out)
-
-    @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        handler = cls.functions.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
 @functools.cache
 def _code(folder: Path = Path(__file__).parent.parent) -> str:
     """Return a digest of all Python files below a folder."""
@@ -326,11 +289,17 @@ def _stable_hash(value: Any) -> str:
 
 def _normal_mode() -> contextlib.AbstractContextManager[object]:
     """Leave inference mode: a wrapper made inside it could not be a view of one made outside."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    return (
+        torch.inference_mode(False)
+        if torch.is_inference_mode_enabled()
+        else contextlib.nullcontext()
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
-    """Return an FP8 tensor as bytes and its dtype: torch reads such tensors back from torch.save, not from pickle."""
+    """Return an FP8 tensor as bytes and its dtype: torch reads such tensors back from torch.save,
+    not from pickle.
+    """
     if isinstance(tensor, WrapperTensor) or tensor.itemsize != 1 or not tensor.is_floating_point():
         return tensor
     return tensor.view(torch.uint8), tensor.dtype
@@ -346,45 +315,14 @@ def _rebuild(
     attributes: dict[str, Any],
 ) -> WrapperTensor:
     """Undo ``__reduce_ex__``."""
-    tensors = {name: t if isinstance(t, Tensor) else t[0].view(t[1]) for name, t in inner.items()}
+    tensors = {
+        cls.former_names.get(name, name): t if isinstance(t, Tensor) else t[0].view(t[1])
+        for name, t in inner.items()
+    }
     tensor = cls.from_parts(tensors, metadata, size, stride)
     tensor.requires_grad_(requires_grad)
-    tensor.__dict__.update(attributes)
+    tensor._take_attributes(attributes)
     return tensor
-
-
-class Structure(NamedTuple):
-    """How to put a flattened wrapper together again; hashable."""
-
-    cls: type[WrapperTensor]
-    names: tuple[str, ...]
-    metadata: tuple[Any, ...]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    children: tuple[Structure | None, ...]
-
-
-def flatten(tensor: Tensor) -> tuple[list[Tensor], Structure | None]:
-    """Take ``tensor`` apart into plain tensors, however deep it is nested, and the structure to rebuild it."""
-    if not isinstance(tensor, WrapperTensor):
-        return [tensor], None
-    names, metadata = tensor.parts()
-    plain: list[Tensor] = []
-    children = []
-    for name in names:
-        tensors, child = flatten(getattr(tensor, name))
-        plain += tensors
-        children.append(child)
-    shape = tuple(tensor.size()), tuple(tensor.stride())
-    return plain, Structure(type(tensor), tuple(names), metadata, *shape, tuple(children))
-
-
-def unflatten(plain: list[Tensor], structure: Structure | None) -> Tensor:
-    """Undo ``flatten``; takes its tensors off the front of ``plain``."""
-    if structure is None:
-        return plain.pop(0)
-    inner = {name: unflatten(plain, child) for name, child in zip(structure.names, structure.children, strict=True)}
-    return structure.cls.from_parts(inner, structure.metadata, structure.size, structure.stride)
 
 
 torch.serialization.add_safe_globals([_rebuild])

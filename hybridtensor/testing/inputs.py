@@ -9,14 +9,16 @@ EDGE_VALUES = (
     0.0, -0.0, 1.0, -1.0, 448.0, -448.0, 57344.0, 240.0, 2.0**-6, 2.0**-9, 2.0**-10, 3 * 2.0**-11, 2.0**-16, 2.0**-17,
     1.0625, 1.1875, 17.0, 19.0, 1e-3, -1e-3, 2.0**-126, 2.0**-133, 2.0**-149, 65504.0, 3.0e38, -3.0e38, 0.1, 127.0,
 )  # fmt: skip
-"""Zeros, powers of two, format maxima, ties of E4M3 and E5M2, subnormals of every dtype, near-overflow."""
+"""Zeros, powers of two, format maxima, ties of E4M3 and E5M2, subnormals of every dtype,
+near-overflow.
+"""
 
 
 def edge_tensor(dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
     """Return a matrix ``[18, 28]`` whose rows are edge cases of a scale group.
 
-    Rows 0-11: all edge values at one magnitude. Then: all zero, one Inf, one NaN, all NaN, all subnormal, one huge
-    value among tiny ones. Values beyond ``dtype`` become its Inf or zero.
+    Rows 0-11: all edge values at one magnitude. Then: all zero, one Inf, one NaN, all NaN, all
+    subnormal, one huge value among tiny ones. Values beyond ``dtype`` become its Inf or zero.
     """
     edges = torch.tensor(EDGE_VALUES, dtype=torch.float64)
     rows = [edges * 2.0**exponent for exponent in (-40, -20, -10, -5, -1, 0, 1, 2, 5, 8)]
@@ -29,7 +31,10 @@ def edge_tensor(dtype: torch.dtype, device: str | torch.device = "cpu") -> Tenso
 
 
 def random_tensor(
-    *shape: int, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu", seed: int = 0
+    *shape: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     """Return normal values whose rows and columns differ in magnitude by powers of two up to 2^8."""
     generator = torch.Generator().manual_seed(seed)

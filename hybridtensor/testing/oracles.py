@@ -1,4 +1,6 @@
-"""The numerics once more, sharing no code with the library: numpy and ml_dtypes, one scale group at a time."""
+"""The numerics once more, sharing no code with the library: numpy and ml_dtypes, one scale group at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ def float8_oracle(
     """
     element, largest = _ELEMENTS[dtype]
     values = _float32(x)
-    block = {"tensor": (_WHOLE, _WHOLE), "row": (1, _WHOLE), "1x128": (1, 128), "128x128": (128, 128)}[granularity]
+    block = {
+        "tensor": (_WHOLE, _WHOLE),
+        "row": (1, _WHOLE),
+        "1x128": (1, 128),
+        "128x128": (128, 128),
+    }[granularity]
     overflow = torch.finfo(x.dtype).max if "x" in granularity else _FP32_MAX
     codes = np.zeros(values.shape, dtype=np.uint8)
 
@@ -44,7 +51,9 @@ def float8_oracle(
     return codes, scales
 
 
-def mx_oracle(x: Tensor, *, dtype: str, block: tuple[int, int] = (1, 32)) -> tuple[np.ndarray, np.ndarray]:
+def mx_oracle(
+    x: Tensor, *, dtype: str, block: tuple[int, int] = (1, 32)
+) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a matrix to MXFP8 along its last dimension.
 
     Returns:
@@ -58,10 +67,18 @@ def mx_oracle(x: Tensor, *, dtype: str, block: tuple[int, int] = (1, 32)) -> tup
         amax = _amax(group)
         with np.errstate(over="ignore"):
             wanted = amax * (_ONE / np.float32(largest))
-        exponent = 127 if np.isinf(wanted) else -127  # smallest power of two that is not below what is wanted
-        while not np.isinf(wanted) and exponent < 127 and np.float64(2.0) ** exponent < np.float64(wanted):
+        exponent = (
+            127 if np.isinf(wanted) else -127
+        )  # smallest power of two that is not below what is wanted
+        while (
+            not np.isinf(wanted)
+            and exponent < 127
+            and np.float64(2.0) ** exponent < np.float64(wanted)
+        ):
             exponent += 1
-        return _cast(group * np.float32(np.float64(2.0) ** -exponent), element, largest), exponent + 127
+        return _cast(
+            group * np.float32(np.float64(2.0) ** -exponent), element, largest
+        ), exponent + 127
 
     scales = _per_block(values, block, codes, encode)
     return codes, scales.astype(np.uint8)
@@ -88,7 +105,10 @@ def nvfp4_oracle(
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                 wanted = _amax(group) * np.float32(s_enc * (_ONE / np.float32(6)))
                 scale = np.minimum(wanted, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
-                enc = min(_ONE / np.float32(scale.astype(np.float32) * np.float32(_ONE / s_enc)), _FP32_MAX)
+                enc = min(
+                    _ONE / np.float32(scale.astype(np.float32) * np.float32(_ONE / s_enc)),
+                    _FP32_MAX,
+                )
                 clean = np.where(np.isnan(group), np.float32(0), group)
                 scaled = np.clip(clean * enc, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
             byte = 0x7F if np.isnan(group).any() else int(scale.view(np.uint8))
@@ -99,7 +119,10 @@ def nvfp4_oracle(
     if row_scaled and len(values):
         pieces = [values[i : i + 1] for i in range(values.shape[0])]
         scales = np.concatenate(
-            [_per_block(v, block, codes[i : i + 1], encode_in(amaxes[i])) for i, v in enumerate(pieces)]
+            [
+                _per_block(v, block, codes[i : i + 1], encode_in(amaxes[i]))
+                for i, v in enumerate(pieces)
+            ]
         )
     else:
         scales = _per_block(values, block, codes, encode_in(amaxes[0] if amaxes else _ONE))
@@ -107,7 +130,9 @@ def nvfp4_oracle(
 
 
 def decode_oracle(qdata: np.ndarray, element: str) -> np.ndarray:
-    """Return the float64 values of codes, one per byte; ``element`` is ``e4m3``, ``e5m2``, ``e2m1`` or ``e8m0``."""
+    """Return the float64 values of codes, one per byte; ``element`` is ``e4m3``, ``e5m2``, ``e2m1``
+    or ``e8m0``.
+    """
     kinds = {
         "e4m3": ml_dtypes.float8_e4m3fn,
         "e5m2": ml_dtypes.float8_e5m2,
@@ -123,7 +148,9 @@ def _float32(x: Tensor) -> np.ndarray:
     return values
 
 
-def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[tuple[int, int, slice, slice]]:
+def _blocks(
+    shape: tuple[int, ...], block: tuple[int, int]
+) -> Iterator[tuple[int, int, slice, slice]]:
     for i, start in enumerate(range(0, shape[0], block[0])):
         for j, left in enumerate(range(0, shape[1], block[1])):
             yield i, j, slice(start, start + block[0]), slice(left, left + block[1])
@@ -135,8 +162,12 @@ def _per_block(
     codes: np.ndarray,
     encode: Callable[[np.ndarray], tuple[np.ndarray, Any]],
 ) -> np.ndarray:
-    """Encode every block into ``codes`` and return the scales; a whole axis has one block even where it is empty."""
-    counts = [1 if b == _WHOLE else -(-extent // b) for extent, b in zip(values.shape, block, strict=True)]
+    """Encode every block into ``codes`` and return the scales; a whole axis has one block even
+    where it is empty.
+    """
+    counts = [
+        1 if b == _WHOLE else -(-extent // b) for extent, b in zip(values.shape, block, strict=True)
+    ]
     scales = np.ones(counts, dtype=np.float32)
     for i, j, rows, columns in _blocks(values.shape, block):
         with np.errstate(over="ignore", invalid="ignore"):

@@ -11,19 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.offload import held_by
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.structure import flatten
 
 
 @dataclass
 class SavedTensors:
-    """What was saved: plain tensors, in order; ``tensors`` may repeat a storage, ``nbytes`` counts each once."""
+    """What was saved: plain tensors, in order; ``tensors`` may repeat a storage, ``nbytes`` counts
+    each once.
+    """
 
     tensors: list[Tensor] = field(default_factory=list)
 
     def nbytes(self, *, without: Iterable[Tensor] = ()) -> int:
-        """Return the bytes of the distinct storages, less those that hold one of ``without`` (or its cached faces)."""
+        """Return the bytes of the distinct storages, less those that hold one of ``without`` (or
+        its cached faces).
+        """
         excluded = {t.untyped_storage().data_ptr() for tensor in without for t in held_by(tensor)}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors
+        }
         return sum(size for address, size in storages.items() if address not in excluded)
 
 
@@ -42,7 +48,9 @@ def saved_for_backward() -> Iterator[SavedTensors]:
 
 @contextmanager
 def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
-    """Record what the forward passes of ``modules`` save while the context is open, and nothing else does."""
+    """Record what the forward passes of ``modules`` save while the context is open, and nothing
+    else does.
+    """
     saved, opened = SavedTensors(), []
 
     def enter(module: nn.Module, args: Any) -> None:

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
-from hybridtensor.distributed.torch_compat import local
-from hybridtensor.subclasses.wrapper import InterceptingTensor, flatten
+from hybridtensor.dtensor import local
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.structure import flatten
 
 SIZES = (1, 2, 3, 4)
 pytestmark = pytest.mark.skipif(

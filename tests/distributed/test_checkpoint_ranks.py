@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.structure import flatten
 
 SIZES = (1, 2, 3, 4)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 import hybridtensor as ht
-from hybridtensor.distributed.payload import bytes_per_rank
-from hybridtensor.distributed.plan import make_plan
+from hybridtensor.distributed.fsdp.payload import bytes_per_rank
+from hybridtensor.distributed.fsdp.plan import make_plan
 
 DOCS = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
 WANTED = ((True, False), (False, True), (True, True))

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp import find
-from hybridtensor.distributed.shard import shard_of
-from hybridtensor.distributed.torch_compat import local, with_local
+from hybridtensor.distributed.fsdp.hooks import find
+from hybridtensor.distributed.fsdp.shard import shard_of
+from hybridtensor.dtensor import local, with_local
 
 # The formats that gather differently: per tensor, across columns, square blocks, blocks, two levels, high precision.
 FORMATS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "nvfp4_1d_weight", "fp8_dequantized_backward", "bf16"]

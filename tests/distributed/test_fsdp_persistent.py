@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 
 
 def make(spec, width=64, hidden=128):

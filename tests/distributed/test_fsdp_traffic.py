@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from faces import tensor_faces
 from processes import here
 from rich.console import Console
 from sharding import RECIPES, batch, make, mesh_of, shard
@@ -20,10 +21,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import hybridtensor as ht
-from hybridtensor.distributed.payload import bytes_per_rank
-from hybridtensor.distributed.plan import make_plan
-from hybridtensor.distributed.shard import shard_of
-from hybridtensor.distributed.torch_compat import locate
+from hybridtensor.distributed.fsdp.payload import bytes_per_rank
+from hybridtensor.distributed.fsdp.plan import make_plan
+from hybridtensor.distributed.fsdp.shard import shard_of
+from hybridtensor.distributed.fsdp.torch_compat import locate
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -189,7 +190,7 @@ def nothing_stays(rank):
             del loss
             if step in (2, 29):
                 after.append(live_bytes())
-        assert after[0] == after[1], recipe
+        assert after[1] <= after[0], (recipe, after)  # less where earlier models are let go late
         ht.set_config_(model, "mxfp8")
         for _ in range(2):
             loss = model(batch(0, tokens=32, width=32)).square().mean()
@@ -236,7 +237,7 @@ def values_are_those_that_are_there(rank):
     """The columnwise face is more precise, but not gathered before forward."""
     model, twin = (make("fp8_high_precision_backward", blocks=1) for _ in range(2))
     shard(model, mesh_of(rank, 2))
-    faces = twin[0].up.weight.faces(rowwise=True, columnwise=False, dtype=torch.float32)
+    faces = tensor_faces(twin[0].up.weight, columnwise=False, dtype=torch.float32)
     values = []
     model[0].up.register_forward_hook(lambda layer, *_: values.append(layer.weight.dequantize()))
     model(batch(0))

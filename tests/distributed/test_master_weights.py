@@ -11,7 +11,8 @@ from torch import nn
 
 import hybridtensor as ht
 from hybridtensor.distributed import quantize_master_weights
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.quantizing import refresh_
+from hybridtensor.subclasses.structure import flatten
 
 RECIPES = sorted(ht.recipes.RECIPES)
 SHAPES = [(64, 96), (160, 64), (32, 32)]
@@ -93,7 +94,7 @@ def equals_the_whole(rank, configs, special):
             offsets.append(begin if begin < end else None)
         quantize_master_weights(weights, shards, offsets)
         for weight, layer, master in zip(weights, twin, whole, strict=True):
-            layer.weight.refresh_(master)
+            refresh_(layer.weight, master)
             assert_same_faces(weight, layer.weight)
         assert addresses == [t.data_ptr() for w in weights for t in flatten(w.rowwise)[0]]
 
@@ -113,7 +114,7 @@ def one_element_of_a_block_elsewhere(rank):
             cut = 1 if place == 0 else whole.numel() - 1
             begin, end = [(0, cut), (cut, whole.numel())][rank]
             quantize_master_weights(weights[:1], [whole.flatten()[begin:end]], [begin])
-            weights[1].refresh_(whole)
+            refresh_(weights[1], whole)
             assert_same_faces(*weights)
             assert weights[0].original is None
 

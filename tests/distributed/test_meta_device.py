@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 
 
 def make(spec):

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 from hybridtensor.offload import offload_activations
 
 WIDTH, BLOCKS = 64, 3

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hybridtensor as ht
-from hybridtensor.distributed.payload import Payload
-from hybridtensor.distributed.plan import COLUMN, ROW, make_plan
-from hybridtensor.distributed.shard import Shard, shard_of
-from hybridtensor.distributed.torch_compat import local, locate
+from hybridtensor.distributed.fsdp.payload import Payload
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, make_plan
+from hybridtensor.distributed.fsdp.shard import Shard, shard_of
+from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.dtensor import local
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def noted():
 
     def note(self, payload, tensor):
         made.append(payload.names)
-        fill(self, payload, tensor)
+        fill(self, payload, tensor)  # and return nothing that would make it again by itself
 
     with mock.patch.object(Shard, "_fill_payload", note):
         yield made

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 from tests.distributed import test_fsdp_persistent as persistent
 
 SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight", "fp8_delayed", "fp8_dequantized_backward"]

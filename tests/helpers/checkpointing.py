@@ -5,7 +5,7 @@ from processes import generator
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.subclasses.structure import flatten
 
 
 def make(spec, persistent=False, seed=0, rate=0.01):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 
 WIDTH, HIDDEN, TOKENS, STEPS = 256, 512, 256, 3
 

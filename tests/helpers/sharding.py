@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hybridtensor as ht
-from hybridtensor.distributed.torch_compat import local
-from hybridtensor.subclasses.wrapper import flatten
+from hybridtensor.dtensor import local
+from hybridtensor.subclasses.structure import flatten
 
 RECIPES = sorted(ht.recipes.RECIPES)
 

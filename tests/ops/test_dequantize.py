@@ -5,12 +5,12 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from casting import float8_quantize
 from recorder import recorded
 
 from hybridtensor import formats
 from hybridtensor.formats import Format
 from hybridtensor.ops.dequantize import dequantize, dequantize_cuda
-from hybridtensor.ops.float8_quantize import float8_quantize
 from hybridtensor.testing import edge_tensor, random_tensor
 
 BLOCKED = formats.register_format(

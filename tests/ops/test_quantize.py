@@ -11,38 +11,39 @@ import numpy as np
 import pytest
 import tiers
 import torch
+from casting import cast_of, inputs_of, measure, quantize, request_of
 from tiers import by_group, covered, few, in_turn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridtensor.formats import get_format
-from hybridtensor.ops import cast_plan
-from hybridtensor.ops.cast import Cast, Hint, State, parse
+from hybridtensor import ops
+from hybridtensor.ops import CastRequest, Hint
+from hybridtensor.ops.cast import kernel, measurement
+from hybridtensor.ops.cast.operator import reference_cast
+from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
-from hybridtensor.ops.quantize import measure, measurer, quantize
-from hybridtensor.ops.quantize_cuda import quantize_cuda
 from hybridtensor.ops.references import float8, mx, nvfp4
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.testing import edge_tensor, random_tensor
 
 CASTS = [
-    Cast("fp8_e4m3_tensor"),
-    Cast("fp8_e5m2_tensor", pow2_scale=True),
-    Cast("fp8_e4m3_tensor", slot=1),
-    Cast("fp8_e4m3_row"),
-    Cast("fp8_e5m2_row", pow2_scale=True),
-    Cast("fp8_e4m3_1x128"),
-    Cast("fp8_e5m2_1x128_fp32_scale"),
-    Cast("fp8_e4m3_128x128"),
-    Cast("fp8_e5m2_128x128_fp32_scale"),
-    Cast("mxfp8_e4m3"),
-    Cast("mxfp8_e5m2"),
-    Cast("mxfp8_e4m3_32x32"),
-    Cast("nvfp4"),
-    Cast("nvfp4", stream=10),
-    Cast("nvfp4_16x16"),
-    Cast("nvfp4_hadamard", stream=12),
-    Cast("nvfp4_row_scaled"),
-    Cast("nvfp4_row_scaled_hadamard"),
+    cast_of("fp8_e4m3_tensor"),
+    cast_of("fp8_e5m2_tensor", pow2_scale=True),
+    cast_of("fp8_e4m3_tensor", slot=1),
+    cast_of("fp8_e4m3_row"),
+    cast_of("fp8_e5m2_row", pow2_scale=True),
+    cast_of("fp8_e4m3_1x128"),
+    cast_of("fp8_e5m2_1x128_fp32_scale"),
+    cast_of("fp8_e4m3_128x128"),
+    cast_of("fp8_e5m2_128x128_fp32_scale"),
+    cast_of("mxfp8_e4m3"),
+    cast_of("mxfp8_e5m2"),
+    cast_of("mxfp8_e4m3_32x32"),
+    cast_of("nvfp4"),
+    cast_of("nvfp4", stream=10),
+    cast_of("nvfp4_16x16"),
+    cast_of("nvfp4_hadamard", stream=12),
+    cast_of("nvfp4_row_scaled"),
+    cast_of("nvfp4_row_scaled_hadamard"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FIRST_ROW = 32
@@ -63,8 +64,7 @@ def run(request, device):
 
 
 def interpreted(
-    x, *, row=None, column=None, source=None, dtype=None, factors=None, amaxes=None, rounding=None, first_row=0,
-    row_amax=None, column_amax=None, out=None, hint=None,
+    x, *, row=None, column=None, source=None, dtype=None, out=None, **inputs,
 ):  # fmt: skip
     """Quantize with the kernels, on a CPU."""
     pytest.importorskip("triton", reason="Triton's interpreter is needed")
@@ -72,28 +72,40 @@ def interpreted(
         pytest.skip("kernels are compiled in this process")
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
-        given = State(factors, amaxes, rounding, first_row, row_amax, column_amax)
-        return quantize_cuda(x, row, column, source, dtype or x.dtype, given, out, hint)
+        return by_kernels(x, request_of(row, column, source, dtype or x.dtype), inputs_of(**inputs), out)
+
+
+def by_kernels(x, request, inputs, out=None):
+    """Return the tensors of the faces, or write them into ``out``; of no elements there is nothing to cast."""
+    cast = kernel.kernel_cast(x, request, inputs) if x.numel() else reference_cast(request)
+    if out is not None:
+        cast.run_into(x, out, inputs)
+        return out
+    return [tensor for face in cast.run(x, inputs) if face is not None for tensor in face.tensors()]
 
 
 def state(device):
-    """Return factors, noted amaxes and a random counter."""
+    """Return encode scales, noted amaxes and a random counter."""
     factors = torch.tensor([1.0, 37.5], device=device)
     amaxes = torch.tensor([2.0**100, 0.5], device=device)
-    return {"factors": factors, "amaxes": amaxes, "rounding": torch.tensor([-12345678912345, 7], device=device)}
+    return {
+        "encode_scale": factors,
+        "noted_amax": amaxes,
+        "rounding": torch.tensor([-12345678912345, 7], device=device),
+    }
 
 
 def face(x, cast, given, transposed=False):
     """Return one face by the definitions."""
-    fmt = get_format(cast.name)
+    fmt = cast.format
     matrix = x.t() if transposed else x
     if fmt.tensor_block is not None:
         rounding = given["rounding"] if cast.stream >= 0 else None
-        return list(nvfp4.quantize(matrix, fmt, rounding, cast.stream, FIRST_ROW, transposed))
+        return list(nvfp4.quantize(matrix, fmt, nvfp4.Draws(rounding, cast.stream, FIRST_ROW, transposed)))
     if fmt.scale_dtype == torch.float8_e8m0fnu:
         return list(mx.quantize(matrix, fmt))
     if cast.slot >= 0:
-        return list(float8.cast(matrix, fmt, given["factors"], given["amaxes"], cast.slot))
+        return list(float8.cast(matrix, fmt, given["encode_scale"], given["noted_amax"], cast.slot))
     return list(float8.quantize(matrix, fmt, cast.pow2_scale))
 
 
@@ -108,7 +120,7 @@ def check(run, x, row=None, column=None, source=None, dtype=None):
     expected = [] if row is None else face(x, row, expected_given)
     if source is not None:
         seen = face(x, source, expected_given)
-        values = dequantize_reference(seen[0], seen[1], [*seen, None][2], source.name, dtype or x.dtype)
+        values = dequantize_reference(seen[0], seen[1], [*seen, None][2], source.format.name, dtype or x.dtype)
         expected += face(values, column, expected_given, transposed=True)
     elif column is not None:
         expected += face(x, column, expected_given, transposed=True)
@@ -121,7 +133,7 @@ def check(run, x, row=None, column=None, source=None, dtype=None):
         )
         different = (a != b).nonzero()
         assert different.numel() == 0, f"tensor {i}: {len(different)} differ, first {different[0].tolist()}"
-    assert torch.equal(given["amaxes"], expected_given["amaxes"])
+    assert torch.equal(given["noted_amax"], expected_given["noted_amax"])
 
 
 @pytest.mark.parametrize(("cast", "dtype"), by_group(KINDS, DTYPES), ids=str)
@@ -172,9 +184,10 @@ def test_pairs_on_a_gpu(row, column):
     check_pair(quantize, "cuda", row, column)
 
 
-def test_a_source_that_is_not_the_rowwise_cast(run, device):
+def test_a_source_is_the_rowwise_cast(run, device):
     x = random_tensor(64, 160, device=device)
-    check(run, x, row=CASTS[2], column=Cast("mxfp8_e4m3"), source=Cast("nvfp4"))
+    with pytest.raises(ValueError, match="a columnwise face of the rowwise one is required"):
+        run(x, row=CASTS[0], column=cast_of("mxfp8_e4m3"), source=CASTS[3])
 
 
 def edge_cases(dtype, device):
@@ -265,8 +278,9 @@ class NoLaunch:
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    monkeypatch.setattr(cast_plan, "Launch", NoLaunch)
-    monkeypatch.setattr(cast_plan, "_PLANS", {})
+    monkeypatch.setattr(kernel, "Launch", NoLaunch)
+    monkeypatch.setattr(measurement, "Launch", NoLaunch)
+    monkeypatch.setattr(kernel, "_CASTS", {})
 
 
 @pytest.mark.usefixtures("no_launches")
@@ -276,7 +290,7 @@ def test_what_the_rowwise_face_holds_is_never_written(source, column):
     """Nothing is allocated but faces and amaxes."""
     x = random_tensor(512, 512)
     with Allocations() as seen:
-        made = quantize_cuda(x, None, column, source, x.dtype, State(torch.ones(2)))
+        made = by_kernels(x, CastRequest(None, column, source, x.dtype), inputs_of(torch.ones(2)))
     assert seen.nbytes <= sum(t.nbytes for t in made) + 4 * (512 + 512 + 2)
 
 
@@ -284,7 +298,7 @@ def test_what_the_rowwise_face_holds_is_never_written(source, column):
 def test_layouts(cast, run, device):
     """Transposed, strided, offset and batched views, ragged and empty shapes."""
     x = random_tensor(128, 128, device=device)
-    ragged = get_format(cast.name).ragged
+    ragged = cast.format.ragged
     views = [
         x.t(),
         x[::2, :64],
@@ -329,7 +343,7 @@ def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device
     x = random_tensor(64, 128, device=device)
     row_amax = known(x, source) * 4 if source.measures is not None else None
     values = [*quantize(x, row=source, row_amax=row_amax), None][:3]
-    values = dequantize_reference(*values, source.name, x.dtype)
+    values = dequantize_reference(*values, source.format.name, x.dtype)
     column_amax = known(values, column, True) * 2
     got = run(x, column=column, source=source, row_amax=row_amax, column_amax=column_amax)
     expected = quantize(values, column=column, column_amax=column_amax)
@@ -339,18 +353,18 @@ def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device
 def test_known_amaxes_have_to_fit():
     x, amax = random_tensor(32, 32), torch.ones(1)
     for cast, name, given, shape in (
-        (Cast("mxfp8_e4m3"), "row_amax", amax, "None"),
-        (Cast("fp8_e4m3_tensor", slot=0), "column_amax", amax, "None"),
-        (Cast("fp8_e4m3_row"), "column_amax", amax, r"\(32,\)"),
-        (Cast("fp8_e4m3_tensor"), "row_amax", torch.ones(1, 1), r"\(1,\)"),
+        (cast_of("mxfp8_e4m3"), "row_amax", amax, "None"),
+        (cast_of("fp8_e4m3_tensor", slot=0), "column_amax", amax, "None"),
+        (cast_of("fp8_e4m3_row"), "column_amax", amax, r"\(32,\)"),
+        (cast_of("fp8_e4m3_tensor"), "row_amax", torch.ones(1, 1), r"\(1,\)"),
         (None, "row_amax", amax, "None"),
     ):
-        faces = {"row" if name == "row_amax" else "column": cast, "factors": amax}
+        faces = {"row" if name == "row_amax" else "column": cast, "encode_scale": amax}
         with pytest.raises(ValueError, match=f"quantize: {name} of shape {shape} is required for"):
             quantize(x, **faces, **{name: given})
 
 
-E4M3, E5M2 = (Cast(f"fp8_{element}_tensor", pow2_scale=True) for element in ("e4m3", "e5m2"))
+E4M3, E5M2 = (cast_of(f"fp8_{element}_tensor", pow2_scale=True) for element in ("e4m3", "e5m2"))
 
 
 @pytest.mark.parametrize("faces", [(E4M3, E4M3), (E5M2, E5M2), (E4M3, None), (None, E5M2)], ids=str)
@@ -380,8 +394,8 @@ def test_a_hint_is_taken_where_there_is_one_scale_that_is_a_power_of_two(device)
         (E4M3, E4M3, {}, True),
         (E4M3, None, {}, True),
         (E4M3, E5M2, {}, False),
-        (Cast("fp8_e4m3_tensor"), None, {}, False),
-        (Cast("fp8_e5m2_row", pow2_scale=True), None, {}, False),
+        (cast_of("fp8_e4m3_tensor"), None, {}, False),
+        (cast_of("fp8_e5m2_row", pow2_scale=True), None, {}, False),
         (E4M3, None, {"row_amax": torch.ones(1, device=device)}, False),
     ):
         hint = Hint()
@@ -401,7 +415,7 @@ def test_a_hint_is_taken_where_there_is_one_scale_that_is_a_power_of_two(device)
 def test_measure_is_what_casts_scale_by(view, device):
     x = edge_tensor(torch.float32, device)
     x = {"whole": x, "strided": x.t()[::2], "empty": x[:0]}[view]
-    tensor, per_row = Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_row")
+    tensor, per_row = cast_of("fp8_e4m3_tensor"), cast_of("fp8_e4m3_row")
     for row, column in [*itertools.product((None, tensor, per_row), repeat=2)][1:]:
         got = measure(x, row=row, column=column)
         for amax, cast, transposed in zip(got, (row, column), (False, True), strict=True):
@@ -412,15 +426,15 @@ def test_measure_is_what_casts_scale_by(view, device):
 def test_a_measurer_writes_what_measure_returns(view, device):
     whole = random_tensor(96, 160, dtype=torch.float32, device=device)
     x = {"whole": whole, "strided": whole.t()[::2], "empty": whole[:0]}[view]
-    for cast, way in itertools.product((Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_row")), ("row", "column")):
+    for cast, way in itertools.product((cast_of("fp8_e4m3_tensor"), cast_of("fp8_e4m3_row")), ("row", "column")):
         expected = measure(x, **{way: cast})[way == "column"]
         for begin in (0, 4):
             out = torch.zeros(len(expected) + 8, device=device)
-            run = measurer(x, out[begin : begin + len(expected)], **{way: cast})
+            prepared = ops.prepare(x, request_of(**{way: cast}))
             for factor in (1.0, 0.25):  # smaller, too: nothing is left of what was there
                 whole.mul_(factor)
                 out.zero_()
-                run(x)
+                prepared.measure_into(x, out[begin : begin + len(expected)])
                 assert torch.equal(out[begin : begin + len(expected)], expected * factor)
                 assert not out[:begin].any()
                 assert not out[begin + len(expected) :].any()
@@ -428,14 +442,15 @@ def test_a_measurer_writes_what_measure_returns(view, device):
 
 
 def test_casts_are_text_and_back():
-    assert all(parse(str(cast)) == cast for cast in CASTS)
-    assert parse("") is None
+    for row, column in SOME_PAIRS:
+        for request in (CastRequest(row, column), CastRequest(None, column, row, torch.float32), CastRequest(row)):
+            assert parse_request(str(request)) == request
 
 
 def test_a_delayed_cast_needs_factors(run, device):
-    given = state(device) | {"factors": None, "first_row": 0}
-    with pytest.raises(ValueError, match="needs delayed scales, got none"):
-        run(torch.ones(2, 2, device=device), row=Cast("fp8_e4m3_tensor", slot=0), **given)
+    given = state(device) | {"encode_scale": None, "first_row": 0}
+    with pytest.raises(ValueError, match=r"delayed scales are required for .*, got none"):
+        run(torch.ones(2, 2, device=device), row=cast_of("fp8_e4m3_tensor", slot=0), **given)
 
 
 def values_by_kernel(codes, scale, level, name, dtype, whole):
@@ -450,13 +465,13 @@ def values_by_kernel(codes, scale, level, name, dtype, whole):
 
 @pytest.mark.parametrize(("cast", "dtype"), in_turn([c for c in CASTS if c.slot < 0 and c.stream < 0], DTYPES), ids=str)
 def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
-    shapes = [(64, 256), (96, 320)] + ([(3, 5), (131, 1)] if get_format(cast.name).ragged else [])
+    shapes = [(64, 256), (96, 320)] + ([(3, 5), (131, 1)] if cast.format.ragged else [])
     given = [random_tensor(*shape, device=device) for shape in shapes]
     for i, x in enumerate([*given, *edge_cases(torch.float32, device), *edge_cases(torch.float16, device)]):
         made = face(x, cast, state(device))
         for layout in (made[1], made[1].t().contiguous().t())[: 2 if i < len(given) else 1]:
             for whole in (True, False) if i < len(given) else (i % 2 == 0,):
-                operands = (made[0], layout, [*made, None][2], cast.name, dtype, whole)
+                operands = (made[0], layout, [*made, None][2], cast.format.name, dtype, whole)
                 expected = dequantize_reference(*operands)
                 got = values_by_kernel(*operands)
                 assert got.dtype == dtype
@@ -465,19 +480,21 @@ def test_the_kernel_gives_values_back_as_defined(cast, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cast", [Cast("fp8_e4m3_tensor", slot=0), Cast("mxfp8_e4m3"), Cast("fp8_e4m3_1x128")], ids=str)
+@pytest.mark.parametrize(
+    "cast", [cast_of("fp8_e4m3_tensor", slot=0), cast_of("mxfp8_e4m3"), cast_of("fp8_e4m3_1x128")], ids=str
+)
 def test_more_elements_than_32_bits_count(cast, device):
     """Oracle: the cast of what is repeated."""
     if device == "cpu":
         pytest.skip("takes minutes on a CPU")
     part, copies = random_tensor(128, 2**14, dtype=torch.bfloat16, seed=3).to(device), 2**10 + 1
     x = part.repeat(copies, 1)
-    given = {"factors": torch.ones(1, device=device)}
+    given = {"encode_scale": torch.ones(1, device=device)}
     made, expected = (quantize(t, row=cast, column=cast, **given) for t in (x, part))
     rows, columns = (t.view(torch.uint8) for t in (made[0], made[2]))
     assert x.numel() > 2**31
     assert rows.view(copies, *part.shape).eq(expected[0].view(torch.uint8)).all()
     assert columns.view(columns.shape[0], copies, 128).eq(expected[2].view(torch.uint8)[:, None]).all()
-    if cast.name != "fp8_e4m3_tensor":
+    if cast.format.name != "fp8_e4m3_tensor":
         assert made[1][-128:].eq(expected[1]).all()
         assert made[3][:, -expected[3].shape[1] :].eq(expected[3]).all()

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from casting import float8_quantize, mx_quantize, nvfp4_quantize
 from tiers import covered
 
 from hybridtensor import formats
 from hybridtensor.formats import IDENTITY
-from hybridtensor.ops.dequantize import dequantize
-from hybridtensor.ops.float8_quantize import float8_quantize
-from hybridtensor.ops.mx_quantize import mx_quantize
+from hybridtensor.ops.dequantize import dequantize, multipliable_values
+from hybridtensor.ops.emulated_mm import block_factor, sum_factor
+from hybridtensor.ops.face import Face
 from hybridtensor.ops.native_mm import native_kind
-from hybridtensor.ops.nvfp4_quantize import nvfp4_quantize
-from hybridtensor.ops.operand import Operand
 from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.ops.scaled_mm import Backend, scaled_mm, select_backend
 from hybridtensor.testing import decode_oracle, exact_values, product_bound, random_tensor
@@ -51,13 +50,13 @@ MX_PAIRS = [
 def face(x, fmt):
     """Return the operand of a matrix, and its exact values (in the rotated basis, if any) in float64."""
     if fmt.is_identity:
-        return Operand(x, None, None, fmt), x.double()
+        return Face(x, None, None, fmt), x.double()
     if fmt.tensor_block is not None:
-        operand = Operand(*nvfp4_quantize(x, fmt), fmt)
+        operand = Face(*nvfp4_quantize(x, fmt), fmt)
     elif fmt.scale_dtype == torch.float8_e8m0fnu:
-        operand = Operand(*mx_quantize(x, fmt), None, fmt)
+        operand = Face(*mx_quantize(x, fmt), None, fmt)
     else:
-        operand = Operand(*float8_quantize(x, fmt), None, fmt)
+        operand = Face(*float8_quantize(x, fmt), None, fmt)
     return operand, exact_values(operand)
 
 
@@ -100,7 +99,7 @@ def test_small_integers_multiply_exactly(fmt, device):
     a = torch.randint(-8, 9, (17, 40)).to(torch.float8_e4m3fn).to(device)
     b = torch.randint(-8, 9, (23, 40)).to(torch.float8_e4m3fn).to(device)
     scales = [torch.ones(fmt.scale_shape(*t.shape), device=device) for t in (a, b)]
-    got = scaled_mm(Operand(a, scales[0], None, fmt), Operand(b, scales[1], None, fmt), out_dtype=torch.bfloat16)
+    got = scaled_mm(Face(a, scales[0], None, fmt), Face(b, scales[1], None, fmt), out_dtype=torch.bfloat16)
     exact = (a.double() @ b.double().t()).to(torch.bfloat16)
     assert torch.equal(got, exact)
 
@@ -129,7 +128,7 @@ def test_finite_operands_of_any_size_give_no_nan_in_emulation():
     zero_sum = huge * torch.tensor([1.0, -1.0]).repeat(16)
     for fmt in (TENSOR, MX, MX_GRAD, NV, BLOCKS_FP32):
         a, b = face(zero_sum, fmt)[0], face(huge, fmt)[0]
-        assert a.values(torch.bfloat16).isfinite().all()
+        assert multipliable_values(a, torch.bfloat16).isfinite().all()
         if fmt.pow2_scale:
             continue  # such scales are in the values, whose products are beyond fp32
         assert (scaled_mm(a, b, out_dtype=torch.float32) == 0).all()
@@ -146,21 +145,21 @@ def test_a_tensor_scale_multiplies_the_product(device):
 @pytest.mark.parametrize("fmt", [BLOCKS, SQUARES, MX, MX_SQUARES, NV, NV_SQUARES, NV_ROWS, TENSOR, ROW], ids=str)
 def test_values_in_bfloat16_times_the_factor_are_exact(fmt, device):
     operand, values = face(random_tensor(64, 128, device=device), fmt)
-    factor = operand.factor()
-    assert not operand.scales_partial_sums
-    got = operand.values(torch.bfloat16).double() * (1 if factor is None else factor.double())
+    factor = sum_factor(operand)
+    assert not operand.format.scales_partial_sums
+    got = multipliable_values(operand, torch.bfloat16).double() * (1 if factor is None else factor.double())
     torch.testing.assert_close(got, values, rtol=2.0**-23, atol=0)  # the factor's own rounding
 
 
 @pytest.mark.parametrize("fmt", [BLOCKS_FP32, SQUARES_FP32], ids=str)
 def test_fp32_block_scales_stay_out_of_bfloat16_values(fmt, device):
     operand, values = face(random_tensor(130, 256, device=device), fmt)
-    assert operand.scales_partial_sums
+    assert operand.format.scales_partial_sums
     for start in (0, 128):
-        codes = operand.values(torch.bfloat16)[:, start : start + 128].double()
-        assert torch.equal(codes * operand.block_factor(start, start + 128).double(), values[:, start : start + 128])
-    with pytest.raises(ValueError, match=r"\[64, 192\) crosses a block of 128"):
-        operand.block_factor(64, 192)
+        codes = multipliable_values(operand, torch.bfloat16)[:, start : start + 128].double()
+        assert torch.equal(codes * block_factor(operand, start, start + 128).double(), values[:, start : start + 128])
+    with pytest.raises(ValueError, match=r"a range inside a block of 128 is required, got \[64, 192\)"):
+        block_factor(operand, 64, 192)
 
 
 def test_values_with_their_block_scales_are_exact_in_bfloat16():
@@ -198,7 +197,7 @@ def test_native_products_run_and_padding_is_exact(left, right, out_dtype):
         b, exact_b = face(random_tensor(n, k, device=device, seed=2), right)
         if select_backend(left, right, out_dtype, device).name == "native":
             if m == 1:
-                a = a._replace(data=a.data.t().contiguous().t())  # a row with stride 1
+                a = a._replace(qdata=a.qdata.t().contiguous().t())  # a row with stride 1
             got = scaled_mm(a, b, out_dtype=out_dtype, fast_accum=fast)
             bound = product_bound(exact_a, exact_b.t(), out_dtype, accumulate=HOPPER_ACCUMULATE)
             exact = exact_a @ exact_b.t()
@@ -325,9 +324,9 @@ def test_a_rotated_and_an_unrotated_operand_are_refused():
 def test_operands_that_do_not_fit_are_refused():
     a, _ = face(random_tensor(8, 16), TENSOR)
     b, _ = face(random_tensor(8, 24), TENSOR)
-    with pytest.raises(ValueError, match="contraction sizes must match"):
+    with pytest.raises(ValueError, match="one contraction size is required"):
         scaled_mm(a, b, out_dtype=torch.bfloat16)
-    elsewhere = Operand(a[0].to("meta"), a[1].to("meta"), None, TENSOR)
+    elsewhere = Face(a[0].to("meta"), a[1].to("meta"), None, TENSOR)
     with pytest.raises(ValueError, match="one device are required, got cpu, meta"):
         scaled_mm(a, elsewhere, out_dtype=torch.bfloat16)
     assert dequantize(*a[:3], format=TENSOR, dtype=torch.float32).shape == (8, 16)

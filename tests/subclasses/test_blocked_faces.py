@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, MXFP8Quantizer, NVFP4Quantizer
-from hybridtensor.subclasses.wrapper import flatten, unflatten
+from hybridtensor.subclasses.structure import flatten, unflatten
 from hybridtensor.testing import random_tensor
 
 QUANTIZERS = {

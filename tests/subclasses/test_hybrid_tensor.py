@@ -19,7 +19,7 @@ from hybridtensor import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from hybridtensor.subclasses.wrapper import flatten, unflatten
+from hybridtensor.subclasses.structure import flatten, unflatten
 from hybridtensor.testing import random_tensor
 
 E4M3, E5M2, ROW = Float8Quantizer(), Float8Quantizer(dtype="e5m2"), Float8Quantizer(granularity="row")

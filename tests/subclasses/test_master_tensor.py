@@ -12,7 +12,8 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
 from hybridtensor.ops import library
-from hybridtensor.subclasses import master_ops, master_tensor
+from hybridtensor.subclasses import master_ops, record
+from hybridtensor.subclasses.quantizing import face_tensors
 from hybridtensor.testing import random_tensor
 
 aten = torch.ops.aten
@@ -30,7 +31,8 @@ def faces(w):
 def assert_fresh(w):
     """The faces are those of the weight's present value."""
     expected = w.config.weight.quantize(w.master)
-    for got, face in zip(faces(w), (expected.rowwise, expected.columnwise), strict=True):
+    made = face_tensors(faces(w), w.shape, w.dtype)
+    for got, face in zip(made, (expected.rowwise, expected.columnwise), strict=True):
         assert torch.equal(got, face)
 
 
@@ -103,7 +105,8 @@ def test_a_face_made_for_evaluation_does_not_stand_in_the_way_of_training():
     row, none = w.faces(rowwise=True, columnwise=False, dtype=w.dtype)
     assert none is None
     assert_fresh(w)
-    assert torch.equal(w.faces(rowwise=True, columnwise=False, dtype=w.dtype)[0], row)
+    again = w.faces(rowwise=True, columnwise=False, dtype=w.dtype)[0]
+    assert torch.equal(again.qdata.float(), row.qdata.float())
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -132,7 +135,7 @@ def test_after_a_write_in_a_cuda_graph_no_face_is_kept(monkeypatch):
     """Replays write the memory without telling anybody, as numpy does."""
     w = weight()
     alias = w.detach()
-    monkeypatch.setattr(master_tensor, "is_captured", lambda: True)
+    monkeypatch.setattr(record, "is_captured", lambda: True)
     w.add_(1.0)
     monkeypatch.undo()
     for tensor in (w, alias, w.view(-1).view(6, 8)):
@@ -147,8 +150,9 @@ def test_another_recipe_or_dtype_makes_other_faces():
     faces(w)
     w.config = HybridConfig.parse("fp8_rowwise")
     assert faces(w)[0].format.name == "fp8_e4m3_row"
-    half = w.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
-    assert [f.dtype for f in half] == [torch.bfloat16] * 2
+    w.config = HybridConfig.parse("fp8+dequantized")
+    assert faces(w)[1].dequantized_rowwise == torch.float32
+    assert w.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)[1].dequantized_rowwise == torch.bfloat16
 
 
 @pytest.mark.parametrize("op", master_ops.VIEWS + master_ops.COPIES, ids=str)

@@ -130,7 +130,7 @@ def test_operands_that_do_not_go_together_are_refused():
     x = TENSOR.quantize(random_tensor(4, 8))
     with pytest.raises(ValueError, match="operands of one dtype are required"):
         torch.mm(x, torch.zeros(8, 4))
-    with pytest.raises(ValueError, match="contraction sizes must match"):
+    with pytest.raises(ValueError, match="one contraction size is required"):
         torch.mm(x, TENSOR.quantize(random_tensor(4, 8)))
     with pytest.raises(NotImplementedError, match="plain tensor is required as the summand"):
         torch.addmm(x, x, x.t())

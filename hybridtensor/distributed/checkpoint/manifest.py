@@ -1,4 +1,6 @@
-"""The manifest of a step: what its files should be, and what of; and the order of writes that survives a crash."""
+"""The manifest of a step: what its files should be, and what of; and the order of writes that
+survives a crash.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Manifest:
         step: Its number.
         world_size: Ranks that wrote it.
         versions: Of python, torch, torchao and this package.
-        entries: What was saved, name to kind: ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"data"``.
+        entries: What was saved, name to kind: ``"module"``, ``"optimizer"``, ``"stateful"`` or
+            ``"data"``.
         weights: Converted weights, by name.
         recipes: Fingerprint to recipe in words.
         groups: Per optimizer the names of the parameters in its groups.
@@ -64,7 +67,9 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """A hash of all recipes."""
-        return _digest({name: dataclasses.asdict(weight) for name, weight in self.weights.items()})[:16]
+        return _digest({name: dataclasses.asdict(weight) for name, weight in self.weights.items()})[
+            :16
+        ]
 
     def to_json(self) -> str:
         """Return the text of the file."""
@@ -88,7 +93,9 @@ class Manifest:
                 raise ValueError("it is of another version of this library")
             content.pop("fingerprint")
             weights = {name: Weight(**weight) for name, weight in content.pop("weights").items()}
-            files = {name: (int(size), str(sha)) for name, (size, sha) in content.pop("files").items()}
+            files = {
+                name: (int(size), str(sha)) for name, (size, sha) in content.pop("files").items()
+            }
             return cls(**content, weights=weights, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -119,7 +126,11 @@ def steps(root: Path) -> dict[int, Path]:
     """Return the folders of all steps in ``root``, the newest first."""
     if not root.is_dir():
         return {}
-    found = {int(match[1]): path for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()}
+    found = {
+        int(match[1]): path
+        for path in root.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+    }
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -158,7 +169,8 @@ def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1
     Args:
         path: The folder.
         step: The number that it should have; None is that of its name.
-        share: Check only every ``share[1]``-th file, from ``share[0]`` on: the ranks' part of the work.
+        share: Check only every ``share[1]``-th file, from ``share[0]`` on: the ranks' part of the
+            work.
     """
     try:
         manifest = Manifest.read(path)

@@ -57,7 +57,8 @@ def read_metadata(path: Path, files: Collection[str] | None = None) -> Metadata:
         files: Names of the files that it may point to; None is any inside the folder.
 
     Raises:
-        ValueError: If it asks for anything that metadata is not made of, is no metadata, or points elsewhere.
+        ValueError: If it asks for anything that metadata is not made of, is no metadata, or points
+            elsewhere.
         OSError: If it cannot be read.
     """
     data = (path / METADATA).read_bytes()
@@ -71,8 +72,14 @@ def read_metadata(path: Path, files: Collection[str] | None = None) -> Metadata:
     use_present_names(metadata)
     for info in metadata.storage_data.values():
         name = getattr(info, "relative_path", None)
-        if not isinstance(name, str) or Path(name).name != name or (files is not None and name not in files):
-            raise ValueError(f"{path / METADATA}: files of the checkpoint are required, got {name!r}")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or (files is not None and name not in files)
+        ):
+            raise ValueError(
+                f"{path / METADATA}: files of the checkpoint are required, got {name!r}"
+            )
     return metadata
 
 
@@ -101,7 +108,9 @@ def _present_name(name: Any) -> Any:
 
 
 class SafeReader(FileSystemReader):
-    """``FileSystemReader`` that reads metadata with ``read_metadata``; tensors it reads without pickles already."""
+    """``FileSystemReader`` that reads metadata with ``read_metadata``; tensors it reads without
+    pickles already.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See ``StorageReader``."""

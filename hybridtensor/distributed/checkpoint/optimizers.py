@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.distributed.checkpoint.plain import as_part_of
 from hybridtensor.distributed.checkpoint.planners import Opaque
-from hybridtensor.distributed.plain import as_part_of
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
 
 
@@ -29,7 +29,9 @@ class NamedOptimizer:
 
     def __init__(self, entry: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.entry, self.optimizer = entry, optimizer
-        self.inner: torch.optim.Optimizer = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+        self.inner: torch.optim.Optimizer = (
+            optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+        )
         self.masters: dict[str, Tensor] = {}
         of_stepped = dict(names)
         if isinstance(optimizer, MasterWeights):
@@ -45,20 +47,33 @@ class NamedOptimizer:
                 f"{unknown} that are in none; add the model to the state"
             )
         self.groups = [[of_stepped[id(p)] for p in group] for group in groups]
-        self.parameters: dict[str, nn.Parameter] = {of_stepped[id(p)]: p for group in groups for p in group}
+        self.parameters: dict[str, nn.Parameter] = {
+            of_stepped[id(p)]: p for group in groups for p in group
+        }
 
     def state(self) -> dict[str, Any]:
         """Return what is saved: tensors by name, and the rest whole."""
         packed = self.optimizer.state_dict()
         own = ("master", "follows") if isinstance(self.optimizer, MasterWeights) else ()
-        names = [name for group in self.groups for name in group]  # torch numbers parameters in this order
+        names = [
+            name for group in self.groups for name in group
+        ]  # torch numbers parameters in this order
         tensors: dict[str, dict[str, Tensor]] = {}
         values: dict[str, dict[str, Any]] = {}
         for number, state in packed["state"].items():
             for key, value in ((key, value) for key, value in state.items() if key not in own):
-                (tensors if isinstance(value, Tensor) else values).setdefault(names[number], {})[key] = value
-        groups = [{**group, "params": list(self.groups[i])} for i, group in enumerate(packed["param_groups"])]
-        return {"state": tensors, "masters": dict(self.masters), "values": Opaque({"state": values, "groups": groups})}
+                (tensors if isinstance(value, Tensor) else values).setdefault(names[number], {})[
+                    key
+                ] = value
+        groups = [
+            {**group, "params": list(self.groups[i])}
+            for i, group in enumerate(packed["param_groups"])
+        ]
+        return {
+            "state": tensors,
+            "masters": dict(self.masters),
+            "values": Opaque({"state": values, "groups": groups}),
+        }
 
     def check_groups(self, stored: list[list[str]] | None) -> None:
         """Raise ValueError unless a checkpoint has the same parameters in the same groups."""
@@ -96,8 +111,13 @@ class NamedOptimizer:
         """Take what was loaded into ``target``; masters are loaded in place already."""
         values = loaded["values"]
         saved = {frozenset(group["params"]): group for group in values["groups"]}
-        numbers = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
-        groups = [{**saved[frozenset(group)], "params": [numbers[name] for name in group]} for group in self.groups]
+        numbers = {
+            name: i for i, name in enumerate(name for group in self.groups for name in group)
+        }
+        groups = [
+            {**saved[frozenset(group)], "params": [numbers[name] for name in group]}
+            for group in self.groups
+        ]
         state: dict[int, dict[str, Any]] = {}
         for found in (loaded["state"], values["state"]):
             for name, of_name in found.items():

@@ -5,8 +5,9 @@
     dcp.save(state, checkpoint_id=path, planner=HybridSavePlanner())
     dcp.load(state, checkpoint_id=path, planner=HybridLoadPlanner())
 
-Master weights need them only where a state holds the weights themselves: ``state_dict()`` of a converted model already
-has their plain tensors. Of persistent weights every tensor of every face is stored, and is loaded into its memory.
+Master weights need them only where a state holds the weights themselves: ``state_dict()`` of a
+converted model already has their plain tensors. Of persistent weights every tensor of every face is
+stored, and is loaded into its memory.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
 
 from hybridtensor.distributed.checkpoint.metadata import use_present_names
-from hybridtensor.distributed.plain import followers, plain
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.distributed.checkpoint.plain import plain
+from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.followers import followers
 
 
 class Opaque:
@@ -46,7 +54,10 @@ class HybridSavePlanner(DefaultSavePlanner):
     """Stores converted weights as plain tensors; see the module's docstring."""
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """See ``SavePlanner``."""
         self._staged: dict[tuple[str, Any], Any] = {}
@@ -81,7 +92,10 @@ class HybridLoadPlanner(DefaultLoadPlanner):
     """
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """See ``LoadPlanner``."""
         for name, value in _tensors(state_dict, ""):
@@ -93,16 +107,30 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             use_present_names(metadata)  # the reader takes this same object afterwards
         super().set_up_planner(plain(state_dict), metadata, is_coordinator)
         self.original_state_dict = state_dict
-        persistent = [(n, value) for n, value in _tensors(state_dict, "") if isinstance(local(value), HybridTensor)]
-        self._followers = {f"{n}.{rest}": pair for n, value in persistent for rest, pair in followers(value).items()}
+        persistent = [
+            (n, value)
+            for n, value in _tensors(state_dict, "")
+            if isinstance(local(value), HybridTensor)
+        ]
+        self._followers = {
+            f"{n}.{rest}": pair
+            for n, value in persistent
+            for rest, pair in followers(local(value)).items()
+        }
         addresses = {local(value).data_ptr() for _, value in _tensors(state_dict, "")}
-        self._noting = [(f"{n}.", local(value)) for n, value in persistent if _is_noted(local(value), addresses)]
+        self._noting = [
+            (f"{n}.", local(value)) for n, value in persistent if _is_noted(local(value), addresses)
+        ]
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
         if self.metadata is None:
-            raise RuntimeError("checkpoint: metadata is required, got none; call set_up_planner with it")
-        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+            raise RuntimeError(
+                "checkpoint: metadata is required, got none; call set_up_planner with it"
+            )
+        return create_default_local_load_plan(
+            self.state_dict, self.metadata, not self.allow_partial_load
+        )
 
     def misfits(self, *, casts: bool) -> list[str]:
         """Return what of the state is not in the checkpoint as it is wanted.
@@ -142,15 +170,16 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             pair[1].copy_(pair[0])
         for prefix, weight in self._noting:
             if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
-                weight.kept.note_copied(weight.dequantize)
+                weight.high_precision.note_copied(weight.dequantize, weight.taken)
 
 
 def _is_noted(weight: HybridTensor, addresses: set[int]) -> bool:
-    """Whether what is loaded into a weight is its master from then on: not if that is loaded with it, or was before."""
-    kept = weight.kept
-    values, loaded = kept.values, kept.loaded
-    if values is not None and (loaded or values.data_ptr() in addresses):
-        kept.note_loaded()
+    """Whether what is loaded into a weight is its master from then on: not if that is loaded with
+    it, or was before.
+    """
+    current = weight.high_precision.current
+    if current is not None and (weight.high_precision.loaded or current.data_ptr() in addresses):
+        weight.high_precision.note_loaded()
         return False
     return True
 
@@ -172,6 +201,12 @@ def _tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(state, Tensor):
         yield name, state
         return
-    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    pairs = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, (list, tuple))
+        else ()
+    )
     for key, value in pairs:
         yield from _tensors(value, f"{name}.{key}" if name else str(key))

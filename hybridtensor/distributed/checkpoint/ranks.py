@@ -19,8 +19,9 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 class Ranks:
     """The ranks of a process group, or this process alone.
 
-    All ranks talk through a gloo group of their own, which stays for the next time: ending one while a rank still reads
-    what another sent can lose it. A rank that loses another one does end it, and so lets go of all others at once.
+    All ranks talk through a gloo group of their own, which stays for the next time: ending one
+    while a rank still reads what another sent can lose it. A rank that loses another one does end
+    it, and so lets go of all others at once.
 
     Args:
         who: What they do, for errors.
@@ -32,7 +33,9 @@ class Ranks:
         size: How many they are.
     """
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self, who: str, group: dist.ProcessGroup | None, timeout: datetime.timedelta
+    ) -> None:
         self.who = who
         self.rank, self.size = 0, 1
         self._group: Any = None
@@ -55,10 +58,12 @@ class Ranks:
             self._lost(error)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Do ``work`` on every rank and return what it gave on each; small things, because they are sent.
+        """Do ``work`` on every rank and return what it gave on each; small things, because they are
+        sent.
 
         Raises:
-            ValueError: If ``work`` raised one on the first rank that raised anything, on every rank.
+            ValueError: If ``work`` raised one on the first rank that raised anything, on every
+                rank.
             TypeError: Likewise.
             RuntimeError: If it raised anything else, or a rank is gone.
         """
@@ -83,7 +88,9 @@ class Ranks:
         return [result for _, _, result in answers]
 
     def each(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank and return what it gave on this one; nothing is sent but errors."""
+        """Do ``work`` on every rank and return what it gave on this one; nothing is sent but
+        errors.
+        """
         done: list[T] = []
         self.gather(lambda: done.append(work()))
         return done[0]
@@ -102,7 +109,9 @@ class Ranks:
             texts.setdefault(text if known else f"{self.who}: {kind}: {text}", []).append(rank)
         if self.size == 1:
             return next(iter(texts))
-        return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
+        return "; ".join(
+            f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items()
+        )
 
     def _lost(self, error: BaseException) -> NoReturn:
         group = self._known.pop(self._timeout, None)

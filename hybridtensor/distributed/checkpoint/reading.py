@@ -30,25 +30,29 @@ def load(
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> int:
-    """Load the newest step that is what was written, on any number of ranks, into ``state``, and return its number.
+    """Load the newest step that is what was written, on any number of ranks, into ``state``, and
+    return its number.
 
-    Digests, recipes, names and shapes are checked before anything is written. Damaged steps are skipped with a warning.
-    Nothing in a checkpoint is executed.
+    Digests, recipes, names and shapes are checked before anything is written. Damaged steps are
+    skipped with a warning. Nothing in a checkpoint is executed.
 
     Args:
         directory: What ``save`` was given.
-        state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in place, other data is
-            replaced in this dictionary.
+        state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in
+            place, other data is replaced in this dictionary.
         step: Load this one, and no other.
-        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
-            loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
+        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into
+            one: values are loaded, and quantizers whose recipe differs start afresh. Other
+            high-precision dtypes are cast.
         group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the checkpoint is of another recipe, or names, shapes or dtypes differ; on every rank.
-        RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on every rank.
+        ValueError: If the checkpoint is of another recipe, or names, shapes or dtypes differ; on
+            every rank.
+        RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on
+            every rank.
     """
     wait_for_previous()
     ranks = Ranks("checkpoint.load", group, timeout)
@@ -80,7 +84,9 @@ def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
     )
 
 
-def _checked(path: Path, training: Training, any_recipe: bool) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
+def _checked(
+    path: Path, training: Training, any_recipe: bool
+) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
     """Return how to load a step, after checking everything that can be without changing anything."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
@@ -108,10 +114,16 @@ def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> None:
 
 
 def _check(
-    path: Path, planner: HybridLoadPlanner, restoration: Restoration, metadata: Metadata, any_recipe: bool
+    path: Path,
+    planner: HybridLoadPlanner,
+    restoration: Restoration,
+    metadata: Metadata,
+    any_recipe: bool,
 ) -> None:
     wrong = planner.misfits(casts=any_recipe)
-    wrong += [f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))]
+    wrong += [
+        f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))
+    ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
@@ -121,7 +133,8 @@ def _check(
 
 
 def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
-    """Read every step in ``directory``, or the one that it is, and return what is wrong with each, the newest first.
+    """Read every step in ``directory``, or the one that it is, and return what is wrong with each,
+    the newest first.
 
     A step with an empty list is what was written.
 
@@ -131,10 +144,19 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     root = root_folder(directory, None)
     found = steps(root)
     if not found:
-        found = {number: path for number, path in steps(root.parent).items() if path.name == root.name}
+        found = {
+            number: path for number, path in steps(root.parent).items() if path.name == root.name
+        }
     return {number: problems(path) for number, path in found.items()}
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
     """Return the number of the newest step that is what was written, or None."""
-    return next((number for number, path in steps(root_folder(directory, None)).items() if not problems(path)), None)
+    return next(
+        (
+            number
+            for number, path in steps(root_folder(directory, None)).items()
+            if not problems(path)
+        ),
+        None,
+    )

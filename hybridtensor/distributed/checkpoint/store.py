@@ -1,8 +1,8 @@
 """A folder of checkpoints, one per step, that survives what happens to runs and disks.
 
-A step is written into a hidden folder, every file with a digest; then a manifest; then everything is brought to the
-disk and the folder is renamed. A step that is there was finished, and its manifest tells whether it is still what was
-written.
+A step is written into a hidden folder, every file with a digest; then a manifest; then everything
+is brought to the disk and the folder is renamed. A step that is there was finished, and its
+manifest tells whether it is still what was written.
 """
 
 from __future__ import annotations
@@ -105,18 +105,18 @@ def save(
 ) -> Path:
     """Write a checkpoint into a new folder of ``directory``; it is there whole, or not at all.
 
-    All ranks call it, after ``step_``. A failure on one, a full disk say, is an error on all; steps that are there
-    stay. The previous ``async_save`` of this process is waited for.
+    All ranks call it, after ``step_``. A failure on one, a full disk say, is an error on all; steps
+    that are there stay. The previous ``async_save`` of this process is waited for.
 
     Args:
         directory: Folder of a run's checkpoints, which all ranks see and no other run writes to.
         step: Its number.
-        state: Names to modules, optimizers of their parameters (also ``optim.MasterWeights``), objects with
-            ``state_dict`` and ``load_state_dict``, and data: tensors, numbers, lists, dictionaries. Other than shards,
-            it is the same on all ranks.
-        faces: Store the faces of persistent weights. Without, those that follow from an fp32 master that is stored
-            (not with delayed scales or random rounding) are quantized again when loaded: the same bits, if a step was
-            taken since the last ``set_config_``.
+        state: Names to modules, optimizers of their parameters (also ``optim.MasterWeights``),
+            objects with ``state_dict`` and ``load_state_dict``, and data: tensors, numbers, lists,
+            dictionaries. Other than shards, it is the same on all ranks.
+        faces: Store the faces of persistent weights. Without, those that follow from an fp32 master
+            that is stored (not with delayed scales or random rounding) are quantized again when
+            loaded: the same bits, if a step was taken since the last ``set_config_``.
         overwrite: Replace a step that is there. A damaged one is replaced anyway.
         group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
@@ -194,8 +194,8 @@ def async_save(
 ) -> Saving:
     """Copy the state to the host, and write it as ``save`` does while training goes on.
 
-    What changes after the call is not in it. Only one is under way at a time: the next one waits, and raises what went
-    wrong if ``result`` was not asked.
+    What changes after the call is not in it. Only one is under way at a time: the next one waits,
+    and raises what went wrong if ``result`` was not asked.
 
     Args:
         directory: See ``save``; so are the others.
@@ -210,7 +210,8 @@ def async_save(
         The save under way; ``result()`` waits for it.
 
     Raises:
-        TypeError: As ``save``; so are the others. What goes wrong while writing is raised by ``result()``.
+        TypeError: As ``save``; so are the others. What goes wrong while writing is raised by
+            ``result()``.
         ValueError: As ``save``.
         RuntimeError: As ``save``.
     """
@@ -226,7 +227,12 @@ def async_save(
 
 @contextlib.contextmanager
 def _planned(
-    ranks: Ranks, directory: str | os.PathLike[str], step: int, state: dict[str, Any], faces: bool, overwrite: bool
+    ranks: Ranks,
+    directory: str | os.PathLike[str],
+    step: int,
+    state: dict[str, Any],
+    faces: bool,
+    overwrite: bool,
 ) -> Iterator[_Write]:
     """Decide which rank writes what; remove the unfinished folder if anything fails."""
     folder: Path | None = None
@@ -240,7 +246,9 @@ def _planned(
         raise
 
 
-def _plan(ranks: Ranks, root: Path, folder: Path, step: int, training: Training, faces: bool) -> _Write:
+def _plan(
+    ranks: Ranks, root: Path, folder: Path, step: int, training: Training, faces: bool
+) -> _Write:
     recipes = ranks.gather(lambda: (training.weights, training.kinds, training.groups))
     if any(other != recipes[0] for other in recipes):
         different = [rank for rank, other in enumerate(recipes) if other != recipes[0]]
@@ -249,12 +257,20 @@ def _plan(ranks: Ranks, root: Path, folder: Path, step: int, training: Training,
             f"{different} than on rank 0; convert the model alike everywhere"
         )
     manifest = Manifest(
-        step, ranks.size, versions(), training.kinds, training.weights, training.recipes, training.groups
+        step,
+        ranks.size,
+        versions(),
+        training.kinds,
+        training.weights,
+        training.recipes,
+        training.groups,
     )
     writer, planner = Writer(folder), HybridSavePlanner()
 
     def own_plan() -> SavePlan:
-        planner.set_up_planner(training.collect(faces=faces), writer.storage_meta(), ranks.rank == 0)
+        planner.set_up_planner(
+            training.collect(faces=faces), writer.storage_meta(), ranks.rank == 0
+        )
         writer.set_up_storage_writer(ranks.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 

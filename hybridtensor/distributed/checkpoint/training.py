@@ -8,16 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.manifest import Manifest, Weight
 from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
+from hybridtensor.distributed.checkpoint.plain import as_part_of, named_parameters
 from hybridtensor.distributed.checkpoint.planners import Opaque
-from hybridtensor.distributed.plain import as_part_of, named_parameters
-from hybridtensor.distributed.torch_compat import local
+from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.quantizing import refresh_
 
 _STATE = "quantization_state"
 
@@ -26,8 +31,8 @@ class Training:
     """Everything that a checkpoint holds, sorted by what it is.
 
     Args:
-        state: Names to modules, optimizers of their parameters, objects with ``state_dict`` and ``load_state_dict``,
-            and data.
+        state: Names to modules, optimizers of their parameters, objects with ``state_dict`` and
+            ``load_state_dict``, and data.
 
     Attributes:
         kinds: What each entry is.
@@ -37,7 +42,8 @@ class Training:
 
     Raises:
         TypeError: If ``state`` is not a dictionary with string keys.
-        ValueError: If it is empty, a name has a dot, or an optimizer steps parameters of no module in it.
+        ValueError: If it is empty, a name has a dot, or an optimizer steps parameters of no module
+            in it.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -51,8 +57,12 @@ class Training:
         self.state = state
         self.kinds = {name: _kind(value) for name, value in state.items()}
         self._modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}
-        self._values = {name: get_model_state_dict(module) for name, module in self._modules.items()}
-        self._parameters = {name: dict(named_parameters(module)) for name, module in self._modules.items()}
+        self._values = {
+            name: get_model_state_dict(module) for name, module in self._modules.items()
+        }
+        self._parameters = {
+            name: dict(named_parameters(module)) for name, module in self._modules.items()
+        }
         self.weights: dict[str, Weight] = {}
         self.recipes: dict[str, str] = {}
         self._note_weights()
@@ -65,7 +75,9 @@ class Training:
         self._prefix = {entry: f"{entry}." if several else "" for entry in self._modules}
         self._name_of = names
         self.optimizers = {
-            name: NamedOptimizer(name, state[name], names) for name, kind in self.kinds.items() if kind == "optimizer"
+            name: NamedOptimizer(name, state[name], names)
+            for name, kind in self.kinds.items()
+            if kind == "optimizer"
         }
 
     def _note_weights(self) -> None:
@@ -75,7 +87,9 @@ class Training:
                 if not isinstance(weight, (MasterWeight, HybridTensor)):
                     continue
                 if weight.config is None:
-                    raise ValueError(f"checkpoint: a weight with a recipe is required, got {entry}.{name} without one")
+                    raise ValueError(
+                        f"checkpoint: a weight with a recipe is required, got {entry}.{name} without one"
+                    )
                 kind = "master" if isinstance(weight, MasterWeight) else "persistent"
                 fingerprint = weight.config.fingerprint()
                 self.weights[f"{entry}.{name}"] = Weight(kind, fingerprint)
@@ -92,16 +106,21 @@ class Training:
         found = (o.masters[stepped] for o in self.optimizers.values() if stepped in o.masters)
         return next(found, None)
 
-    # -- saving -------------------------------------------------------------------------------------------------------
+    # -- saving
+    # -------------------------------------------------------------------------------------------------------
 
     def collect(self, *, faces: bool) -> dict[str, Any]:
-        """Return what is saved; with ``faces=False`` without faces that follow from a master that is saved."""
+        """Return what is saved; with ``faces=False`` without faces that follow from a master that
+        is saved.
+        """
         found: dict[str, Any] = {}
         for entry, value in self.state.items():
             kind = self.kinds[entry]
             if kind == "module":
                 found[entry] = {
-                    name: v for name, v in self._values[entry].items() if faces or not self._rebuilt(entry, name, v)
+                    name: v
+                    for name, v in self._values[entry].items()
+                    if faces or not self._rebuilt(entry, name, v)
                 }
             elif kind == "optimizer":
                 found[entry] = self.optimizers[entry].state()
@@ -115,17 +134,20 @@ class Training:
         weight = local(value)
         return (
             isinstance(weight, HybridTensor)
-            and weight.config.weight.repeatable
-            and weight.kept.follows
+            and weight.recipe.weight.repeatable
+            and weight.high_precision.follows
             and self._master(entry, name) is not None
         )
 
-    # -- loading ------------------------------------------------------------------------------------------------------
+    # -- loading
+    # ------------------------------------------------------------------------------------------------------
 
     def differences(self, manifest: Manifest) -> list[str]:
         """Return in which weights a checkpoint has another recipe than the model."""
         entries = tuple(f"{entry}." for entry in self._modules)
-        stored = {name: weight for name, weight in manifest.weights.items() if name.startswith(entries)}
+        stored = {
+            name: weight for name, weight in manifest.weights.items() if name.startswith(entries)
+        }
 
         def told(weight: Weight | None, recipes: dict[str, str]) -> str:
             if weight is None:
@@ -140,7 +162,9 @@ class Training:
         ]
 
     def check_entries(self, manifest: Manifest) -> None:
-        """Raise ValueError if a checkpoint lacks an entry, has one of another kind, or optimizers with other groups."""
+        """Raise ValueError if a checkpoint lacks an entry, has one of another kind, or optimizers
+        with other groups.
+        """
         for name, kind in self.kinds.items():
             if manifest.entries.get(name) != kind:
                 raise ValueError(
@@ -166,15 +190,21 @@ class Restoration:
         self.training = training
         self._stored = set(metadata.state_dict_metadata)
         named = [flat.partition(".masters.") for flat in self._stored if ".masters." in flat]
-        self._masters = {name: entry for entry, _, name in named if manifest.entries.get(entry) == "optimizer"}
-        self._with_faces = {flat.rpartition(f".{d}.")[0] for flat in self._stored for d in ("rowwise", "columnwise")}
+        self._masters = {
+            name: entry for entry, _, name in named if manifest.entries.get(entry) == "optimizer"
+        }
+        self._with_faces = {
+            flat.rpartition(f".{d}.")[0] for flat in self._stored for d in ("rowwise", "columnwise")
+        }
         self._weights = manifest.weights
         self._loaded: dict[str, dict[str, Any]] = {}  # by module, what load_state_dict gets
         self._after: list[Callable[[], None]] = []
         self.target: dict[str, Any] = {}
         for name, optimizer in training.optimizers.items():
             self.target[name] = optimizer.target(metadata)
-            masters = {n: m for n, m in optimizer.masters.items() if f"{name}.masters.{n}" in self._stored}
+            masters = {
+                n: m for n, m in optimizer.masters.items() if f"{name}.masters.{n}" in self._stored
+            }
             self.target[name]["masters"] = masters
         for entry, values in training._values.items():
             self.target[entry], self._loaded[entry] = {}, {}
@@ -187,10 +217,16 @@ class Restoration:
     def _other(self, entry: str, kind: str, metadata: Metadata) -> Any:
         value = self.training.state[entry]
         own = value.state_dict() if kind == "stateful" else value
-        paths = {n: p for n, p in (metadata.planner_data or {}).items() if p[0] == entry and n in self._stored}
+        paths = {
+            n: p
+            for n, p in (metadata.planner_data or {}).items()
+            if p[0] == entry and n in self._stored
+        }
         if entry in paths or not paths:
             return own if _has_parts(own) else Opaque(None)
-        return _with_room(own, entry, {n: (p, metadata.state_dict_metadata[n]) for n, p in paths.items()})
+        return _with_room(
+            own, entry, {n: (p, metadata.state_dict_metadata[n]) for n, p in paths.items()}
+        )
 
     def _same(self, full: str) -> bool:
         return self._weights.get(full) == self.training.weights.get(full)
@@ -225,7 +261,9 @@ class Restoration:
             f"{entry}.{name}",
             self.training._name_of.get(id(self.training._parameters[entry].get(name))),
         }
-        return next(((self._masters[n], n) for n in sorted(candidates & self._masters.keys())), None)
+        return next(
+            ((self._masters[n], n) for n in sorted(candidates & self._masters.keys())), None
+        )
 
     def _add_persistent(self, entry: str, name: str, value: Tensor) -> None:
         """Load the faces, or rebuild them from masters or other values."""
@@ -235,8 +273,10 @@ class Restoration:
         if self._same(full) and full in self._with_faces:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
-            self._after.append(local(parameter).kept.let_go)
-        elif master is not None and any(master is m for t in self.target.values() for m in _masters(t)):
+            self._after.append(local(parameter).high_precision.let_go)
+        elif master is not None and any(
+            master is m for t in self.target.values() for m in _masters(t)
+        ):
             self._after.append(lambda: _refresh(parameter, master))
         else:
             values = _memory_like(value, torch.float32 if master is not None else value.dtype)
@@ -250,7 +290,9 @@ class Restoration:
             entry, _, name = flat.partition(".")
             layer, _, state = name.rpartition(f"{_STATE}.")
             weight = next((name[: -len(d) - 1 - len(tail)] for d, tail in _face_tails(name)), name)
-            skipped = (state and not self._same(f"{entry}.{layer}weight")) or not self._same(f"{entry}.{weight}")
+            skipped = (state and not self._same(f"{entry}.{layer}weight")) or not self._same(
+                f"{entry}.{weight}"
+            )
             if entry in self._loaded and flat not in planned and not skipped:
                 found.append(flat)
         return found
@@ -260,7 +302,9 @@ class Restoration:
         training = self.training
         for entry, loaded in self._loaded.items():
             if loaded:
-                set_model_state_dict(training._modules[entry], loaded, options=StateDictOptions(strict=False))
+                set_model_state_dict(
+                    training._modules[entry], loaded, options=StateDictOptions(strict=False)
+                )
         for name, optimizer in training.optimizers.items():
             optimizer.restore(self.target[name])
         with torch.no_grad():
@@ -299,20 +343,27 @@ def _has_parts(value: Any) -> bool:
 
 
 def _with_room(own: Any, entry: str, stored: dict[str, tuple[tuple[Any, ...], Any]]) -> Any:
-    """Return what an entry has, in place, and places for what else is stored of it: keys and items that came later.
+    """Return what an entry has, in place, and places for what else is stored of it: keys and items
+    that came later.
 
     Args:
         own: What the entry has.
         entry: Its name.
         stored: Paths, which begin with the entry, and metadata of what is stored of it.
     """
-    missing = [(path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])]
+    missing = [
+        (path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])
+    ]
     if not missing:
         return own
     root = {entry: _containers(own)}
     for path, found in missing:
         is_tensor = isinstance(found, TensorStorageMetadata)
-        _place(root, path, torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else Opaque(None))
+        _place(
+            root,
+            path,
+            torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else Opaque(None),
+        )
     return root[entry]
 
 
@@ -364,7 +415,7 @@ def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _refresh(parameter: Any, master: Tensor) -> None:
     """Quantize a persistent weight from its master."""
-    local(parameter).refresh_(local(master))
+    refresh_(local(parameter), local(master))
 
 
 def _take_values(parameter: Any, values: Tensor, master: Tensor | None) -> None:
@@ -372,4 +423,4 @@ def _take_values(parameter: Any, values: Tensor, master: Tensor | None) -> None:
     weight, own = local(parameter), local(values)
     if master is not None:
         local(master).copy_(own)
-    weight.refresh_(own)
+    refresh_(weight, own)

@@ -1,7 +1,8 @@
-"""Scale groups: blocks of a matrix, their largest magnitudes, and spreading what was found per block.
+"""Scale groups: blocks of a matrix, their largest magnitudes, and spreading what was found per
+block.
 
-A block is ``(across, along)``, its extent along the two axes of an ``[other, contraction]`` matrix; ``None`` is the
-whole axis. Blocks at the end of an axis may be partial.
+A block is ``(across, along)``, its extent along the two axes of an ``[other, contraction]`` matrix;
+``None`` is the whole axis. Blocks at the end of an axis may be partial.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Block = tuple[int | None, int | None]
+_EVERYTHING = (None, None)
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN elements do not count."""
-    return _reduce(x.abs().nan_to_num(nan=0.0, posinf=float("inf")), block).float()
+    """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN
+    elements do not count.
+    """
+    magnitudes = x.abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    if block == _EVERYTHING and magnitudes.numel():
+        return magnitudes.amax().float().view(1, 1)
+    return _reduce(magnitudes, block).float()
 
 
 def amax_by_rows(x: Tensor) -> Tensor:
-    """Return the largest magnitude of a matrix, fp32 ``[1]``: that of each row first, as compilers fuse it."""
+    """Return the largest magnitude of a matrix, fp32 ``[1]``: that of each row first, as compilers
+    fuse it.
+    """
     rows = x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=1)
     return F.pad(rows, (0, 1)).amax().float().view(1)  # of no rows, zero
 
@@ -32,7 +41,10 @@ def block_has_nan(x: Tensor, block: Block) -> Tensor:
 def _reduce(values: Tensor, block: Block) -> Tensor:
     """Return the maximum of each block of values that are not negative."""
     if 0 in values.shape:
-        shape = [1 if b is None else -(-extent // b) for extent, b in zip(values.shape, block, strict=True)]
+        shape = [
+            1 if b is None else -(-extent // b)
+            for extent, b in zip(values.shape, block, strict=True)
+        ]
         return values.new_zeros(shape)
     sizes = [extent if b is None else b for extent, b in zip(values.shape, block, strict=True)]
     pads = [-extent % size for extent, size in zip(values.shape, sizes, strict=True)]

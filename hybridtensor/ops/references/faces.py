@@ -8,55 +8,63 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.cast import Cast, State
+from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
 from hybridtensor.ops.dequantize import dequantize_reference
+from hybridtensor.ops.face import Face
 from hybridtensor.ops.references import float8, mx, nvfp4
 
 
 def define_faces(
-    x: Tensor, row: Cast | None, column: Cast | None, source: Cast | None, dtype: torch.dtype, state: State
-) -> list[Tensor]:
-    """Define ``quantize``."""
-    made = [] if row is None else _encode(x, row, state, state.row_amax, transposed=False)
+    x: Tensor, request: CastRequest, inputs: CastInputs
+) -> tuple[Face | None, Face | None]:
+    """Return the rowwise and the columnwise face of ``x``: what ``quantize`` is."""
+    row, column, source, dtype = request
+    made = None if row is None else _face(x, row, inputs, transposed=False)
     if column is None:
-        return made
+        return made, None
     if source is not None:
-        seen = made if source == row else _encode(x, source, state, state.row_amax, transposed=False)
-        tensor_scale = seen[2] if len(seen) == 3 else None
-        values = dequantize_reference(seen[0], seen[1], tensor_scale, source.name, dtype)
-        return made + _encode(values.t(), column, state, state.column_amax, transposed=True)
-    if row == column and is_transpose(row) and state.row_amax is state.column_amax:
-        return made + [t.t().clone(memory_format=torch.contiguous_format) for t in made]
-    return made + _encode(x.t(), column, state, state.column_amax, transposed=True)
+        held = made if made is not None else _face(x, source, inputs, transposed=False)
+        if held.scale is None:
+            raise ValueError(
+                f"quantize: a quantized rowwise face is required as source, got {source}"
+            )
+        values = dequantize_reference(
+            held.qdata, held.scale, held.tensor_scale, source.format.name, dtype or x.dtype
+        )
+        return made, _face(values.t(), column, inputs, transposed=True)
+    fmt, one_amax = column.format, inputs.row_amax is inputs.column_amax
+    if (
+        made is not None
+        and row == column
+        and fmt.is_square
+        and fmt.elements_per_byte == 1
+        and one_amax
+    ):
+        # one face is the transpose of the other: bytes are transposed, not values quantized
+        tensors = [t.t().clone(memory_format=torch.contiguous_format) for t in made.tensors()]
+        return made, Face(tensors[0], tensors[1], None, fmt)
+    return made, _face(x.t(), column, inputs, transposed=True)
 
 
-def is_transpose(cast: Cast | None) -> bool:
-    """Whether one face of this cast is the transpose of the other: bytes are transposed, not values quantized."""
-    return cast is not None and cast.format.is_square and cast.format.elements_per_byte == 1
-
-
-def _encode(matrix: Tensor, cast: Cast, state: State, amax: Tensor | None, *, transposed: bool) -> list[Tensor]:
-    """Quantize an ``[other, contraction]`` matrix along its last dimension."""
-    return _laid_out(_defined(matrix, cast, state, amax, transposed=transposed), cast)
-
-
-def _defined(matrix: Tensor, cast: Cast, state: State, amax: Tensor | None, *, transposed: bool) -> list[Tensor]:
-    """Ask the definition of the format."""
-    fmt, amax = cast.format, None if amax is None else amax[:, None]
+def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -> Face:
+    """Return an ``[other, contraction]`` face, with its scales where ``face_layouts`` puts them."""
+    fmt, tensor_scale = cast.format, None
+    given = inputs.column_amax if transposed else inputs.row_amax
+    amax = None if given is None else given[:, None]
     if fmt.tensor_block is not None:
-        rounding = state.rounding if cast.stream >= 0 else None
-        return list(nvfp4.quantize(matrix, fmt, rounding, cast.stream, state.first_row, transposed, amax))
-    if fmt.scale_dtype == torch.float8_e8m0fnu:
-        return list(mx.quantize(matrix, fmt))
-    if cast.slot < 0:
-        return list(float8.quantize(matrix, fmt, cast.pow2_scale, amax))
-    if state.factors is None:
-        raise ValueError(f"quantize: {cast} needs delayed scales, got none")
-    return list(float8.cast(matrix, fmt, state.factors, state.amaxes, cast.slot))
-
-
-def _laid_out(tensors: list[Tensor], cast: Cast) -> list[Tensor]:
-    """Return a face with its scales where ``empty_face`` puts them."""
-    if cast.format.block[0] == 1 and cast.format.block[1] is not None:
-        tensors[1] = tensors[1].t().clone(memory_format=torch.contiguous_format).t()
-    return tensors
+        rounding = inputs.rounding if cast.stream >= 0 else None
+        draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
+        qdata, scale, tensor_scale = nvfp4.quantize(matrix, fmt, draws, amax)
+    elif fmt.scale_dtype == torch.float8_e8m0fnu:
+        qdata, scale = mx.quantize(matrix, fmt)
+    elif cast.slot < 0:
+        qdata, scale = float8.quantize(matrix, fmt, cast.pow2_scale, amax)
+    elif inputs.encode_scale is not None:
+        qdata, scale = float8.cast(matrix, fmt, inputs.encode_scale, inputs.noted_amax, cast.slot)
+    else:
+        raise ValueError(
+            f"quantize: delayed scales are required for {cast}, got none; pass encode_scale"
+        )
+    if fmt.block[0] == 1 and fmt.block[1] is not None:
+        scale = scale.t().clone(memory_format=torch.contiguous_format).t()
+    return Face(qdata, scale, tensor_scale, fmt)

@@ -1,4 +1,6 @@
-"""The random Hadamard transform of 16: spreads outliers along the contraction axis, and cancels in a product."""
+"""The random Hadamard transform of 16: spreads outliers along the contraction axis, and cancels in
+a product.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return ``x`` with every 16 values of its last dimension multiplied by ``diag(signs) @ H16 / 4``, in bfloat16.
+    """Return ``x`` with every 16 values of its last dimension multiplied by
+    ``diag(signs) @ H16 / 4``, in bfloat16.
 
-    The sum runs in fp32 in the order of the fast transform, and is rounded once. Saturates: what was finite stays so.
-    An Inf makes all 16 values of its group Inf, a NaN makes them NaN.
+    The sum runs in fp32 in the order of the fast transform, and is rounded once. Saturates: what
+    was finite stays so. An Inf makes all 16 values of its group Inf, a NaN makes them NaN.
 
     Args:
         x: ``[M, K]``, ``K % 16 == 0``.
@@ -24,7 +27,9 @@ def rotate(x: Tensor) -> Tensor:
     Source: TransformerEngine, custom_recipes/reference_nvfp4.py and its Hadamard kernels.
     """
     signs = _signs(x.device)
-    groups = x.float().unflatten(1, (-1, SIZE)) * (signs * 2.0**-4)  # times 1/16 first: no sum overflows
+    groups = x.float().unflatten(1, (-1, SIZE)) * (
+        signs * 2.0**-4
+    )  # times 1/16 first: no sum overflows
     rotated = _transform(groups) * 4.0
     infinite = groups.isinf().any(-1, keepdim=True) & ~groups.isnan().any(-1, keepdim=True)
     inf_minus_inf = rotated.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
@@ -40,13 +45,17 @@ def rotate_back(x: Tensor) -> Tensor:
 
 
 def _signs(device: torch.device) -> Tensor:
-    """Return the signs in fp32, made where they are: a copy from the host could not go into a CUDA graph."""
+    """Return the signs in fp32, made where they are: a copy from the host could not go into a CUDA
+    graph.
+    """
     minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
     return (1 - 2 * ((minus >> torch.arange(SIZE, device=device)) & 1)).float()
 
 
 def _transform(groups: Tensor) -> Tensor:
-    """Multiply the last dimension, 16, by the Hadamard matrix in natural order: sums and differences, four times."""
+    """Multiply the last dimension, 16, by the Hadamard matrix in natural order: sums and
+    differences, four times.
+    """
     stride = 1
     while stride < SIZE:
         pairs = groups.unflatten(-1, (-1, 2, stride))

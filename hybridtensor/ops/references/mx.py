@@ -20,13 +20,19 @@ def e8m0_round_up(x: Tensor) -> Tensor:
     """Return the E8M0 byte of the smallest power of two that is not below ``x``, as int32.
 
     Args:
-        x: fp32, not negative, not NaN. Zero gives byte 0 (2^-127), Inf and what rounds up to it 0xFE (2^127).
+        x: fp32, not negative, not NaN. Zero gives byte 0 (2^-127), Inf and what rounds up to it
+            0xFE (2^127).
 
-    Source: TransformerEngine, common/util/ptx.cuh, ``float_to_e8m0`` (cvt.rp.satfinite.ue8m0x2.f32 in hardware).
+    Source: TransformerEngine, common/util/ptx.cuh, ``float_to_e8m0`` (cvt.rp.satfinite.ue8m0x2.f32
+    in hardware).
     """
     bits = x.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x007FFFFF
-    below = (mantissa > 0) & (exponent != _EXPONENT_OF_INF) & ~((exponent == 0) & (mantissa <= _HALF_SUBNORMAL))
+    below = (
+        (mantissa > 0)
+        & (exponent != _EXPONENT_OF_INF)
+        & ~((exponent == 0) & (mantissa <= _HALF_SUBNORMAL))
+    )
     return (exponent + below.int()).clamp(max=_EXPONENT_OF_INF)
 
 
@@ -38,7 +44,9 @@ def e8m0_reciprocal(exponent: Tensor) -> Tensor:
 
 def quantize(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Return elements ``[M, K]`` and scale bytes ``[A, B]`` of ``x``; see ``ops.mx_quantize``."""
-    exponent = e8m0_round_up(block_amax(x, fmt.block) * (1.0 / torch.tensor(fmt.max, device="cpu")).item())  # [A, B]
+    exponent = e8m0_round_up(
+        block_amax(x, fmt.block) * (1.0 / torch.tensor(fmt.max, device="cpu")).item()
+    )  # [A, B]
     factor = spread(e8m0_reciprocal(exponent), fmt.block, x.shape)
     scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     return cast_saturating(x.float() * factor, fmt), scale

@@ -1,8 +1,8 @@
 """Random bits from a counter: the same on every device, in any order, for any split of the tensor.
 
-Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key and a 128-bit
-counter into 128 random bits. Here the key belongs to a layer, and the counter is (element index / 8, step, stream);
-each element takes 16 of the 128 bits.
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a
+64-bit key and a 128-bit counter into 128 random bits. Here the key belongs to a layer, and the
+counter is (element index / 8, step, stream); each element takes 16 of the 128 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _WORD = 0xFFFFFFFF
 ELEMENTS_PER_CALL = 8
 
 
-def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four random 32-bit words per counter, as int64.
 
     Args:
@@ -34,16 +36,19 @@ def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and low words of a 64-bit product; int64 wraps around, and its bits are those of uint64."""
+    """Return the high and low words of a 64-bit product; int64 wraps around, and its bits are those
+    of uint64.
+    """
     product = word * constant
     return (product >> 32) & _WORD, product & _WORD
 
 
 def uniform16(rows: int, columns: int, *, rounding: Tensor, stream: int, first_row: int) -> Tensor:
-    """Return one number per element of a matrix, from (0, 1) in steps of 2^-16, as fp32 ``[rows, columns]``.
+    """Return one number per element of a matrix, from (0, 1) in steps of 2^-16, as fp32
+    ``[rows, columns]``.
 
-    The numbers of a row depend on its index in the whole tensor only: ``first_row`` is that of the first row here, so
-    that shards of a tensor draw what the whole would.
+    The numbers of a row depend on its index in the whole tensor only: ``first_row`` is that of the
+    first row here, so that shards of a tensor draw what the whole would.
 
     Args:
         rows: Rows of this shard.

@@ -1,0 +1,95 @@
+"""Host time of a small linear layer, forward and backward, beyond plain BF16's; the queue is drained after each step.
+
+With ``--other PATH`` the package at PATH is measured in turns with this one, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TOKENS, FEATURES = 64, 256
+RECIPES = ["fp8", "fp8_rowwise", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4"]
+
+
+def median_us(step: Callable[[], object], drain: Callable[[], object], count: int) -> float:
+    """Return the median microseconds of a step and of draining the queue after it."""
+    for _ in range(count // 2):
+        step()
+        drain()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        drain()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def measure(device: str, count: int) -> dict[str, float]:
+    """Return microseconds by recipe; ``bf16`` is the plain layer."""
+    import torch
+    from torch import nn
+
+    import hybridtensor as ht
+
+    drain = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    x = torch.randn(TOKENS, FEATURES, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(TOKENS, FEATURES, device=device, dtype=torch.bfloat16)
+    found = {}
+    for recipe in ["bf16", *RECIPES]:
+        layer = nn.Linear(FEATURES, FEATURES, bias=False, device=device, dtype=torch.bfloat16)
+        if recipe != "bf16":
+            ht.quantize_(layer, recipe)
+
+        def step(layer: nn.Module = layer, advances: bool = recipe == "fp8_delayed") -> None:
+            layer.weight.grad = x.grad = None
+            layer(x).backward(grad)
+            if advances:
+                ht.step_(layer)
+
+        found[recipe] = median_us(step, drain, count)
+    return found
+
+
+def main() -> None:
+    """Print a table: microseconds beyond BF16."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--other", type=Path, help="folder with another version of the package")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(options.device, options.count)))
+        return
+    here = Path(__file__).parent.parent
+    folders = {"this": here} | ({} if options.other is None else {"other": options.other})
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
+    for _ in range(options.rounds):
+        for name, folder in folders.items():
+            command = [sys.executable, __file__, "--child", "--device", options.device]
+            command += ["--count", str(options.count)]
+            environment = {"PYTHONPATH": f"{folder.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
+            done = subprocess.run(
+                command, env={**os.environ, **environment}, check=True, capture_output=True, text=True
+            )
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+    for name, measured in runs.items():
+        plain = statistics.median(run["bf16"] for run in measured)
+        row = {"bf16": round(plain)}
+        for recipe in RECIPES:
+            row[recipe] = round(statistics.median(run[recipe] - run["bf16"] for run in measured))
+        print(name, json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

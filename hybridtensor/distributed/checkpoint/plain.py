@@ -1,0 +1,183 @@
+"""Converted weights as plain tensors that share their memory: what checkpoints are made of.
+
+A ``MasterWeight`` becomes its plain tensor. A ``HybridTensor`` becomes a dictionary of the tensors
+of its faces: ``{"rowwise": {"qdata": ..., "scale": ...}, "columnwise": {...}}``, without a face
+that follows from the other one. A DTensor of either becomes a DTensor, or a dictionary of DTensors,
+that says which part of the whole this rank holds. Nothing is copied: what is loaded into a result
+is loaded into the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridtensor.dtensor import local
+from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses.followers import follows_rowwise, inner_tensors
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield all parameters under the names of a model that nothing wraps, tied ones under each of
+    theirs.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield f"{prefix}{name}", parameter
+    for own, child in _children(module, prefix):
+        yield from named_parameters(child, own)
+
+
+def named_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield all buffers that a state dict has, likewise."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield f"{prefix}{name}", buffer
+    for own, child in _children(module, prefix):
+        yield from named_buffers(child, own)
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below with the prefix of their names, which has no name of a wrapper."""
+    for name, child in module._modules.items():
+        hidden = name in _WRAPPERS or (
+            isinstance(module, DistributedDataParallel) and name == "module"
+        )
+        if child is not None:
+            yield prefix if hidden else f"{prefix}{name}.", child
+
+
+def plain(state: Any) -> Any:
+    """Return a state, dictionaries and lists of anything, with plain tensors for converted weights.
+
+    Raises:
+        NotImplementedError: If a persistent weight is sharded in a way that its faces cannot be.
+        ValueError: If a shard of a persistent weight ends inside a block of its format.
+    """
+    if isinstance(state, Tensor):
+        return faces(state) if isinstance(local(state), HybridTensor) else plain_weight(state)
+    if isinstance(state, Mapping):
+        return {name: plain(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
+        return type(state)(plain(value) for value in state)
+    return state
+
+
+def plain_weight(value: Tensor) -> Tensor:
+    """Return the plain tensor of a master weight, or a DTensor of it; anything else as it is."""
+    own = local(value)
+    if not isinstance(own, MasterWeight):
+        return value
+    master = own.master
+    return (
+        as_part_of(value, master, tuple(value.shape), value.placements)
+        if isinstance(value, DTensor)
+        else master
+    )
+
+
+def as_part_of(
+    whole: DTensor,
+    tensor: Tensor,
+    size: tuple[int, ...],
+    placements: tuple[Placement, ...] | None = None,
+) -> DTensor:
+    """Return ``tensor`` as this rank's part of a DTensor of ``size`` over the ranks of ``whole``,
+    wherever it lies.
+    """
+    meta = TensorMeta(torch.Size(size), _contiguous(size), tensor.dtype)
+    spec = DTensorSpec(whole.device_mesh, tuple(placements or whole.placements), tensor_meta=meta)
+    return DTensor(tensor, spec, requires_grad=False)
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(size[1:]):
+        strides.insert(0, strides[0] * max(extent, 1))
+    return tuple(strides[: len(size)])
+
+
+def faces(value: Tensor) -> dict[str, Any]:
+    """Return the tensors of the faces of a persistent weight, without those of a face that
+    ``followers`` names.
+    """
+    weight = local(value)
+    found = {}
+    for direction in weight.inner_names:
+        face = getattr(weight, direction)
+        if face is not None and not (direction == "columnwise" and follows_rowwise(weight)):
+            found[direction] = _face(value, face)
+    return found
+
+
+def _face(value: Tensor, face: Any) -> dict[str, Any]:
+    """Return the plain tensors of one face of a weight, or of one rank's part of it."""
+    if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
+        return {"source": _face(value, face.source)}
+    tensors = inner_tensors(face)
+    if isinstance(value, DTensor):
+        return {name: _part_of_face(value, face, name, tensor) for name, tensor in tensors.items()}
+    return dict(tensors)
+
+
+def _part_of_face(whole: DTensor, face: Any, name: str, tensor: Tensor) -> DTensor:
+    """Return one tensor of a face of one rank's part as a DTensor: where it lies in that of the
+    whole weight.
+    """
+    if isinstance(face, IdentityTensor):
+        return as_part_of(whole, tensor, tuple(whole.shape))
+    flipped = face.axis == 0
+    rows, columns = reversed(whole.shape) if flipped else whole.shape
+    fmt = face.format
+    sizes = {
+        "qdata": (rows, columns // fmt.elements_per_byte),
+        "scale": fmt.scale_shape(rows, columns),
+        "tensor_scale": fmt.tensor_scale_shape(rows, columns),
+    }
+    blocks = {
+        "qdata": (1, fmt.elements_per_byte),
+        "scale": fmt.block,
+        "tensor_scale": fmt.tensor_block,
+    }
+    placements = _placements(whole, blocks[name], flipped)
+    return as_part_of(whole, tensor, sizes[name], placements)
+
+
+def _placements(
+    whole: DTensor, block: tuple[int | None, int | None], flipped: bool
+) -> tuple[Placement, ...]:
+    """Return how the tensor with one entry per ``block`` of a sharded matrix is sharded."""
+    chunk = list(whole.shape)
+    found: list[Placement] = []
+    for placement, ranks in zip(whole.placements, whole.device_mesh.shape, strict=True):
+        if isinstance(placement, Replicate):
+            found.append(placement)
+            continue
+        if type(placement) is not Shard:
+            raise NotImplementedError(
+                f"checkpoint: a persistent weight that is replicated or sharded evenly is required, got {placement} "
+                f"of {tuple(whole.shape)}; save masters only (faces=False)"
+            )
+        axis = 1 - placement.dim if flipped else placement.dim
+        extent = block[axis]
+        chunk[placement.dim] = -(-chunk[placement.dim] // ranks)
+        if extent is None:
+            found.append(Replicate())
+            continue
+        if ranks > 1 and chunk[placement.dim] % extent:
+            raise ValueError(
+                f"checkpoint: shards of whole blocks of {extent} along dimension {placement.dim} are required, got "
+                f"{chunk[placement.dim]} of {whole.shape[placement.dim]}; use another number of ranks, or save masters "
+                "only (faces=False)"
+            )
+        found.append(Shard(axis))
+    return tuple(found)

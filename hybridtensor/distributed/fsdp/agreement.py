@@ -1,0 +1,185 @@
+"""What ranks agree on before they gather: the recipes, once, and the largest magnitudes, once per
+step.
+
+One MAX all-reduce serves all weights under one root: the first gather that finds a weight written
+since the last reduction reduces for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.distributed.fsdp.plan import Plan
+from hybridtensor.distributed.fsdp.stream_order import StreamOrder
+from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
+from hybridtensor.ops import Cast, CastRequest
+from hybridtensor.ops.references.blocks import block_amax
+
+Measure = Callable[[Tensor, Tensor], object]
+"""Writes the amaxes of the first tensor into the second one, which holds zeros."""
+
+_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
+
+
+class Shard(Protocol):
+    """What is needed here of a shard; see ``shard.Shard``."""
+
+    sharded: Sharded
+    plan: Plan
+    config: Any
+    agreed: Any
+    amaxes: Tensor | None
+    order: StreamOrder | None
+    reductions: int
+    exchange: Exchange | None
+
+
+def check_recipes(shards: Sequence[Shard]) -> None:
+    """Raise on every rank unless all ranks have the same weights and recipes: gathers of other
+    sizes would hang.
+
+    Args:
+        shards: All weights under one root.
+
+    Raises:
+        RuntimeError: If ranks differ, on all of them.
+    """
+    mine = [
+        f"{shard.sharded.size}: {shard.config} {shard.config.fingerprint()}" for shard in shards
+    ]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    first = shards[0].sharded
+    extremes = torch.tensor([number, -number], device=first.device)
+    for group in first.process_groups():
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        recipes = ", ".join(
+            sorted({f"{shard.config} ({shard.config.fingerprint()})" for shard in shards})
+        )
+        raise RuntimeError(
+            f"fully_shard: the same weights with the same recipes are required on all ranks, got others than the "
+            f"{len(shards)} of rank {dist.get_rank()} with {recipes}; convert the model alike everywhere"
+        )
+    for shard in shards:
+        shard.agreed = shard.config
+
+
+def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
+    """Reduce the largest magnitudes of all shards of one process group, in one collective.
+
+    Args:
+        pairs: Shards that need it, on every rank in the same order, and the values of this rank's
+            parts.
+    """
+    shards, first = [shard for shard, _ in pairs], pairs[0][0]
+    if first.exchange is None or not first.exchange.is_of(shards):
+        with torch.inference_mode(False):
+            first.exchange = Exchange(shards)
+    first.exchange.reduce([values for _, values in pairs])
+
+
+class Exchange:
+    """The largest magnitudes of several shards: one tensor that stays, and what fills it.
+
+    Args:
+        shards: On every rank in the same order.
+    """
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self._shards, self._plans = shards, [shard.plan for shard in shards]
+        sizes = [math.prod(plan.amaxes) for plan in self._plans]
+        begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        self._all, self._order = (
+            torch.zeros(begins[-1], device=shards[0].sharded.device),
+            StreamOrder(),
+        )
+        self._parts = [
+            self._all[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)
+        ]
+        self._amaxes = [
+            part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)
+        ]
+        self._measures: list[tuple[Any, Measure]] = [(None, _measure_nothing)] * len(shards)
+
+    def is_of(self, shards: list[Shard]) -> bool:
+        """Whether this is for those shards, and as they are gathered now."""
+        if len(shards) != len(self._shards):
+            return False
+        known = zip(shards, self._shards, self._plans, strict=True)
+        return all(shard is mine and shard.plan is plan for shard, mine, plan in known)
+
+    def reduce(self, parts: list[Tensor]) -> None:
+        """Measure the values of this rank's parts, and reduce over the ranks."""
+        self._order.take(self._all)
+        self._all.zero_()
+        for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
+            self._measure(index, shard, values)
+            shard.amaxes, shard.order, shard.reductions = (
+                self._amaxes[index],
+                self._order,
+                shard.reductions + 1,
+            )
+        dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
+
+    def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
+        """Measure one part; how that is done is kept for values that lie as these do."""
+        place, (seen, measure) = place_of(values), self._measures[index]
+        if seen != place:
+            measure = _prepared(shard.plan, shard.sharded.rank, values)
+            self._measures[index] = place, measure
+        measure(values, self._parts[index])
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where and how a tensor lies; what was worked out for it holds for another one there."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _measure_nothing(values: Tensor, out: Tensor) -> None:
+    """Stand for a measurement that is not prepared yet."""
+
+
+def _prepared(plan: Plan, rank: int, values: Tensor) -> Measure:
+    """Return what writes the amaxes of this rank's values into a part of the exchange,
+    ``plan.amaxes`` flattened.
+    """
+    if plan.reduce == "tensor":
+        return ops.prepare(values, CastRequest(Cast(FP8_E4M3_TENSOR))).measure_into
+    if plan.reduce == "column":
+        return ops.prepare(values, CastRequest(None, Cast(FP8_E4M3_ROW))).measure_into
+    return functools.partial(_measure_blocks, plan, rank)
+
+
+def _measure_blocks(plan: Plan, rank: int, values: Tensor, out: Tensor) -> None:
+    out.copy_(_of_blocks(plan, rank, values).view(-1))
+
+
+def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:
+    """Return the largest magnitudes of this rank's square blocks, fp32 of shape ``plan.amaxes``; 0
+    for the others.
+    """
+    before, after = around(plan, rank)
+    mine = block_amax(F.pad(values, (0, 0, before, after)), (plan.block, plan.block))
+    amaxes = mine.new_zeros(plan.amaxes)
+    amaxes.narrow(0, rank * plan.rows // plan.block, len(mine)).copy_(mine)
+    return amaxes
+
+
+def around(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return how many rows are missing before and after a shard to whole blocks."""
+    begin, end = rank * plan.rows, (rank + 1) * plan.rows
+    return begin % plan.block, -end % plan.block

@@ -1,0 +1,139 @@
+"""The faces of a gathered weight: tensors that stay, with memory that comes and goes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from hybridtensor.distributed.fsdp.payload import Payload
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
+from hybridtensor.distributed.fsdp.torch_compat import free_storage
+from hybridtensor.ops import Faces, empty_face
+from hybridtensor.subclasses import FaceTensor, IdentityTensor, QuantizedTensor
+
+_DIRECTIONS = (ROW, COLUMN)
+
+
+class GatheredFaces:
+    """The faces of a gathered weight: tensors that stay, with memory that comes and goes.
+
+    Args:
+        plan: How the weight is gathered.
+        size: ``[N, K]``.
+        dtype: Of the computation.
+        device: Where it is gathered.
+    """
+
+    def __init__(
+        self, plan: Plan, size: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype, self._plan = dtype, plan
+        self.tensors: dict[str, list[Tensor]] = {}
+        self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
+        anchor = torch.empty(0, dtype=dtype, device=device)
+        for direction, name in self._names.items():
+            if name not in self.tensors:
+                fmt = plan.face(direction).format
+                matrix = size if direction == ROW else size[::-1]
+                if name == "values":
+                    self.tensors[name] = [anchor.new_empty(size)]
+                else:
+                    self.tensors[name] = empty_face(fmt, *matrix, device).tensors()
+        if plan.read:
+            self.tensors.setdefault("values", [anchor.new_empty(size)])
+        for tensors in self.tensors.values():
+            for tensor in tensors:
+                free_storage(tensor)
+        self._needed = {
+            asked: self._tensors_of(*asked) for asked in itertools.product((False, True), repeat=2)
+        }
+        self._spared = {
+            asked: [t for t in self._needed[True, True] if not any(t is one for one in needed)]
+            for asked, needed in self._needed.items()
+        }
+        self.row = self._face(plan, ROW, size, dtype)
+        self.column = self.row if self._names[COLUMN] == "values" == self._names[ROW] else None
+        if plan.column.kind == "held":
+            self.column = IdentityTensor(self.row)
+        elif self.column is None:
+            self.column = self._face(plan, COLUMN, size, dtype)
+
+    @staticmethod
+    def _name(plan: Plan, direction: str) -> str:
+        """Return under which name the tensors of a face are."""
+        if direction == COLUMN and plan.column.kind == "held":
+            return ROW
+        return "values" if plan.face(direction).format.is_identity else direction
+
+    def _face(
+        self, plan: Plan, direction: str, size: tuple[int, int], dtype: torch.dtype
+    ) -> FaceTensor:
+        tensors = self.tensors[self._names[direction]]
+        if self._names[direction] == "values":
+            return IdentityTensor(tensors[0])
+        scales = (tensors[1], tensors[2] if len(tensors) == 3 else None)
+        axis = -1 if direction == ROW else 0
+        return QuantizedTensor(tensors[0], *scales, plan.face(direction).format, axis, dtype, size)
+
+    def of(self, direction: str) -> list[Tensor]:
+        """Return the tensors of one face."""
+        return self.tensors[self._names[direction]]
+
+    def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        """Return the tensors of the faces asked for."""
+        return self._needed[rowwise, columnwise]
+
+    def _tensors_of(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        names = dict.fromkeys(
+            self._names[d]
+            for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True)
+            if asked
+        )
+        if self._plan.read and rowwise:
+            names["values"] = None
+        return [tensor for name in names for tensor in self.tensors[name]]
+
+    def spared(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        """Return the tensors of the faces that are not asked for."""
+        return self._spared[rowwise, columnwise]
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values, if forward reads them; there with the rowwise face."""
+        return self.tensors["values"][0] if self._plan.read else None
+
+    def take_alike(
+        self, payload: Payload, names: tuple[str, ...], wanted: tuple[bool, bool]
+    ) -> None:
+        """Copy what all shards have alike; one tensor is for both faces if one is the transpose of
+        the other.
+
+        Args:
+            payload: What this rank sent.
+            names: What of it was asked for.
+            wanted: Whether the rowwise face was, and the columnwise one.
+        """
+        for (direction, index), alike in payload.alike.items():
+            if direction not in names:
+                continue
+            if payload.key is None and alike.is_cuda:  # nobody keeps it
+                alike.record_stream(torch.cuda.current_stream(alike.device))
+            targets = [direction]
+            if direction == ROW and self._plan.transposed:
+                targets = [name for name, asked in zip(_DIRECTIONS, wanted, strict=True) if asked]
+            for target in targets:
+                self.tensors[target][index].copy_(alike)
+
+    def take_faces(self, made: Faces) -> None:
+        """Copy faces that were quantized after the gather, the rowwise one and the columnwise one."""
+        for direction, face in zip(_DIRECTIONS, made, strict=True):
+            if face is not None:
+                for target, new in zip(self.of(direction), face.tensors(), strict=True):
+                    target.copy_(new)
+
+    def is_there(self, direction: str) -> bool:
+        """Whether a face has memory."""
+        elements = self.of(direction)[0]
+        return bool(elements.untyped_storage().size()) or not elements.numel()

@@ -1,0 +1,311 @@
+"""FSDP2: shards of converted weights are quantized, and only the bytes of the face that is needed
+are gathered.
+
+``fully_shard`` finds two hooks on a sharded weight. ``pre_all_gather`` returns what this rank
+sends, ``post_all_gather`` makes of what all ranks sent a ``HybridTensor``, the weight that the
+layers compute with. Its faces have memory of their own that is there only while FSDP2 says that the
+weight is gathered, and only for the face that was wanted; the tensor objects stay the same, so that
+autograd and compiled graphs can hold on to them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
+from hybridtensor.distributed.fsdp.shard import Shard, plan_of, shard_of
+from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
+from hybridtensor.dtensor import local
+from hybridtensor.ops import Face
+from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses.followers import followers
+from hybridtensor.subclasses.high_precision import whole
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.quantizing import face_tensors, note_overwritten
+from hybridtensor.subclasses.record import WeightRecord
+
+_DIRECTIONS = (ROW, COLUMN)
+
+
+def part_of(weight: Any) -> Any:
+    """Return this rank's part of a weight that FSDP2 shards, gathered or not; any other weight as
+    it is.
+    """
+    weight = local(weight)
+    if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
+        return weight.record.gathered.sharded.tensor
+    return weight
+
+
+def let_go(weight: Any) -> None:
+    """Have a gathered weight gathered anew before its next use."""
+    if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
+        weight.record.gathered.sharded.let_go()
+
+
+def find(module: nn.Module, tensor: Any) -> Shard:
+    """Return the shard whose part ``tensor`` is, a parameter of ``module``.
+
+    Raises:
+        NotImplementedError: If FSDP2 does not know it.
+    """
+    record = tensor.record
+    known = None if record.shard is None else record.shard()
+    if known is not None and _is_part(known, tensor):
+        return known  # type: ignore[no-any-return]
+    for sharded in locate(module):
+        if isinstance(sharded.tensor, InterceptingTensor):
+            shard = shard_of(sharded)
+            if _is_part(shard, tensor):
+                record.shard = weakref.ref(shard)
+                return shard
+    raise NotImplementedError(
+        f"fully_shard: a weight that FSDP2 of torch {torch.__version__} holds is required, got one of "
+        f"{type(module).__name__} that it does not{f' ({MISSING})' if MISSING else ''}; use a torch from 2.11 to 2.13"
+    )
+
+
+def _is_part(shard: Shard, tensor: Any) -> bool:
+    """Return whether a tensor is this rank's part, or a copy of it on another device."""
+    mine: Any = shard.sharded.tensor
+    return mine.record is tensor.record or (
+        mine.layer is tensor.layer and mine.shape == tensor.shape
+    )
+
+
+def shard_of_part(part: HybridTensor) -> Shard | None:
+    """Return what FSDP2 shards, if this is a rank's part of a persistent weight or an alias of it;
+    else None.
+    """
+    if part.taken is not whole:
+        return None
+    record = part.record
+    known = None if record.shard is None else record.shard()
+    if known is not None and _record_of(known.sharded) is record:
+        return known  # type: ignore[no-any-return]
+    for sharded in everything():
+        if _record_of(sharded) is record:
+            shard = shard_of(sharded)
+            record.shard = weakref.ref(shard)
+            return shard
+    return None
+
+
+def _record_of(sharded: Sharded) -> WeightRecord | None:
+    tensor = sharded.tensor
+    return tensor.record if isinstance(tensor, HybridTensor) else None
+
+
+class _Gathering:
+    """The two hooks; see ``InterceptingTensor``."""
+
+    @staticmethod
+    def pre_all_gather(tensor: Any, module: nn.Module) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what this rank sends, and what the second half needs."""
+        shard = find(module, tensor)
+        with torch.no_grad():
+            flat, sent = shard.send(tensor)
+        return (flat,), (shard, sent)
+
+    @staticmethod
+    def post_all_gather(
+        tensor: Any, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the gathered weight, and what memory it takes."""
+        shard, sent = metadata
+        weight = shard.receive(tensor, outputs[0], sent, dtype, None if out is None else local(out))
+        return weight, shard.faces.needed(*sent.wanted)
+
+    @staticmethod
+    def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
+        """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
+        rows, columns = weight.shape
+        num_ranks = -(-weight.shape[dim] // size)
+        if num_ranks > 1:
+            check_persistent(
+                make_plan(weight.config, (rows, columns), num_ranks, dim), (rows, columns)
+            )
+
+    @staticmethod
+    def refresh(pairs: list[tuple[HybridTensor, Tensor]]) -> bool:
+        """Quantize new values into parts of persistent weights, with one reduction for all; False
+        if they are none.
+        """
+        found = []
+        for part, values in pairs:
+            shard = shard_of_part(part)
+            if shard is None:
+                return False
+            found.append((shard, values))
+        for (shard, _), (part, _) in zip(found, pairs, strict=True):
+            shard.adopt(part.config)
+        with torch.no_grad():
+            refresh_parts(found)
+        return True
+
+
+InterceptingTensor.gathering = _Gathering()
+
+
+def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
+    """Quantize values into this rank's parts of persistent weights; on every rank the same weights."""
+    waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
+    for group in {
+        id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting
+    }.values():
+        reduce_amaxes(
+            [(shard, values) for shard, values in waiting if shard.sharded.process_group is group]
+        )
+    for shard, values in pairs:
+        part: Any = shard.sharded.tensor
+        columnwise = part.columnwise is not None
+        made, first = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
+        for face, dim, fresh in zip((part.rowwise, part.columnwise), (0, 1), made, strict=True):
+            if fresh is None or face is None or fresh.follows_rowwise:
+                continue
+            dim = (
+                dim if fresh.dequantized_rowwise is None else 0
+            )  # values lie as those of the rowwise face
+            sources = fresh.cut(dim, first, values.shape[0]).tensors()
+            for target, source in zip(_tensors(face), sources, strict=True):
+                target.copy_(source)
+        for source, follower in followers(part).values():
+            follower.copy_(source)
+        note_overwritten(part)
+
+
+def _tensors(face: QuantizedTensor | IdentityTensor) -> list[Tensor]:
+    """Return the plain tensors of a face that holds its own values."""
+    if isinstance(face, IdentityTensor):
+        return [face.source]
+    return [tensor for tensor in (face.qdata, face.scale, face.tensor_scale) if tensor is not None]
+
+
+def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
+    """Return what FSDP2 shards ``part`` as, with another recipe, or None if it does not.
+
+    Raises:
+        ValueError: If a persistent weight cannot be sharded with that recipe.
+    """
+    shard = shard_of_part(part)
+    if shard is None:
+        return None
+    size = shard.sharded.size
+    check_persistent(shard.plan_of(config), (size[0], size[1]))
+    return shard
+
+
+def remake_(part: HybridTensor, values: Tensor, config: Any) -> bool:
+    """Give a part of a persistent weight the faces of another recipe, all ranks together; False if
+    it is none.
+    """
+    shard = sharded_as(part, config)
+    if shard is None:
+        return False
+    shard.adopt(config)
+    if shard.plan.reduce is not None:
+        reduce_amaxes([(shard, values)])
+    with torch.no_grad():
+        made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=True)
+    row, column = (_cut(face, dim, values.shape[0]) for dim, face in enumerate(made))
+    if row is not None and column is not None and column.follows_rowwise:
+        column = row._replace(dequantized_rowwise=column.dequantized_rowwise)  # one memory for both
+    part.rowwise, part.columnwise = face_tensors((row, column), values.shape, part.dtype)
+    part.config = config
+    return True
+
+
+def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
+    """Return the first ``rows`` rows of a face, with memory of their own."""
+    if face is None:
+        return None
+    if face.dequantized_rowwise is not None:
+        dim = 0
+    cut = face.cut(dim, 0, rows)
+    return Face.of([tensor.clone() for tensor in cut.tensors()], cut.kind)
+
+
+class Gathers(NamedTuple):
+    """What FSDP2 sends of a weight.
+
+    Attributes:
+        forward: What travels before forward.
+        backward: What travels before backward, where the weight is not kept until then.
+        reason: Why values travel that could have been quantized before, or what is done otherwise
+            than asked; or "".
+    """
+
+    forward: str
+    backward: str
+    reason: str
+
+
+def gathers(module: nn.Module) -> Gathers | None:
+    """Return what FSDP2 sends of the converted weight of ``module``, or None if it sends nothing."""
+    for sharded in locate(module):
+        tensor: Any = sharded.tensor
+        if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
+            continue
+        plan = plan_of(sharded, tensor.config)
+        reasons = [plan.whole, plan.row.reason, plan.column.reason]
+        if sharded.reshards_to_fewer_ranks:
+            reasons.append(
+                "reshard_after_forward is taken as True: from fewer ranks FSDP2 gathers no extensions"
+            )
+        forward, backward = (
+            _sent(plan, wanted, sharded.dtype, tensor.dtype)
+            for wanted in ((True, False), (False, True))
+        )
+        return Gathers(
+            forward, backward, "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+        )
+    return None
+
+
+def _sent(plan: Plan, wanted: tuple[bool, bool], dtype: torch.dtype, master: torch.dtype) -> str:
+    """Return in words what travels."""
+    words = {
+        "whole": f"values, {_name(plan.whole_dtype(dtype, master))}",
+        "values": f"values, {_name(dtype)}",
+        ROW: f"rowwise, {plan.row.format}",
+        COLUMN: f"columnwise, {plan.column.format}",
+    }
+    return " + ".join(words[part] for part in plan.sends(*wanted))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
+    """Say whether backward runs the forward again (activation checkpointing), so that it needs both
+    faces.
+
+    By default that is found out: the first backward that does gathers a second time, later ones
+    gather both faces at once. Compiled code cannot be watched, so that both are gathered for it;
+    ``False`` promises that it recomputes nothing.
+
+    Args:
+        model: A model after ``fully_shard``.
+        expected: True, False, or None to find out.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expect_recompute_: a module is required, got {type(model).__name__}; pass the model"
+        )
+    for module in model.modules():
+        for sharded in locate(module):
+            if isinstance(sharded.tensor, (MasterWeight, HybridTensor)):
+                shard_of(sharded).recompute = expected
+    return model

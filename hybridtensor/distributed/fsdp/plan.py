@@ -1,0 +1,352 @@
+"""Which bytes of a sharded weight travel, and what its shards must know of each other before they
+are quantized.
+
+A shard holds whole rows. What it can quantize alone depends on where the groups of a face lie that
+share a scale:
+
+- within a row (rowwise blocks and rows), or in blocks of rows that no shard cuts: alone;
+- across the whole tensor, all of a column, or square blocks that shards cut: after the largest
+  magnitudes of the shards were reduced;
+- across blocks of one column that shards cut: not at all, the values travel and are quantized after
+  the gather. There would be as many magnitudes to reduce as bytes are saved.
+
+Shape letters: ``N`` rows of the whole weight, ``n`` of a shard, ``K`` columns, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridtensor.formats import Format
+from hybridtensor.quantizers import (
+    HybridQuantizer,
+    IdentityQuantizer,
+    OneFormatQuantizer,
+    Quantizer,
+)
+
+ROW, COLUMN = "rowwise", "columnwise"
+
+
+@dataclass(frozen=True)
+class FacePlan:
+    """How one face of a weight is gathered.
+
+    Attributes:
+        kind: ``"bytes"``: each shard quantizes its rows, and the bytes travel; ``"values"``: the
+            face is in high precision, its values travel in the dtype of the computation;
+            ``"held"``: the face is the rowwise one; ``"whole"``: the values travel in the weight's
+            own dtype and are quantized after the gather.
+        format: Of the face.
+        reduce: Largest magnitudes that shards must know of each other: of the ``"tensor"``, of a
+            ``"column"``, of square ``"blocks"`` that they cut; or None.
+        reason: Why the face is ``"whole"``.
+    """
+
+    kind: str
+    format: Format
+    reduce: str | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a weight is gathered.
+
+    Attributes:
+        row: The rowwise face.
+        column: The columnwise face.
+        transposed: Whether the columnwise face is the transpose of the rowwise one: gathered
+            together, one is enough.
+        num_ranks: ``R``.
+        rows: ``n``; of the largest shard where they are uneven.
+        columns: ``K``.
+        whole: The values travel as they are, whichever face is wanted: FSDP2 takes nothing else for
+            such shards.
+        of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
+        read: Whether forward reads the values, too.
+    """
+
+    row: FacePlan
+    column: FacePlan
+    transposed: bool
+    num_ranks: int
+    rows: int
+    columns: int
+    whole: str = ""
+    of_rowwise: bool = False
+    read: bool = False
+
+    def face(self, direction: str) -> FacePlan:
+        """Return the plan of one face."""
+        return self.row if direction == ROW else self.column
+
+    @functools.cached_property
+    def reduce(self) -> str | None:
+        """What shards must know of each other to quantize what they send."""
+        needs = (
+            {}
+            if self.whole
+            else {face.reduce for face in (self.row, self.column) if face.kind == "bytes"}
+        )
+        return next((need for need in ("blocks", "column", "tensor") if need in needs), None)
+
+    @property
+    def block(self) -> int:
+        """Extent of the square blocks that shards cut."""
+        face = self.row if self.row.reduce == "blocks" else self.column
+        return face.format.block[0] or 1
+
+    @functools.cached_property
+    def amaxes(self) -> tuple[int, int]:
+        """Shape of the largest magnitudes that are reduced."""
+        if self.reduce == "blocks":
+            return -(-self.rows * self.num_ranks // self.block), -(-self.columns // self.block)
+        return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
+
+    def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
+        """Return what travels for the faces wanted: ``"whole"``, or of ``"rowwise"``,
+        ``"columnwise"``, ``"values"``.
+
+        A face in high precision is ``"values"``, whichever it is.
+        """
+        held = self.column.kind == "held"
+        rowwise, columnwise = rowwise or held, columnwise and not held
+        if columnwise and self.transposed and self.row.kind == self.column.kind == "bytes":
+            rowwise, columnwise = True, False  # transposed after the gather
+        wanted = [self.row] * rowwise + [self.column] * columnwise
+        if self.whole or any(face.kind == "whole" for face in wanted):
+            return ("whole",)
+        sent = []
+        if rowwise:
+            sent.append("values" if self.row.kind == "values" else ROW)
+        if columnwise:
+            sent.append("values" if self.column.kind == "values" else COLUMN)
+        return tuple(dict.fromkeys(sent))
+
+    def whole_dtype(self, dtype: torch.dtype, master: torch.dtype) -> torch.dtype:
+        """Return the dtype of values that travel ``"whole"``: no rounding before they are
+        quantized.
+        """
+        return dtype if self.row.format.is_identity and self.column.format.is_identity else master
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a face of a shard that travels.
+
+    Attributes:
+        index: Which tensor of the face: elements, scales, tensor scales.
+        shape: As it is stored.
+        dtype: Its dtype.
+        dim: The stored dimension along which shards follow each other.
+        rows_per_block: Of scales of blocks that shards cut, how many rows share one; else 0.
+        by_block: Whether scales lie block by block, not row by row.
+    """
+
+    index: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    dim: int
+    rows_per_block: int = 0
+    by_block: bool = False
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """As casts lay it out."""
+        return (1, self.shape[0]) if self.by_block else (self.shape[1], 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece, ...]:
+    """Return the tensors that travel of a face of a shard ``[rows, columns]``; those that all
+    shards share do not.
+    """
+    matrix, dim = ((rows, columns), 0) if direction == ROW else ((columns, rows), 1)
+    if fmt.storage is None or fmt.scale_dtype is None:
+        raise ValueError(f"pieces: a quantized format is required, got {fmt}")
+    made = [Piece(0, (matrix[0], matrix[1] // fmt.elements_per_byte), fmt.storage, dim)]
+    block = fmt.block[dim]
+    if block is not None:
+        shape, cut = fmt.scale_shape(*matrix), bool(rows % block)
+        most = (rows - 1) // block + 2  # blocks that so many rows can touch
+        shape = shape if not cut else (most, shape[1]) if dim == 0 else (shape[0], most)
+        by_block = fmt.block[0] == 1 and fmt.block[1] is not None
+        made.append(Piece(1, shape, fmt.scale_dtype, dim, block if cut else 0, by_block))
+    of_tensor = fmt.tensor_scale_shape(*matrix)
+    if fmt.tensor_block is not None and of_tensor is not None and fmt.tensor_block[dim] is not None:
+        made.append(Piece(2, of_tensor, torch.float32, dim))
+    return tuple(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    config: Any, size: tuple[int, int], num_ranks: int, dim: int, reader: str = ""
+) -> Plan:
+    """Return how a weight with the recipe ``config`` is gathered.
+
+    Args:
+        config: A ``HybridConfig``.
+        size: ``(N, K)``.
+        num_ranks: ``R``.
+        dim: The dimension that is sharded.
+        reader: What reads the values, beside linear layers; or "".
+    """
+    quantizer: Quantizer = config.weight
+    row_quantizer, column_quantizer, of_rowwise = _by_direction(quantizer)
+    whole, rows = "", -(-size[0] // num_ranks)
+    if dim != 0:
+        whole, rows = (
+            f"Shard({dim}): FSDP2 rearranges one tensor of as many elements as the shard has",
+            size[0],
+        )
+    elif size[0] % num_ranks:
+        whole = f"{size[0]} rows on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
+    elif reader:
+        whole = f"{reader} reads its values, too"
+    row = _face_plan(row_quantizer, ROW, rows, num_ranks)
+    column = _face_plan(column_quantizer, COLUMN, rows, num_ranks)
+    if of_rowwise:
+        column = _of_rowwise(row, column, row_quantizer)
+    if "blocks" in (row.reduce, column.reduce):
+        row, column = _one_exchange(row, column)
+    square = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
+    transposed = (
+        square and not of_rowwise and row.format.is_square and not quantizer.stochastic
+    ) or (row.kind == column.kind == "values")
+    columns = size[1] if dim == 0 else size[1] // num_ranks
+    return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
+
+
+def _by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
+    """Return the quantizers of both faces, and whether the columnwise one works on what the rowwise
+    one made.
+    """
+    if isinstance(quantizer, HybridQuantizer):
+        return (
+            quantizer.rowwise,
+            quantizer.columnwise,
+            quantizer.columnwise_source == "rowwise_dequantized",
+        )
+    return quantizer, quantizer, False
+
+
+def _face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
+    """Return how one face is gathered, on its own."""
+    fmt = quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
+    if isinstance(quantizer, IdentityQuantizer):
+        return FacePlan("values", fmt)
+    if not isinstance(quantizer, OneFormatQuantizer):
+        return FacePlan(
+            "whole", fmt, reason=f"{type(quantizer).__name__} says nothing about its groups"
+        )
+    if num_ranks == 1:
+        return FacePlan("bytes", fmt)
+    reduce: set[str | None] = set()
+    delayed = bool(quantizer.delayed_rules("weight"))  # its scale is known before
+    for block in [] if delayed else [fmt.block, fmt.tensor_block]:
+        if block is None:
+            continue
+        across_rows, across_columns = block if direction == ROW else (block[1], block[0])
+        if across_rows is None:
+            reduce.add("tensor" if across_columns is None else "column")
+        elif rows % across_rows and across_columns == across_rows and fmt.tensor_block is None:
+            reduce.add("blocks")
+        elif rows % across_rows:  # in two-level formats, because a NaN marks its block by the scale
+            cut = f"shards of {rows} rows cut blocks of {across_rows}"
+            return FacePlan("whole", fmt, reason=f"{direction} {fmt}: {cut}")
+    if fmt.hadamard and direction == COLUMN and rows % 16:
+        return FacePlan(
+            "whole",
+            fmt,
+            reason=f"{direction} {fmt}: shards of {rows} rows cut what is rotated together",
+        )
+    if fmt.hadamard and reduce:
+        return FacePlan(
+            "whole", fmt, reason=f"{direction} {fmt}: its scale is that of the rotated values"
+        )
+    return FacePlan(
+        "bytes",
+        fmt,
+        next((need for need in ("blocks", "column", "tensor") if need in reduce), None),
+    )
+
+
+def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
+    """Return both faces so that they need one kind of magnitudes: blocks that are cut need a place
+    of their own.
+    """
+    kinds = {
+        (face.reduce, face.format.block)
+        for face in (row, column)
+        if face.kind == "bytes" and face.reduce
+    }
+    if len(kinds) == 1:
+        return row, column
+    reason = "shards cut its blocks, and the other face needs other magnitudes"
+    made = [
+        FacePlan("whole", face.format, reason=f"{face.format}: {reason}")
+        if face.reduce == "blocks"
+        else face
+        for face in (row, column)
+    ]
+    return made[0], made[1]
+
+
+def _of_rowwise(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
+    """Return how a columnwise face of what the rowwise one holds is gathered."""
+    if column.kind == "values":
+        return (
+            column if row.kind == "values" else FacePlan("held", column.format, reason=row.reason)
+        )
+    if row.kind == "whole" or column.kind == "whole":
+        return FacePlan("whole", column.format, reason=column.reason or row.reason)
+    if column.reduce in ("column", "blocks") or (
+        column.reduce == "tensor" and row_quantizer.stochastic
+    ):
+        reason = f"columnwise {column.format}: its scales are those of what the rowwise face of all shards holds"
+        return FacePlan("whole", column.format, reason=reason)
+    return column
+
+
+def rows_together(plan: Plan) -> int:
+    """Return how many rows both faces quantize together: a shard plus what goes with it is a
+    multiple of that.
+    """
+    extents = [1]
+    for face, along_rows in ((plan.row, 0), (plan.column, 1)):
+        if not face.format.is_identity:
+            extents.append(face.format.block[along_rows] or 1)
+    return math.lcm(*extents)
+
+
+def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
+    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to
+    fall back on.
+
+    Raises:
+        ValueError: If not.
+    """
+    reasons = [
+        plan.whole,
+        plan.row.reason,
+        plan.column.reason if plan.column.kind == "whole" else "",
+    ]
+    if plan.reduce == "blocks":
+        reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None:
+        raise ValueError(
+            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
+            "use another number of ranks or recipe, or quantize_ without persistent=True"
+        )

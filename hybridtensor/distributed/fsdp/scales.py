@@ -1,0 +1,121 @@
+"""Quantizing a rank's part of a weight with the scales of the whole, from the amaxes of all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.distributed.fsdp.agreement import around
+from hybridtensor.distributed.fsdp.plan import Plan, rows_together
+from hybridtensor.ops import CastInputs, Faces, PreparedCast
+from hybridtensor.quantizers import Quantizer
+from hybridtensor.quantizers.base import cast_inputs
+from hybridtensor.state import Context, StateTensors
+
+
+class Part(NamedTuple):
+    """A rank's part of a weight, and what it is quantized by.
+
+    Attributes:
+        values: This rank's rows, ``[n, K]``.
+        quantizer: That of the weight.
+        plan: How the weight is gathered.
+        rank: In the shards' order.
+        amaxes: Amaxes of all ranks, fp32 of shape ``plan.amaxes``, or None.
+        state: State of the layer's quantizers, or None.
+        dtype: Dtype of the computation.
+    """
+
+    values: Tensor
+    quantizer: Quantizer
+    plan: Plan
+    rank: int
+    amaxes: Tensor | None
+    state: StateTensors | None
+    dtype: torch.dtype
+
+    def faces(self, *, rowwise: bool, columnwise: bool) -> tuple[Faces, int]:
+        """Return the faces asked for, as those of the whole, and where the part's rows begin in
+        them.
+
+        They may have more rows than the part.
+        """
+        values, plan, first = self.values, self.plan, 0
+        context = self._context()
+        amaxes = None if plan.reduce is None else self.amaxes  # those of another recipe
+        if amaxes is not None and (plan.reduce == "blocks" or plan.of_rowwise):
+            values, first = _with_amaxes(values, plan, self.rank, amaxes)
+            context = context._replace(first_row=self.rank * self.values.shape[0] - first)
+        elif amaxes is not None:
+            context = context._replace(amaxes=_by_face(plan, amaxes))
+        faces = self.quantizer.faces(
+            values, rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
+        )
+        return faces, first
+
+    def prepare_into(
+        self, out: list[Tensor], *, rowwise: bool, columnwise: bool
+    ) -> tuple[PreparedCast, CastInputs] | None:
+        """Return the cast that writes the faces into ``out``, and its inputs; None where that takes
+        more than one cast.
+
+        Both may be kept as long as the amaxes and the state's tensors stay where they are.
+        """
+        context, plan = self._context(), self.plan
+        if self.amaxes is not None and plan.reduce is not None:
+            other = any(face.reduce not in (None, plan.reduce) for face in (plan.row, plan.column))
+            if plan.of_rowwise or other or plan.reduce == "blocks":
+                return None
+            context = context._replace(amaxes=_by_face(plan, self.amaxes))
+        if self.state is None and self.quantizer.stochastic:
+            return None
+        request = self.quantizer.request(
+            rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
+        )
+        if request is None or not ops.can_hold(out, self.values, request):
+            return None
+        inputs = cast_inputs(self.values, request, context)
+        return ops.prepare(self.values, request, inputs), inputs
+
+    def _context(self) -> Context:
+        return Context("weight", self.state, first_row=self.rank * self.values.shape[0])
+
+
+def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return what each face is scaled by, of the tensor ``[1]`` or of its rows ``[K]``; None for
+    scales of its own.
+    """
+    flat = amaxes.view(-1)
+    row, column = (
+        None if face.reduce is None else flat if face.reduce == plan.reduce else flat.max()[None]
+        for face in (plan.row, plan.column)
+    )
+    return row, column
+
+
+def _with_amaxes(values: Tensor, plan: Plan, rank: int, amaxes: Tensor) -> tuple[Tensor, int]:
+    """Return the rows of this rank together with the largest magnitudes, and where its rows begin.
+
+    Whatever is quantized together with them gets the scales of the whole. They are in rows that are
+    cut off afterwards: below, in scale groups of their own; or where a block is cut, in the rows of
+    that block that other ranks hold.
+    """
+    rows, columns = values.shape
+    amaxes = amaxes.to(values.dtype)  # exact: magnitudes of such values
+    if plan.reduce != "blocks":
+        extended = values.new_zeros(rows + rows_together(plan), columns)
+        extended[:rows] = values
+        extended[rows, : amaxes.shape[1]] = amaxes[0]
+        return extended, 0
+    before, after = around(plan, rank)
+    extended = values.new_zeros(before + rows + after, columns)
+    extended[before : before + rows] = values
+    begin = rank * rows
+    if before:
+        extended[0, :: plan.block] = amaxes[begin // plan.block]
+    if after:
+        extended[-1, :: plan.block] = amaxes[(begin + rows - 1) // plan.block]
+    return extended, before

@@ -1,0 +1,442 @@
+"""One sharded weight: what a rank sends of it, and what becomes of what all ranks sent."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
+
+from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_amaxes
+from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
+from hybridtensor.distributed.fsdp.payload import Payload, Remake, wire
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
+from hybridtensor.distributed.fsdp.scales import Part
+from hybridtensor.distributed.fsdp.stream_order import StreamOrder
+from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
+from hybridtensor.distributed.fsdp.unpack import fillers
+from hybridtensor.ops.library import is_recorded
+from hybridtensor.state import Context, LayerState
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+
+_DIRECTIONS = (ROW, COLUMN)
+
+
+class Sent(NamedTuple):
+    """What a gather leaves for its second half.
+
+    Attributes:
+        wanted: Whether the rowwise face was asked for, and the columnwise one.
+        names: What the bytes are, as ``plan.sends`` names it.
+        payload: What they are part of; None if values travelled whole.
+    """
+
+    wanted: tuple[bool, bool]
+    names: tuple[str, ...]
+    payload: Payload | None
+
+
+class Shard:
+    """One sharded weight, from gather to gather.
+
+    Args:
+        sharded: The parameter as FSDP2 holds it.
+
+    Attributes:
+        sharded: The same.
+        config: Recipe of the last gather.
+        plan: How the weight is gathered.
+        faces: Of the gathered weight, after the first gather.
+        amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
+        order: Of streams that use the magnitudes, or None.
+        reductions: How often magnitudes were reduced.
+        exchange: What reduced the magnitudes of all shards, of which this is the first; or None.
+        agreed: Recipe that all ranks were found to have.
+        reduced: Version of the shard whose magnitudes ``amaxes`` are.
+        recompute: Whether a backward may run the forward again, which needs the rowwise face: None
+            is to find out.
+        recomputed: Whether one did.
+        traced: Whether ``torch.compile`` has seen the gathered weight.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
+        self.config: Any = None
+        self.plan: Any = None
+        self.faces: GatheredFaces | None = None
+        self.amaxes: Tensor | None = None
+        self.order: StreamOrder | None = None
+        self.reductions = 0
+        self.exchange: Exchange | None = None
+        self.agreed: Any = None
+        self.reduced: Any = None
+        self.recompute: bool | None = None
+        self.recomputed = False
+        self.traced = False
+        self._made_for: Any = None
+        self._kept: Payload | None = None
+        self._kept_of: weakref.ref[Tensor] | None = None
+        self._fillers: dict[Any, list[Any]] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the computation."""
+        return self.sharded.dtype
+
+    def adopt(self, config: Any) -> None:
+        """Take a recipe."""
+        if self.config is not config:
+            self.config, self.plan = config, self.plan_of(config)
+            if isinstance(self.sharded.tensor, HybridTensor):
+                check_persistent(self.plan, (self.sharded.size[0], self.sharded.size[1]))
+
+    def plan_of(self, config: Any) -> Plan:
+        """Return how the weight is gathered with a recipe."""
+        return plan_of(self.sharded, config)
+
+    @property
+    def needs_amaxes(self) -> bool:
+        """Whether a gather quantizes, and needs the largest magnitudes of other ranks for it."""
+        return self.plan.reduce is not None and isinstance(self.sharded.tensor, MasterWeight)
+
+    def written(self) -> Any:
+        """Return what changes with every counted write to this rank's part, on all ranks alike:
+        they then reduce.
+
+        That memory was handed out does not count: one rank may do that alone, and would wait for
+        the others.
+        """
+        tensor: Any = self.sharded.tensor
+        return tensor.record, self.sharded.version, tensor.written, self.config
+
+    def version(self) -> Any:
+        """Return what changes with every write to this rank's part that may have happened."""
+        tensor: Any = self.sharded.tensor
+        # The record itself, so that nothing else gets its address; and the DTensor's version, which
+        # graphs increment
+        return tensor.record, self.sharded.version, tensor.version, self.config
+
+    # -- before the gather
+    # --------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any) -> tuple[Tensor, Sent]:
+        """Return what this rank sends: bytes, or ``[n, K]`` values that travel whole."""
+        sharded = self.sharded
+        if (
+            not sharded.before_backward or self.config is None
+        ):  # a backward finishes with the recipe of its forward
+            self.adopt(tensor.config)
+            note_training_use(tensor)
+        self._agree()
+        sharded.reshard_to_all_ranks()
+        sharded.drop_outputs()
+        wanted = self._wanted()
+        if self.faces is not None and self._made_for == (self.plan, self.dtype):
+            sharded.free_on_reshard(self.faces.needed(*wanted))
+        sent = self.plan.sends(*wanted)
+        if sent == ("whole",):
+            return self._whole(tensor), Sent(wanted, sent, None)
+        payload = self._payload(tensor, sent)
+        return payload.sent(sent), Sent(wanted, sent, payload)
+
+    def _wanted(self) -> tuple[bool, bool]:
+        rowwise, columnwise = self.sharded.wants()
+        recompute = self.recomputed or self.traced if self.recompute is None else self.recompute
+        return rowwise or recompute, columnwise
+
+    def _agree(self) -> None:
+        """Reach agreement with the other ranks where this weight was written or has a new recipe."""
+        if self.agreed is not self.config:
+            if self.agreed != self.config:
+                check_recipes(self._with_all())
+            self.agreed = self.config
+        if self.needs_amaxes and self.reduced != self.written():
+            group = self.sharded.process_group
+            shards = [
+                s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes
+            ]
+            reduce_amaxes([(shard, shard.sharded.tensor.plain) for shard in shards])  # type: ignore[attr-defined]
+            for shard in shards:
+                shard.reduced = shard.written()
+
+    def _with_all(self) -> list[Shard]:
+        """Return all converted weights under the same root, with their present recipes."""
+        found = []
+        for sharded in self.sharded.under_the_same_root():
+            tensor = sharded.tensor
+            if isinstance(tensor, InterceptingTensor):
+                shard = shard_of(sharded)
+                if shard.config is None or not self.sharded.before_backward:
+                    shard.adopt(tensor.config)
+                found.append(shard)
+        return found
+
+    def _whole(self, tensor: Any) -> Tensor:
+        """Return the values of this rank's part, padded as FSDP2 wants them."""
+        dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
+        values = (
+            tensor.plain.to(dtype) if isinstance(tensor, MasterWeight) else tensor.dequantize(dtype)
+        ).detach()
+        if tuple(values.shape) != self.sharded.padded_size:
+            padded: Tensor = values.new_zeros(self.sharded.padded_size)
+            padded[: values.shape[0]] = values
+            return padded
+        return values.contiguous()
+
+    def _payload(self, tensor: Any, sent: tuple[str, ...]) -> Payload:
+        """Return what this rank sends, made when the shard was last written, or now."""
+        dtype, device = self.dtype, self.sharded.device
+        if not self._keeps(tensor, sent):
+            if "values" not in sent and not is_recorded():
+                self._kept = None
+            with torch.inference_mode(False):
+                made = Payload(self.plan, sent, dtype, device)
+            self._order_amaxes()
+            self._fill_payload(made, tensor)
+            return made
+        # Reductions: another rank may have written its part of the weight
+        kept, key = (
+            self._kept,
+            (self.version(), self.reductions, tensor.layer, getattr(tensor.layer, "version", None)),
+        )
+        asked = set(sent)
+        if (
+            kept is None
+            or kept.plan is not self.plan
+            or kept.dtype != dtype
+            or not asked.issubset(kept.names)
+        ):
+            if kept is not None and kept.plan is self.plan:
+                asked.update(kept.names)  # from now on, both faces are made in one go
+            with torch.inference_mode(False):
+                kept = Payload(
+                    self.plan, tuple(name for name in _DIRECTIONS if name in asked), dtype, device
+                )
+            self._kept = kept
+        kept.order()
+        if kept.key != key:
+            self._order_amaxes()
+            state = tensor.state
+            others = self.amaxes, *(() if state is None else state[:3])
+            if not kept.remake(tensor.plain, others):
+                kept.keep(self._fill_payload(kept, tensor), tensor.plain, others)
+            kept.key, self._kept_of = key, weakref.ref(tensor.plain, self._forget)
+        return kept
+
+    def _order_amaxes(self) -> None:
+        """Let this stream wait for the one that reduces magnitudes."""
+        if self.order is not None and self.amaxes is not None:
+            self.order.take(self.amaxes)
+
+    def _forget(self, dead: weakref.ref[Tensor]) -> None:
+        """Let go of what was kept of a part that is no more: the model was moved, or loaded anew."""
+        if dead is self._kept_of:
+            self._kept = None
+
+    def _keeps(self, tensor: Any, sent: tuple[str, ...]) -> bool:
+        """Whether what is sent is made of this rank's part, quantized, and can be sent again until
+        that is written.
+        """
+        return (
+            "values" not in sent
+            and isinstance(tensor, MasterWeight)
+            and tensor is self.sharded.tensor  # not a copy on the device of the computation
+            and not (
+                tensor.record.replayed or getattr(tensor.layer, "replayed", False) or is_recorded()
+            )
+        )
+
+    def _fill_payload(self, payload: Payload, tensor: Any) -> Remake | None:
+        """Make what is sent of this rank's part; return the cast that makes it again, if one cast
+        does.
+        """
+        if "values" in payload.names:
+            payload.tensors["values"][0].copy_(_values(tensor, self.plan, payload.dtype))
+        rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
+        if not rowwise and not columnwise:
+            return None
+        if isinstance(tensor, HybridTensor):
+            made, first = tensor.faces(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
+        else:
+            part = self.part(tensor.plain, tensor.state)
+            out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
+            prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
+            if prepared is not None:
+                again = Remake(*prepared, out)
+                again.run(tensor.plain)
+                return again
+            made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
+        for direction, face in zip(_DIRECTIONS, made, strict=True):
+            if face is not None and not face.follows_rowwise and direction in payload.names:
+                payload.fill(direction, face, first, tensor.shape[0])
+        return None
+
+    def part(self, values: Tensor, state: Any) -> Part:
+        """Return values of this rank's part with all that they are quantized by."""
+        config, rank = self.config, self.sharded.rank
+        return Part(values, config.weight, self.plan, rank, self.amaxes, state, self.dtype)
+
+    # -- after the gather
+    # ---------------------------------------------------------------------------------------------
+
+    def receive(
+        self, tensor: Any, received: Tensor, sent: Sent, dtype: torch.dtype, out: Any
+    ) -> HybridTensor:
+        """Return the gathered weight: ``out`` if there is one, with its faces filled.
+
+        Args:
+            tensor: This rank's part.
+            received: What all ranks sent.
+            sent: What ``send`` left.
+            dtype: Of the computation.
+            out: The gathered weight of an earlier gather, or None.
+        """
+        if self.faces is None or self._made_for != (self.plan, dtype):
+            with torch.inference_mode(False):
+                self.faces = GatheredFaces(
+                    self.plan,
+                    (self.sharded.size[0], self.sharded.size[1]),
+                    dtype,
+                    self.sharded.device,
+                )
+            self._made_for, self._fillers = (self.plan, dtype), {}
+            if out is not None:
+                out.rowwise, out.columnwise = self.faces.row, self.faces.column
+        if out is None:
+            out = HybridTensor(self.faces.row, self.faces.column)
+            out.record.gathered = self
+        out.config, out.layer = self.config, tensor.layer
+        needed = self.faces.needed(*sent.wanted)
+        for other in self.faces.spared(*sent.wanted):
+            free_storage(other)
+        for one in needed:
+            alloc_storage(one)
+        with torch.no_grad(), preserve_versions(tuple(needed)):
+            self._fill(tensor, received, sent)
+        self.sharded.free_on_reshard(needed)
+        self.sharded.drop_outputs()
+        return out  # type: ignore[no-any-return]
+
+    def _fill(self, tensor: Any, received: Tensor, sent: Sent) -> None:
+        faces, which = self.faces, (sent.names, sent.wanted)
+        if faces is None:
+            return
+        if sent.payload is None:
+            self._fill_from_values(tensor, received, sent.wanted)
+            return
+        if which not in self._fillers:
+            with torch.inference_mode(False):
+                layout = wire(self.plan, sent.names, faces.dtype)
+                self._fillers[which] = fillers(self.plan, layout, faces.tensors, sent.wanted)
+        received = received.view(-1)
+        for fill in self._fillers[which]:
+            fill(received)
+        faces.take_alike(sent.payload, sent.names, sent.wanted)
+
+    def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
+        """Quantize what was gathered whole."""
+        size, faces = self.sharded.size, self.faces
+        if faces is None:
+            return
+        values = received.view(-1)[: size[0] * size[1]].view(size)
+        held = self.plan.column.kind == "held"
+        made = self.config.weight.faces(
+            values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
+            context=Context("weight", tensor.state),
+        )  # fmt: skip
+        faces.take_faces(made)
+        if wanted[0] and faces.values is not None:
+            faces.values.copy_(values)
+
+    # -- in between
+    # ---------------------------------------------------------------------------------------------------
+
+    def note_traced(self) -> None:
+        """Take note that a compiled graph holds the faces.
+
+        Raises:
+            NotImplementedError: If the values are read, too, which a graph would not hold.
+        """
+        if self.plan.read:
+            raise NotImplementedError(
+                f"fully_shard: a weight of linear layers alone is required in compiled code, got {self.sharded.size}: "
+                f"{self.plan.whole}; leave these layers out of torch.compile, or the weight out of quantize_"
+            )
+        self.traced = True
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values of the gathered weight in the dtype of the computation, if something reads
+        them.
+        """
+        return None if self.faces is None else self.faces.values
+
+    def is_there(self, direction: str) -> bool:
+        """Whether a face of the gathered weight has been gathered."""
+        return self.faces is not None and self.faces.is_there(direction)
+
+    def require(self, direction: str) -> None:
+        """Have a face of the gathered weight; gather again if it is not there.
+
+        So it is the first time that a backward runs a forward again (activation checkpointing).
+        From then on, backward gathers both faces.
+
+        Raises:
+            RuntimeError: If recomputation was said not to happen.
+        """
+        if self.is_there(direction):
+            return
+        if self.recompute is False or not self.sharded.before_backward:
+            raise RuntimeError(
+                f"fully_shard: the {direction} face of a weight {self.sharded.size} is required, got a gather of the "
+                "other one; say expect_recompute_(model, True) if backward runs the forward again, or multiply by "
+                "F.linear, or keep the weight with reshard_after_forward=False"
+            )
+        for sharded in self.sharded.under_the_same_root():
+            if sharded.group is self.sharded.group and isinstance(
+                sharded.tensor, InterceptingTensor
+            ):
+                shard_of(sharded).recomputed = True
+        self.sharded.gather_again()
+
+
+def plan_of(sharded: Sharded, config: Any) -> Plan:
+    """Return how a weight is gathered with a recipe."""
+    others = [
+        type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
+    ]
+    reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
+    return make_plan(
+        config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim, reader
+    )
+
+
+def note_training_use(tensor: Any) -> None:
+    """Let the layer's state check that it was advanced with the weight; see
+    ``LayerState.note_training_use``.
+    """
+    if (
+        isinstance(tensor, MasterWeight)
+        and isinstance(tensor.layer, LayerState)
+        and not tensor.layer.is_empty
+    ):
+        tensor.layer.note_training_use(tensor.record, tensor.written)
+
+
+def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
+    if isinstance(tensor, HybridTensor):
+        face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
+        return face.dequantize(dtype)  # type: ignore[union-attr]
+    return tensor.plain  # type: ignore[no-any-return]
+
+
+def shard_of(sharded: Sharded) -> Shard:
+    """Return what is kept of a sharded parameter."""
+    shard = getattr(sharded.param, "_hybridtensor_shard", None)
+    if shard is None:
+        shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
+    return shard

@@ -1,0 +1,35 @@
+"""Streams that take turns with tensors that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StreamOrder:
+    """Which stream used some tensors last. They stay while streams come and go: one waits for the
+    one before it.
+    """
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def take(self, *tensors: Tensor) -> None:
+        """Let what follows on this stream wait for what the last user's stream does with the
+        tensors.
+        """
+        device = tensors[0].device
+        if device.type != "cuda":
+            return
+        last = self._last
+        if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(
+            device.index
+        ):
+            return
+        self._last = now = torch.cuda.current_stream(device)
+        if last is not None:
+            now.wait_stream(last)
+            for tensor in tensors:
+                tensor.record_stream(now)

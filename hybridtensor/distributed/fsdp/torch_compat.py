@@ -1,0 +1,229 @@
+"""What this library uses of FSDP2 that torch does not publish: all of it, and nothing of it
+anywhere else.
+
+Read in torch 2.11 to 2.13; ``tests/distributed/test_torch_compat.py`` fails where a version lacks
+one of these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridtensor.dtensor import local
+
+MISSING = ""  # the name that this torch lacks
+try:
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        TrainingState,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_param import (
+        FSDPParam,
+        alloc_storage,
+        free_storage,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except ImportError as error:  # everything but FSDP2 works
+    MISSING = str(error)
+
+__all__ = ["MISSING", "Sharded", "alloc_storage", "everything", "free_storage", "locate"]
+
+
+class Sharded(NamedTuple):
+    """A parameter as FSDP2 holds it.
+
+    Attributes:
+        state: State of the module that was wrapped.
+        group: The parameters that are gathered together.
+        param: The parameter.
+    """
+
+    state: FSDPState
+    group: FSDPParamGroup
+    param: FSDPParam
+
+    # -- what it is
+    # ---------------------------------------------------------------------------------------------------
+
+    @property
+    def tensor(self) -> Tensor:
+        """This rank's part."""
+        return local(self.param.sharded_param)  # type: ignore[no-any-return]
+
+    @property
+    def version(self) -> int:
+        """What changes with every write to the DTensor, or -1 for one of inference mode."""
+        param = self.param.sharded_param
+        return -1 if param.is_inference() else param._version
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Shape of the whole parameter (under tensor parallelism: of what FSDP2 shards of it)."""
+        return tuple(self.param._orig_size)
+
+    @property
+    def padded_size(self) -> tuple[int, ...]:
+        """Shape of a part, padded where parts are uneven."""
+        return tuple(self.param.padded_sharded_param_size)
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is sharded."""
+        return self.param.fsdp_placement.dim
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered."""
+        return self.param.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the mixed-precision policy computes in, or that of the parameter."""
+        return self.param.mp_policy.param_dtype or self.tensor.dtype
+
+    @property
+    def readers(self) -> list[nn.Module]:
+        """The modules whose parameter it is."""
+        info = self.param._module_info
+        return [info.module, *info.shared_modules]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold one part each; None where every rank holds the whole (``replicate``)."""
+        info = self.param.mesh_info
+        return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many parts there are."""
+        info = self.param.mesh_info
+        return info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+
+    @property
+    def rank(self) -> int:
+        """Which part this is."""
+        info = self.param.mesh_info
+        return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups whose reductions, one after the other, reach every rank that holds a
+        part.
+        """
+        info = self.param.mesh_info
+        groups = [] if self.process_group is None else [self.process_group]
+        if not isinstance(info, FSDPMeshInfo) or isinstance(info, HSDPMeshInfo):
+            groups.append(info.replicate_process_group)
+        return groups
+
+    @property
+    def context(self) -> Any:
+        """What all wrapped modules under one root share."""
+        return self.state._state_ctx
+
+    def under_the_same_root(self) -> Iterator[Sharded]:
+        """Yield every parameter under the same root, on every rank in the same order."""
+        for state in self.context.all_states or [self.state]:
+            yield from _parameters(state)
+
+    # -- what happens to it
+    # -------------------------------------------------------------------------------------------
+
+    def wants(self) -> tuple[bool, bool]:
+        """Return whether the gather that is being prepared needs the rowwise face, and the
+        columnwise one.
+
+        Forward needs the rowwise face only if backward gathers again; backward needs the columnwise
+        one only if the next forward gathers again. Whatever else gathers (recomputation,
+        ``unshard()``) may need either.
+        """
+        state, in_backward = self.group._training_state, torch._C._current_graph_task_id() != -1
+        if state == TrainingState.FORWARD and self.group._reshard_after_forward and not in_backward:
+            return True, False
+        if state == TrainingState.PRE_BACKWARD and self.group.reshard_after_backward:
+            return False, True
+        return True, True
+
+    @property
+    def before_backward(self) -> bool:
+        """Whether the gather that is being prepared is for a backward whose forward has run."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return in_backward or self.group._training_state == TrainingState.PRE_BACKWARD
+
+    @property
+    def reshards_to_fewer_ranks(self) -> bool:
+        """Whether ``reshard_after_forward`` is, or was, a number of ranks."""
+        return self.group._use_post_forward_mesh or getattr(
+            self.group, "_hybridtensor_widened", False
+        )
+
+    def reshard_to_all_ranks(self) -> None:
+        """Give up resharding to fewer ranks after forward: gathering from them is not defined for
+        extensions.
+        """
+        if self.group._use_post_forward_mesh:
+            self.group.post_forward_mesh_info = self.group.mesh_info  # type: ignore[assignment]
+            self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
+
+    def drop_outputs(self) -> None:
+        """Let go of what was gathered.
+
+        FSDP2 would write the next gather into it whatever its size: with other sizes, silently the
+        wrong bytes.
+        """
+        self.param.all_gather_outputs = []
+
+    def free_on_reshard(self, tensors: list[Tensor]) -> None:
+        """Say what takes memory while the parameter is gathered: FSDP2 frees it, and allocates it
+        before a gather.
+        """
+        self.param._unsharded_inner_tensors = tensors
+
+    def let_go(self) -> None:
+        """Undo the gather if nothing is under way: the next use gathers anew."""
+        if self.group.is_unsharded and self.group._training_state == TrainingState.IDLE:
+            self.group._to_sharded()
+
+    def gather_again(self) -> None:
+        """Gather the group now, in the middle of a backward, for whatever is needed."""
+        self.group._to_sharded()
+        with self.group.use_training_state(TrainingState.IDLE):
+            self.group.unshard()
+            self.group.wait_for_unshard()
+
+
+def _parameters(state: FSDPState) -> Iterator[Sharded]:
+    """Yield the parameters of one wrapped module."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one group
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    for group in groups:
+        for param in group.fsdp_params:
+            yield Sharded(state, group, param)
+
+
+def locate(module: nn.Module) -> list[Sharded]:
+    """Return what FSDP2 holds of the parameters of ``module`` itself."""
+    found = []
+    for sharded in everything():
+        if any(reader is module for reader in sharded.readers):
+            found.append(sharded)
+    return found
+
+
+def everything() -> Iterator[Sharded]:
+    """Yield what FSDP2 holds of all modules of this process."""
+    if MISSING:
+        return
+    references = list(_module_state_mapping.values())
+    states = [ref if isinstance(ref, FSDPState) else ref() for ref in references]
+    for state in dict.fromkeys(state for state in states if isinstance(state, FSDPState)):
+        yield from _parameters(state)

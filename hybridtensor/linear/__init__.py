@@ -1,0 +1,30 @@
+"""The linear layer: where its operands come from, its three products, and the torch functions that
+lead to it.
+"""
+
+from hybridtensor.linear import interception  # noqa: F401  (registers the torch functions)
+from hybridtensor.linear.function import linear
+from hybridtensor.linear.operands import (
+    GatheredWeight,
+    KeptInput,
+    Needs,
+    Operand,
+    input_operand,
+    weight_operand,
+)
+from hybridtensor.linear.products import Backward, Gradients, output
+from hybridtensor.linear.sharing import share_inputs
+
+__all__ = [
+    "Backward",
+    "GatheredWeight",
+    "Gradients",
+    "KeptInput",
+    "Needs",
+    "Operand",
+    "input_operand",
+    "linear",
+    "output",
+    "share_inputs",
+    "weight_operand",
+]

@@ -1,0 +1,210 @@
+"""The linear layer as one autograd function.
+
+Saved for backward are plain tensors, a list whose length depends on the recipe and on who needs a
+gradient, and on nothing else: one columnwise face per operand that backward will use. Hooks on
+saved tensors (offload, recomputation) therefore see FP8 bytes, and always as many.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtensor.linear.operands import (
+    QUANTIZED,
+    Needs,
+    Operand,
+    Weight,
+    input_operand,
+    weight_operand,
+)
+from hybridtensor.linear.products import Backward, output
+from hybridtensor.quantizers import tokens
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context, LayerState
+from hybridtensor.subclasses import IdentityTensor, MasterWeight
+from hybridtensor.subclasses.matmul import take_face
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _Call(NamedTuple):
+    """What is not differentiated of one call.
+
+    Attributes:
+        config: The recipe.
+        needs: Which gradients backward will be asked for.
+        dtype: Dtype of the computation.
+        context: What is quantized: the layer's input, and its gradient in backward.
+        cast_from: What the input is, or was cast from.
+        operand: What the input was quantized to by someone else, or None.
+    """
+
+    config: HybridConfig
+    needs: Needs
+    dtype: torch.dtype
+    context: Context
+    cast_from: Tensor
+    operand: Operand | None
+
+
+def linear(
+    input: Tensor, weight: Weight, bias: Tensor | None = None, *, operand: Operand | None = None
+) -> Tensor:
+    """Return ``input @ weight.T + bias`` with the products quantized as ``weight.config`` says.
+
+    Args:
+        input: ``[..., in_features]``, one to four dimensions, of the weight's dtype (under
+            autocast: any floating dtype); or a ``HybridTensor`` that was quantized before, whose
+            faces are then used as they are.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or None.
+        operand: The faces of the input, where another function made them, such as a norm that
+            quantizes what it returns: the rowwise one, and the columnwise one if the weight needs a
+            gradient.
+
+    Returns:
+        ``[..., out_features]``, in the weight's dtype (under autocast: in autocast's).
+
+    Raises:
+        TypeError: If the input is not a floating-point tensor.
+        ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
+            there.
+    """
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    dtype = weight.dtype
+    if autocast and isinstance(input, Tensor) and input.is_floating_point():
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    _check(input, weight, bias, None if autocast else dtype)
+    config = weight.recipe
+    if dtype not in _DTYPES:
+        raise TypeError(
+            f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model"
+        )
+    cast_from = input
+    if not isinstance(input, QUANTIZED):
+        input = input.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    grad = torch.is_grad_enabled()
+    needs = Needs(
+        input=grad and input.requires_grad,
+        weight=grad and weight.requires_grad,
+        bias=grad and bias is not None and bias.requires_grad,
+    )
+    training = needs.input or needs.weight or needs.bias
+    context = Context("input", weight.state, record=training)
+    call = _Call(config, needs, dtype, context, cast_from, operand)
+    if not training:
+        return _forward(input, weight, bias, call)[0]
+    if context.state is not None and isinstance(weight, MasterWeight):
+        _note_training_use(weight)
+    return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _forward(
+    input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
+) -> tuple[Tensor, Operand, Operand]:
+    """Return the output, and both operands for backward."""
+    needs, dtype = call.needs, call.dtype
+    x = call.operand
+    if x is None:
+        x = input_operand(input, call.cast_from, weight, call.config, needs, call.context)
+    w = weight_operand(weight, needs, dtype)
+    left, right = x.rowwise(), w.rowwise()
+    if left.scale is None and right.scale is None:
+        return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
+    out = output(left, right, bias, dtype)
+    shape = (*input.shape[:-1], weight.shape[0])
+    return (out if out.shape == shape else _with_shape(out, shape)), x, w
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
+    ) -> Tensor:
+        out, x, w = _forward(input, weight, bias, call)
+        ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context)
+        ctx.save_for_backward(*saved)
+        ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grad_input, grad_weight, grad_bias = ctx.products.gradients(
+            tokens(grad_output), list(ctx.saved_tensors)
+        )
+        if grad_input is not None:
+            grad_input = grad_input.view(ctx.input_shape)
+        if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 1:
+            grad_bias = grad_output.sum(
+                dim=tuple(range(grad_output.dim() - 1))
+            )  # as the plain layer sums it
+        return grad_input, grad_weight, grad_bias, None
+
+
+def _values(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of an input whose rowwise face is in high precision, in their own shape."""
+    face = take_face(input, "rowwise", name="input", gemm="output")
+    values = face.dequantize() if isinstance(face, IdentityTensor) else face.detach()
+    return values.to(dtype)
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs) -> Tensor:
+    """Return bitwise what the plain module computes.
+
+    For a weight that needs a gradient, ``F.linear`` flattens a strided batch into one product and
+    adds the bias after. Here, below autograd, it would not see that the weight does.
+    """
+    if x.is_contiguous() or x.dim() == 2 or not needs.weight:
+        return F.linear(x, weight, bias)
+    out = _with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
+    return out if bias is None else out + bias
+
+
+def _with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``out`` in another shape and, as from ``F.linear``, no view: FSDP2 hangs hooks on what
+    layers return.
+    """
+    return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)
+
+
+def _note_training_use(weight: MasterWeight) -> None:
+    """Let the layer's state check that it was advanced with the weight."""
+    layer = weight.record.layer
+    if isinstance(layer, LayerState) and not layer.is_empty:
+        layer.note_training_use(weight.record, weight.written)
+
+
+def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:
+    """Raise for operands that do not go together; ``dtype`` is what they need to have, None under
+    autocast.
+    """
+    if not isinstance(input, Tensor):
+        raise TypeError(f"linear: a tensor is required as input, got {type(input).__name__}")
+    if not input.is_floating_point():
+        raise TypeError(f"linear: a floating-point input is required, got {input.dtype}; cast it")
+    if weight.dim() != 2:
+        raise ValueError(f"linear: a matrix is required as weight, got shape {tuple(weight.shape)}")
+    if not 1 <= input.dim() <= 4 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: an input of one to four dimensions, the last of {weight.shape[1]} features, is required, "
+            f"got shape {tuple(input.shape)} for a weight {tuple(weight.shape)}"
+        )
+    for name, tensor in (("input", input), ("bias", bias)):
+        if tensor is None:
+            continue
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(
+                f"linear: one dtype is required, got {name} in {tensor.dtype} for a weight in {dtype}; "
+                "cast one, or use torch.autocast"
+            )
+        if tensor.device != weight.device:
+            raise ValueError(
+                f"linear: operands on one device are required, got {name} on {tensor.device} and a weight on "
+                f"{weight.device}; move them"
+            )

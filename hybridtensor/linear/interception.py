@@ -1,0 +1,120 @@
+"""Where linear layers come in: the torch functions that multiply by a weight, whatever module or
+function calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtensor.linear.function import linear
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def _is_weight(tensor: Any) -> bool:
+    return isinstance(tensor, MasterWeight) or (
+        isinstance(tensor, HybridTensor) and tensor.config is not None
+    )
+
+
+def _intercept(*functions: Any) -> Callable[[T], T]:
+    """Return a decorator that handles torch functions on both kinds of weight."""
+
+    def add(handler: T) -> T:
+        MasterWeight.functions.register(*functions)(handler)
+        HybridTensor.functions.register(*functions)(handler)
+        return handler
+
+    return add
+
+
+def _default(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Do what torch does, which then reaches the class's operator table."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@_intercept(F.linear)
+def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    if getattr(operands["weight"], "config", None) is None:
+        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # every attribute of a weight would come back here
+        return linear(**operands)
+
+
+class _Rows(torch.autograd.Function):
+    """What an embedding reads of a weight; its gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: HybridTensor) -> Tensor:
+        return weight.rows().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+@HybridTensor.functions.register(F.embedding)
+def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Look up rows of a weight that an embedding has in common with a layer."""
+    names = (
+        "input",
+        "weight",
+        "padding_idx",
+        "max_norm",
+        "norm_type",
+        "scale_grad_by_freq",
+        "sparse",
+    )
+    operands = dict(zip(names, args, strict=False)) | kwargs
+    weight = operands["weight"]
+    if not _is_weight(weight):
+        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    if operands.get("max_norm") is not None:
+        raise NotImplementedError(
+            f"embedding: max_norm writes to the weight, which holds quantized values, got {operands['max_norm']}; "
+            "leave the layer with this weight out of quantize_"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        operands["weight"] = _Rows.apply(weight)  # type: ignore[no-untyped-call]
+        return F.embedding(**operands)
+
+
+@_intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all
+    three products.
+    """
+    operands = [*args, *kwargs.values()]
+    left, right = reversed(operands) if func is Tensor.__rmatmul__ else operands
+    if _is_weight(right):
+        return linear(left, right.t())
+    if _is_weight(left):
+        if right.dim() != 2:
+            raise NotImplementedError(
+                f"matmul: a matrix is required right of a weight, got shape {tuple(right.shape)}; use F.linear"
+            )
+        return linear(right.t(), left).t()
+    return _default(func, args, kwargs)  # type: ignore[no-any-return]
+
+
+@_intercept(torch.addmm, Tensor.addmm)
+def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    bias, left, right = args
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if not _is_weight(right) and not _is_weight(left):
+        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    if _is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
+        return linear(left, right.t(), bias)
+    out: Tensor = beta * bias + alpha * torch.mm(left, right)
+    return out

@@ -1,0 +1,240 @@
+"""Operands of the three products, by where they come from.
+
+An operand gives its rowwise face to the product of the forward, says which tensors backward needs,
+and gives its columnwise face back from them::
+
+    operand.rowwise()         # forward
+    operand.save()            # forward: plain tensors for backward, a list that never depends on
+    the phase operand.columnwise(saved) # backward
+
+| class | from |
+|---|---|
+| ``Operand`` | faces that are there: cast now, cached, shared, brought along or handed in by another function |
+| ``KeptInput`` | an input that is kept in high precision; its columnwise face is made in backward |
+| ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.linear.sharing import sharing_scope
+from hybridtensor.ops import Face, FaceKind
+from hybridtensor.quantizers import tokens
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context
+from hybridtensor.subclasses import (
+    FaceTensor,
+    HybridTensor,
+    IdentityTensor,
+    MasterWeight,
+    QuantizedTensor,
+)
+from hybridtensor.subclasses.hybrid_tensor import columnwise_face, rowwise_face
+from hybridtensor.subclasses.matmul import take_face
+
+Weight = MasterWeight | HybridTensor
+QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring their faces along
+
+
+class Needs(NamedTuple):
+    """Which gradients backward will be asked for.
+
+    Attributes:
+        input: That of the input.
+        weight: That of the weight.
+        bias: That of the bias.
+    """
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+class Operand:
+    """An operand whose faces are there.
+
+    Args:
+        row: The rowwise face.
+        column: The columnwise face, or None if backward will not use it.
+    """
+
+    __slots__ = ("_column", "_kind", "_row")
+
+    def __init__(self, row: Face | None, column: Face | None) -> None:
+        self._row, self._column = row, column
+        self._kind: FaceKind | None = None
+
+    def rowwise(self) -> Face:
+        """Return the rowwise face.
+
+        Raises:
+            ValueError: If the quantizer made none.
+        """
+        if self._row is None:
+            raise ValueError(
+                "output: a rowwise face of each operand is required, got a quantizer that made none"
+            )
+        return self._row
+
+    def save(self) -> list[Tensor]:
+        """Return the tensors that backward needs, and let go of the faces."""
+        column, self._row, self._column = self._column, None, None
+        if column is None:
+            return []
+        self._kind = FaceKind(column.format, column.dequantized_rowwise)
+        return column.tensors()
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """Return the columnwise face from what was saved.
+
+        Raises:
+            ValueError: If there was none.
+        """
+        if self._kind is None:
+            raise ValueError(
+                "backward: a columnwise face is required, got an operand that was made without"
+            )
+        return Face.of(saved, self._kind)
+
+
+class KeptInput(Operand):
+    """An input that is kept as it is: backward quantizes it for the weight's gradient.
+
+    Args:
+        row: The rowwise face.
+        x: The input, any number of dimensions.
+        config: The recipe.
+        dtype: Dtype of the computation.
+        context: Which tensor this is.
+    """
+
+    __slots__ = ("_config", "_context", "_dtype", "_x")
+
+    def __init__(
+        self,
+        row: Face | None,
+        x: Tensor,
+        config: HybridConfig,
+        dtype: torch.dtype,
+        context: Context,
+    ) -> None:
+        super().__init__(row, None)
+        self._x: Tensor | None = x
+        self._config, self._dtype, self._context = config, dtype, context
+
+    def save(self) -> list[Tensor]:
+        """See ``Operand.save``."""
+        x, self._x, self._row = self._x, None, None
+        return [] if x is None else [x]
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``."""
+        context = self._context._replace(record=True)
+        column = self._config.input.faces(
+            saved[0], rowwise=False, columnwise=True, dtype=self._dtype, context=context
+        )[1]
+        return _required(column, "columnwise", "grad_weight")
+
+
+class GatheredWeight(Operand):
+    """A weight that FSDP2 gathers again for backward: its memory goes in between.
+
+    Args:
+        weight: The gathered weight, which stays the same object.
+        row: The rowwise face.
+        dtype: Dtype of the computation.
+    """
+
+    __slots__ = ("_dtype", "_weight")
+
+    def __init__(self, weight: HybridTensor, row: Face | None, dtype: torch.dtype) -> None:
+        super().__init__(row, None)
+        self._weight, self._dtype = weight, dtype
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``."""
+        column = self._weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
+        return _required(column, "columnwise", "grad_input")
+
+
+def input_operand(
+    input: Tensor,
+    cast_from: Tensor,
+    weight: Weight,
+    config: HybridConfig,
+    needs: Needs,
+    context: Context,
+) -> Operand:
+    """Return the operand that an input is.
+
+    Args:
+        input: Plain, in the dtype of the computation; or a tensor that was quantized before, whose
+            faces are used as they are.
+        cast_from: What ``input`` is, or was cast from: what other layers read, too.
+        weight: What it is multiplied with.
+        config: The recipe.
+        needs: Which gradients backward will be asked for.
+        context: Which tensor of which layer this is.
+    """
+    if isinstance(input, QUANTIZED):
+        return brought_along(input, needs, input.dtype)
+    dtype = input.dtype
+    columnwise = needs.weight and not config.save_original_input
+    scope = sharing_scope(cast_from, weight.record) if config.input.repeatable else None
+    faces = (
+        None
+        if scope is None
+        else scope.known_faces(cast_from, weight.record, (config.input, columnwise, dtype))
+    )
+    if faces is None:
+        faces = config.input.faces(
+            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
+        )
+        if scope is not None:
+            scope.remember(faces)
+    if needs.weight and config.save_original_input:
+        return KeptInput(faces[0], input, config, dtype, context)
+    return Operand(faces[0], faces[1])
+
+
+def brought_along(input: Tensor, needs: Needs, dtype: torch.dtype) -> Operand:
+    """Return the operand that a tensor is that was quantized before.
+
+    Raises:
+        ValueError: If a face that is needed is absent.
+    """
+    row = rowwise_face(
+        _matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
+    )
+    if not needs.weight:
+        return Operand(row, None)
+    column = take_face(input, "columnwise", name="input", gemm="grad_weight")
+    return Operand(row, columnwise_face(_matrix(column), dtype, "grad_weight"))
+
+
+def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:
+    """Return the operand that a weight is: quantized now, kept from before, persistent or gathered."""
+    gathered = isinstance(weight, HybridTensor) and weight.is_gathered
+    row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
+    if gathered and isinstance(weight, HybridTensor):
+        return GatheredWeight(weight, row, dtype)
+    return Operand(row, column)
+
+
+def _required(face: Face | None, direction: str, gemm: str) -> Face:
+    if face is None:
+        raise ValueError(f"{gemm}: a {direction} face is required, got a quantizer that made none")
+    return face
+
+
+def _matrix(face: FaceTensor | Tensor) -> FaceTensor:
+    """Return a face of a tensor as that of a matrix ``[tokens, features]``."""
+    if isinstance(face, QuantizedTensor):
+        flat: Any = face if face.dim() == 2 else face.view(face.matrix_shape)
+        return flat  # type: ignore[no-any-return]
+    values = face.dequantize() if isinstance(face, IdentityTensor) else face
+    return IdentityTensor(tokens(values))

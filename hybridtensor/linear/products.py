@@ -1,0 +1,93 @@
+"""The three products of a linear layer, given operands. The only file that knows that there are
+three.
+
+| product       | left operand                 | right operand          |
+|---------------|------------------------------|------------------------|
+| `output`      | `input.rowwise`              | `weight.rowwise.t()`   |
+| `grad_input`  | `grad_output.rowwise`        | `weight.columnwise`    |
+| `grad_weight` | `grad_output.columnwise.t()` | `input.columnwise`     |
+
+A grouped layer calls them once per group, on the rows and the weight of the group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.linear.operands import Needs, Operand
+from hybridtensor.ops import Face
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context
+
+
+class Gradients(NamedTuple):
+    """What backward returns; None where a gradient is not needed.
+
+    Attributes:
+        input: ``[tokens, in_features]``.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]``.
+    """
+
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def output(input: Face, weight: Face, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``input @ weight.T + bias`` of two rowwise faces, ``[tokens, out_features]`` in
+    ``dtype``.
+    """
+    return ops.product(input, weight, bias=bias, out_dtype=dtype, fast_accum=True)
+
+
+class Backward(NamedTuple):
+    """The two products of backward, and what they need of the forward.
+
+    Attributes:
+        input: Operand of the forward.
+        weight: Operand of the forward.
+        num_saved: How many of the saved tensors are the input's.
+        config: The recipe.
+        needs: Which gradients are asked for.
+        context: That of the input, whose layer the gradient belongs to.
+    """
+
+    input: Operand
+    weight: Operand
+    num_saved: int
+    config: HybridConfig
+    needs: Needs
+    context: Context
+
+    @classmethod
+    def save(
+        cls, input: Operand, weight: Operand, config: HybridConfig, needs: Needs, context: Context
+    ) -> tuple[Backward, list[Tensor]]:
+        """Return what computes the gradients, and the tensors that it needs until then."""
+        of_input = input.save()
+        backward = cls(input, weight, len(of_input), config, needs, context)
+        return backward, [*of_input, *weight.save()]
+
+    def gradients(self, grad: Tensor, saved: list[Tensor]) -> Gradients:
+        """Return the gradients.
+
+        Args:
+            grad: The output's gradient, ``[tokens, out_features]``.
+            saved: What ``save`` returned.
+        """
+        needs, count, dtype = self.needs, self.num_saved, grad.dtype
+        context = self.context._replace(role="grad_output", record=True)
+        row, column = self.config.grad_output.faces(
+            grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
+        )
+        grad_input = grad_weight = None
+        if row is not None:
+            grad_input = ops.product(row, self.weight.columnwise(saved[count:]), out_dtype=dtype)
+        if column is not None:
+            grad_weight = ops.product(column, self.input.columnwise(saved[:count]), out_dtype=dtype)
+        return Gradients(grad_input, grad_weight, grad.sum(dim=0) if needs.bias else None)

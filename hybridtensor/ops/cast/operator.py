@@ -1,0 +1,138 @@
+"""The registered operators of casts: their schema, their definition on every device, and what a GPU
+runs.
+
+Compiled graphs, dispatch modes and the CPU see these operators; eager code on a GPU runs the
+kernels directly.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hybridtensor.ops.cast.kernel import kernel_cast
+from hybridtensor.ops.cast.prepared import Faces, PreparedCast
+from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
+from hybridtensor.ops.face import Face, FaceKind, face_layouts
+from hybridtensor.ops.library import define, implement
+from hybridtensor.ops.references.blocks import block_amax
+from hybridtensor.ops.references.faces import define_faces
+
+_INPUTS = (
+    "str request, Tensor? encode_scale, Tensor? noted_amax, Tensor? rounding, SymInt first_row, "
+    "Tensor? row_amax=None, Tensor? column_amax=None"
+)
+
+
+def _reference(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
+    return _tensors(define_faces(x, parse_request(request), CastInputs(*inputs)))
+
+
+def _tensors(faces: Faces) -> list[Tensor]:
+    return [tensor for face in faces if face is not None for tensor in face.tensors()]
+
+
+def _on_a_gpu(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
+    if x.numel() == 0:
+        return _reference(x, request, *inputs)
+    parsed, taken = parse_request(request), CastInputs(*inputs)
+    return _tensors(kernel_cast(x, parsed, taken).run(x, taken))
+
+
+def _fake(x: Tensor, request: str, *_: Any) -> list[Tensor]:
+    (rows, columns), (row, column, _source, _dtype) = x.shape, parse_request(request)
+    layouts = () if row is None else face_layouts(row.format, rows, columns)
+    if column is not None:
+        layouts = (*layouts, *face_layouts(column.format, columns, rows))
+    return [layout.empty(x.device) for layout in layouts]
+
+
+# The schema is silent about the write to ``noted_amax``: a maximum that is noted twice, or in any
+# order, is the same, and nothing reads it before the step ends. Declared, compiling would turn it
+# into a copy of the parameter that carries it.
+_QUANTIZE = define(f"quantize(Tensor x, {_INPUTS}) -> Tensor[]", reference=_reference, fake=_fake)
+implement("quantize", _on_a_gpu)
+
+
+def _reference_into(x: Tensor, out: list[Tensor], request: str, *inputs: Any) -> None:
+    for target, made in zip(out, _reference(x, request, *inputs), strict=True):
+        target.copy_(made)
+    increment_version(out)  # where a mode watches, autograd does not see the copies
+
+
+def _into_on_a_gpu(x: Tensor, out: list[Tensor], request: str, *inputs: Any) -> None:
+    if x.numel() == 0:
+        _reference_into(x, out, request, *inputs)
+        return
+    parsed, taken = parse_request(request), CastInputs(*inputs)
+    kernel_cast(x, parsed, taken).run_into(x, out, taken)
+
+
+_QUANTIZE_INTO = define(
+    f"quantize_into(Tensor x, Tensor(a!)[] out, {_INPUTS}) -> ()",
+    reference=_reference_into,
+    fake=lambda *_: None,
+)
+implement("quantize_into", _into_on_a_gpu)
+
+
+class ReferenceCast(PreparedCast):
+    """A cast by its definition."""
+
+    def __init__(self, request: CastRequest) -> None:
+        self.request = request
+
+    def run(self, x: Tensor, inputs: CastInputs) -> Faces:
+        """See ``PreparedCast.run``."""
+        return define_faces(x, self.request, inputs)
+
+    def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
+        """See ``PreparedCast.run_into``."""
+        for target, made in zip(out, _tensors(self.run(x, inputs)), strict=True):
+            target.copy_(made)
+        increment_version(out)  # below a tensor's dispatch autograd does not see the copies
+
+    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``PreparedCast.measure``."""
+        row, column = (_amax_block(cast) for cast in self.request[:2])
+        return block_amax(x, row).view(-1), block_amax(x.t(), column).view(-1)
+
+    def measure_into(self, x: Tensor, out: Tensor) -> None:
+        """See ``PreparedCast.measure_into``."""
+        of_row, of_column = self.measure(x)
+        out.copy_(of_row if self.request.column is None else of_column)
+
+
+class OperatorCast(ReferenceCast):
+    """A cast by the registered operators, for whoever watches or records them."""
+
+    def __init__(self, request: CastRequest) -> None:
+        super().__init__(request)
+        self._text = str(request)
+        self._kinds = [None if cast is None else FaceKind(cast.format) for cast in request[:2]]
+        of_row = request.row
+        self._row_size = 0 if of_row is None else 2 + (of_row.format.tensor_block is not None)
+
+    def run(self, x: Tensor, inputs: CastInputs) -> Faces:
+        """See ``PreparedCast.run``."""
+        made = _QUANTIZE(x, self._text, *inputs[:6])
+        row, column = self._kinds
+        return (
+            None if row is None else Face.of(made[: self._row_size], row),
+            None if column is None else Face.of(made[self._row_size :], column),
+        )
+
+    def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
+        """See ``PreparedCast.run_into``."""
+        _QUANTIZE_INTO(x, out, self._text, *inputs[:6])
+
+
+def _amax_block(cast: Cast | None) -> tuple[int | None, None]:
+    """Return the block that one amax is of: a row, or everything."""
+    return (1 if cast is not None and cast.measures else None, None)
+
+
+reference_cast = functools.lru_cache(maxsize=1024)(ReferenceCast)

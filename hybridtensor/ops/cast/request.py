@@ -1,0 +1,169 @@
+"""What a cast is asked for, and the tensors that it needs beside the matrix."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import Format, get_format
+
+
+class Cast(NamedTuple):
+    """How one face is made.
+
+    Attributes:
+        format: Its format.
+        pow2_scale: Whether current scaling rounds encode scales down to powers of two, where the
+            format does not say so.
+        slot: Which delayed scale to cast with; -1 measures the tensor instead.
+        stream: Random numbers to round with; -1 rounds to nearest.
+    """
+
+    format: Format
+    pow2_scale: bool = False
+    slot: int = -1
+    stream: int = -1
+
+    @property
+    def measures(self) -> bool | None:
+        """Whether scales follow from an amax per row; False is one amax of the tensor, None is no
+        amax.
+        """
+        fmt = self.format
+        if fmt.tensor_block is not None:
+            return fmt.tensor_block[0] is not None
+        if self.slot >= 0 or fmt.block[1] is not None:
+            return None
+        return fmt.block[0] is not None
+
+    def for_columnwise(self) -> Cast:
+        """Return the cast of the columnwise face, which never shares random numbers with the
+        rowwise one.
+        """
+        return self if self.stream < 0 else self._replace(stream=self.stream + 1)
+
+    def __str__(self) -> str:
+        return f"{self.format.name};{int(self.pow2_scale)};{self.slot};{self.stream}"
+
+
+class CastRequest(NamedTuple):
+    """Which faces to make of a matrix, and how.
+
+    Attributes:
+        row: How the rowwise face is made, or None.
+        column: How the columnwise face is made, or None.
+        source: What the columnwise face is made from: what this cast would make rowwise,
+            dequantized to ``dtype``. None is the matrix itself.
+        dtype: Dtype of what ``source`` gives back; None is that of the matrix.
+    """
+
+    row: Cast | None
+    column: Cast | None = None
+    source: Cast | None = None
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        casts = (str(cast or "") for cast in self[:3])
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return "|".join([*casts, dtype])
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_request(text: str) -> CastRequest:
+    """Return the request that ``str`` wrote."""
+    row, column, source, dtype = text.split("|")
+    return CastRequest(
+        _parse(row), _parse(column), _parse(source), getattr(torch, dtype) if dtype else None
+    )
+
+
+def _parse(text: str) -> Cast | None:
+    if not text:
+        return None
+    name, pow2_scale, slot, stream = text.split(";")
+    return Cast(get_format(name), pow2_scale == "1", int(slot), int(stream))
+
+
+class Hint:
+    """The amax that the last tensor of a kind was scaled by: a cast that goes by it takes one pass
+    if it still holds.
+
+    It never changes a result, and is not saved.
+
+    Attributes:
+        amax: fp32 ``[1]``, or None.
+        stream: The CUDA stream on which it is known.
+    """
+
+    __slots__ = ("amax", "stream")
+
+    def __init__(self) -> None:
+        self.amax: Tensor | None = None
+        self.stream = 0
+
+    def last(self, device: torch.device, stream: int) -> Tensor | None:
+        """Return the amax if it is known on that device and stream, else None."""
+        amax = self.amax
+        return (
+            amax if amax is not None and amax.device == device and self.stream == stream else None
+        )
+
+
+class CastInputs(NamedTuple):
+    """The tensors that a cast needs beside the matrix ``[M, K]``.
+
+    Attributes:
+        encode_scale: Delayed encode scales of a layer, fp32 ``[S]``, or None.
+        noted_amax: Largest magnitudes so far, fp32 ``[S]``, raised in place at the slots that are
+            used; None for no note. An Inf counts, NaN elements do not.
+        rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
+        first_row: Index of the first row of this part in the whole tensor, for the draws.
+        row_amax: Amaxes that the rowwise face (or ``source``) is scaled by instead of its own,
+            where the matrix is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or
+            None.
+        column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
+        hint: What the last matrix of this kind was scaled by; see ``Hint``.
+    """
+
+    encode_scale: Tensor | None = None
+    noted_amax: Tensor | None = None
+    rounding: Tensor | None = None
+    first_row: int = 0
+    row_amax: Tensor | None = None
+    column_amax: Tensor | None = None
+    hint: Hint | None = None
+
+
+NO_INPUTS = CastInputs()
+
+
+def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
+    """Raise ValueError unless the inputs are those that the request needs."""
+    row, column, source, _ = request
+    if source is not None and row not in (None, source):
+        raise ValueError(
+            f"quantize: a columnwise face of the rowwise one is required, got source {source} of {row}"
+        )
+    if inputs.row_amax is not None:
+        _check_amax(row or source, inputs.row_amax, x.shape[0], "row_amax")
+    if inputs.column_amax is not None:
+        _check_amax(column, inputs.column_amax, x.shape[1], "column_amax")
+    if inputs.encode_scale is None:
+        for cast in (row, column, source):
+            if cast is not None and cast.slot >= 0:
+                raise ValueError(
+                    f"quantize: delayed scales are required for {cast}, got none; pass encode_scale"
+                )
+
+
+def _check_amax(cast: Cast | None, amax: Tensor, rows: int, name: str) -> None:
+    """Raise ValueError unless a cast can be scaled by ``amax``."""
+    per_row = None if cast is None else cast.measures
+    shape = None if per_row is None else (rows if per_row else 1,)
+    if tuple(amax.shape) != shape:
+        raise ValueError(
+            f"quantize: {name} of shape {shape} is required for {cast}, got {tuple(amax.shape)}"
+        )

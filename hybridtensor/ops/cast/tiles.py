@@ -1,0 +1,150 @@
+"""A face as the cast kernel sees it, and the tiles in which it is cast."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hybridtensor.formats import Format
+from hybridtensor.ops.cast.request import Cast
+
+# How a face is scaled, as ``kernels/quantize.py`` names it
+NONE, GIVEN, TENSOR, ROW, BLOCK, MX, NVFP4, NVFP4_ROW, AMAX, AMAX_ROW = range(10)
+MEASURED = (TENSOR, ROW, NVFP4, NVFP4_ROW)
+PER_ROW = (ROW, NVFP4_ROW)
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+class FaceConstants(NamedTuple):
+    """One face's compile-time constants of the cast kernel.
+
+    Attributes:
+        kind: How it is scaled.
+        side: Rows of a scale block.
+        e5m2: Whether FP8 elements are E5M2.
+        pow2: Whether encode scales are powers of two.
+        rotated: Whether values are rotated first.
+        slot: Which delayed scale; -1 is none.
+        stream: Which random numbers; -1 is none.
+    """
+
+    kind: int
+    side: int = 1
+    e5m2: bool = False
+    pow2: bool = False
+    rotated: bool = False
+    slot: int = -1
+    stream: int = -1
+
+    @classmethod
+    def of(cls, cast: Cast | None) -> FaceConstants:
+        """Return the constants of a cast."""
+        if cast is None:
+            return cls(NONE)
+        fmt = cast.format
+        return cls(
+            kind=_kind(fmt, cast.slot),
+            side=fmt.block[0] or 1,
+            e5m2=fmt.element == torch.float8_e5m2,
+            pow2=cast.pow2_scale or fmt.pow2_scale,
+            rotated=fmt.hadamard,
+            slot=cast.slot,
+            stream=cast.stream,
+        )
+
+    def packs(self, contraction: int) -> bool:
+        """Return whether rows of elements begin at multiples of the 32 bits that are stored at
+        once.
+        """
+        return contraction % (8 if self.kind in (NVFP4, NVFP4_ROW) else 4) == 0
+
+    def overflow(self, dtype: torch.dtype) -> float:
+        """Return the encode scale that stands for one beyond fp32, of values in ``dtype``."""
+        return torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX
+
+
+def _kind(fmt: Format, slot: int) -> int:
+    if fmt.tensor_block is not None:
+        return NVFP4 if fmt.tensor_block[0] is None else NVFP4_ROW
+    if fmt.scale_dtype == torch.float8_e8m0fnu:
+        return MX
+    if fmt.block[1] is not None:
+        return BLOCK
+    if slot >= 0:
+        return GIVEN
+    return TENSOR if fmt.block[0] is None else ROW
+
+
+class Tile(NamedTuple):
+    """What one program casts, and how.
+
+    Attributes:
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        vector: Bytes of a row that a thread reads at once.
+        neighbours: Rows below each other that a thread has.
+        warps: Warps of a program.
+        registers: Registers that a thread may use; the rarely needed rest is spilled.
+    """
+
+    rows: int
+    columns: int
+    vector: int
+    neighbours: int
+    warps: int
+    registers: int | None
+
+
+# Measured on an H200 with Triton 3.6, 2026-11-21, with matrices of 128 million elements; elsewhere
+# a sane default.
+_BLOCK_TILE = Tile(128, 128, 16, 16, 4, 176)
+_FP8_TILE = Tile(64, 64, 16, 8, 2, None)
+_NVFP4_TILE = Tile(64, 64, 16, 8, 2, 128)
+_MIXED_TILE = Tile(64, 64, 16, 8, 2, 152)  # NVFP4 and FP8
+_ROTATED_TILE = Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its own
+_HELD_REGISTERS = (
+    168  # so many that three programs of four warps, or six of two, fit; found by compiling only
+)
+
+
+def tile_of(row: FaceConstants, column: FaceConstants, of_rowwise: bool) -> Tile:
+    """Return the tile that suits the formats, and whether the columnwise face is made of what the
+    rowwise one holds.
+
+    Scale blocks of every format lie in one tile, so that values are quantized, dequantized and
+    quantized again there.
+    """
+    kinds = {face.kind for face in (row, column)} - {NONE}
+    two_level = bool(kinds & {NVFP4, NVFP4_ROW})
+    if BLOCK in kinds:
+        tile = _BLOCK_TILE
+    elif not two_level:
+        return _FP8_TILE
+    elif row.rotated or column.rotated:
+        tile = _ROTATED_TILE
+    else:
+        tile = _NVFP4_TILE if kinds <= {NVFP4, NVFP4_ROW} else _MIXED_TILE
+    if not of_rowwise:
+        return tile
+    spills = row.rotated or max(row.stream, column.stream) >= 0  # hundreds of registers
+    spills |= tile is _BLOCK_TILE and (two_level or row.kind not in (BLOCK, MX))
+    return tile._replace(registers=None if spills else _HELD_REGISTERS)
+
+
+def converts_to_fp8(device: torch.device) -> bool:
+    """Return whether the device rounds to FP8 itself."""
+    return _nvidia(device) >= (8, 9)
+
+
+def overlaps_kernels(device: torch.device) -> bool:
+    """Return whether a kernel can start while the one before it ends: programmatic dependent
+    launch.
+    """
+    return _nvidia(device) >= (9, 0)
+
+
+def _nvidia(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, of anything else zeros."""
+    ours = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if ours else (0, 0)

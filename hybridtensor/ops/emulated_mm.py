@@ -1,0 +1,95 @@
+"""Products of formats that the hardware does not multiply: exact element values, summed in fp32,
+scaled and rounded once.
+
+Shape letters: ``M`` rows of the left operand, ``N`` columns of the right one, ``K`` contraction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.dequantize import multipliable_values
+from hybridtensor.ops.epilogue import scale_and_round
+from hybridtensor.ops.face import Face
+from hybridtensor.ops.references.blocks import spread
+
+_PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return ``a @ b.T + bias``.
+
+    Block scales that are powers of two, or E4M3 over E2M1 elements, go into the values, which BF16
+    then holds exactly. FP32 block scales would not fit: they multiply the partial sum of their
+    block. Everything coarser multiplies the whole sum.
+    """
+    dtype = torch.bfloat16
+    if a.scale is None or b.scale is None:
+        dtype = (a if a.scale is None else b).qdata.dtype
+    if a.qdata.device.type != "cuda":
+        dtype = torch.float32  # the only CPU product with an fp32 result
+    left, right = multipliable_values(a, dtype), multipliable_values(b, dtype)
+    left_factor, right_factor = sum_factor(a), sum_factor(b)
+    partial = a.format.scales_partial_sums or b.format.scales_partial_sums
+    plain = left_factor is None and right_factor is None and bias is None and not partial
+    if plain and out_dtype == dtype == torch.bfloat16:
+        return torch.mm(left, right.t())
+    out = _sum_of_blocks(a, b, left, right) if partial else _mm_float32(left, right.t())
+    if right_factor is not None:
+        right_factor = right_factor.t()
+    return scale_and_round(out, left_factor, right_factor, bias, out_dtype)
+
+
+def sum_factor(face: Face) -> Tensor | None:
+    """Return what multiplies the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
+    if face.tensor_scale is not None:
+        return face.tensor_scale * (1.0 / face.format.tensor_scale_max)
+    return face.scale if face.format.block[1] is None else None
+
+
+def _sum_of_blocks(a: Face, b: Face, left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of the blocks' partial products, each times its fp32 scales."""
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
+    for start in range(0, left.shape[1], _PARTIAL_SUM):
+        stop = min(start + _PARTIAL_SUM, left.shape[1])
+        part = _mm_float32(left[:, start:stop], right[:, start:stop].t())
+        factor = _outer(block_factor(a, start, stop), block_factor(b, start, stop))
+        total += part if factor is None else part * factor
+    return total
+
+
+def block_factor(face: Face, start: int, stop: int) -> Tensor | None:
+    """Return what multiplies the partial sum over ``[start, stop)``, fp32 ``[other, 1]``, or None.
+
+    Raises:
+        ValueError: If the range crosses a block.
+    """
+    along = face.format.block[1]
+    if face.scale is None or along is None or not face.format.scales_partial_sums:
+        return None
+    if start // along != (stop - 1) // along:
+        raise ValueError(
+            f"scaled_mm: a range inside a block of {along} is required, got [{start}, {stop})"
+        )
+    column = face.scale[:, start // along].unsqueeze(1)
+    return spread(column, (face.format.block[0], None), (face.qdata.shape[0], 1))
+
+
+def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the factor of each element of the product; multiplied first: one may be huge, the
+    other tiny.
+
+    Saturates: beyond fp32 it would make NaN of a sum that is zero.
+    """
+    if left is None or right is None:
+        return left if right is None else right.t()
+    return (left * right.t()).clamp(max=_FP32_MAX)
+
+
+def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return the fp32 product of two matrices of one dtype."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32)

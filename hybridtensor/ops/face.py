@@ -1,0 +1,191 @@
+"""One face of a tensor, from the kernel that casts it to the checkpoint that stores it.
+
+The words that every file uses:
+
+- A *face* is a matrix of *elements* ``[other, contraction]`` and the *scales* that turn them into
+  values. The *rowwise* face of a tensor ``[rows, columns]`` is ``[rows, columns]``, its
+  *columnwise* face ``[columns, rows]``: a matrix product contracts the last axis of both its faces.
+- A *scale* decodes: element times scale is the value. An *encode scale* is its reciprocal: a value
+  times the encode scale is rounded to the element. An *amax* is the largest magnitude that a scale
+  follows from.
+- A *tensor scale* is the second level of two-level formats: the amax of the tensor, or of each row.
+- A face *in high precision* has the identity format: its elements are the values, and it has no
+  scales.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import IDENTITY, Format
+
+
+class FaceKind(NamedTuple):
+    """What the tensors of a face mean.
+
+    Attributes:
+        format: Format of the elements.
+        dequantized_rowwise: See ``Face``.
+    """
+
+    format: Format
+    dequantized_rowwise: torch.dtype | None = None
+
+
+class Face(NamedTuple):
+    """One face ``[other, contraction]`` of a tensor.
+
+    Attributes:
+        qdata: Elements, ``[other, contraction / elements_per_byte]``; the values themselves in the
+            identity format.
+        scale: Block scales, ``format.scale_shape(other, contraction)``; None in the identity
+            format.
+        tensor_scale: Second-level scale, fp32 ``format.tensor_scale_shape(...)``, or None.
+        format: What the bytes mean.
+        dequantized_rowwise: If not None, the tensors above are those of the tensor's rowwise face,
+            and this is the columnwise face in high precision, in this dtype, that they give back.
+            It stores nothing of its own.
+    """
+
+    qdata: Tensor
+    scale: Tensor | None
+    tensor_scale: Tensor | None
+    format: Format
+    dequantized_rowwise: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], kind: FaceKind) -> Face:
+        """Return the face that ``tensors`` hold; undoes ``tensors()``."""
+        scale = tensors[1] if len(tensors) > 1 else None
+        tensor_scale = tensors[2] if len(tensors) > 2 else None
+        return cls(tensors[0], scale, tensor_scale, kind[0], kind[1])
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are there: elements, scales, tensor scales."""
+        if self.scale is None:
+            return [self.qdata]
+        if self.tensor_scale is None:
+            return [self.qdata, self.scale]
+        return [self.qdata, self.scale, self.tensor_scale]
+
+    @property
+    def follows_rowwise(self) -> bool:
+        """Whether this is a columnwise face of what a quantized rowwise face holds, whose tensors
+        these are.
+        """
+        return self.dequantized_rowwise is not None and self.scale is not None
+
+    @property
+    def kind(self) -> FaceKind:
+        """What the tensors mean."""
+        return FaceKind(self.format, self.dequantized_rowwise)
+
+    def cut(self, dim: int, first: int, count: int) -> Face:
+        """Return ``count`` entries from ``first`` on along dimension ``dim`` of the stored matrix,
+        without copies.
+
+        Args:
+            dim: 0 is ``other``, 1 is ``contraction``.
+            first: Where the cut begins. Scales of blocks that it cuts are among the result's.
+            count: How many entries.
+        """
+        fmt = self.format
+        per_byte = fmt.elements_per_byte if dim == 1 else 1
+        qdata = self.qdata.narrow(dim, first // per_byte, count // per_byte)
+        scale = _cut_scale(self.scale, fmt.block[dim], dim, first, count)
+        level = None if fmt.tensor_block is None else fmt.tensor_block[dim]
+        return self._replace(
+            qdata=qdata,
+            scale=scale,
+            tensor_scale=_cut_scale(self.tensor_scale, level, dim, first, count),
+        )
+
+
+def _cut_scale(
+    scale: Tensor | None, block: int | None, dim: int, first: int, count: int
+) -> Tensor | None:
+    """Return the scales of the blocks that a cut touches; ``block=None`` is one scale for the whole
+    axis.
+    """
+    if scale is None or block is None:
+        return scale
+    start = first // block
+    return scale.narrow(dim, start, -(-(first + count) // block) - start)
+
+
+def high_precision(values: Tensor) -> Face:
+    """Return values ``[other, contraction]`` as a face."""
+    return Face(values, None, None, IDENTITY)
+
+
+def columnwise_of(row: Face, dtype: torch.dtype) -> Face:
+    """Return the columnwise face in high precision of what a rowwise face holds."""
+    return row._replace(dequantized_rowwise=dtype)
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory.
+
+    Attributes:
+        shape: Its shape.
+        strides: Its strides.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return such a tensor, not filled."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` lies so; a stride counts only along several entries."""
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            return False
+        if tensor.numel() == 0:
+            return True
+        steps = zip(self.shape, tensor.stride(), self.strides, strict=True)
+        return all(extent == 1 or mine == theirs for extent, mine, theirs in steps)
+
+
+def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[Layout, ...]:
+    """Return how the tensors of a quantized ``[other, contraction]`` face lie, in the order of
+    ``Face.tensors``.
+
+    Scales of blocks along the contraction lie block by block, not row by row: so hardware reads
+    them, and so one block of neighbouring rows is written at once.
+
+    Raises:
+        TypeError: If the format is the identity.
+    """
+    if fmt.storage is None or fmt.scale_dtype is None:
+        raise TypeError("face_layouts: a quantized format is required, got the identity")
+    width = contraction // fmt.elements_per_byte
+    rows, blocks = fmt.scale_shape(other, contraction)
+    block_by_block = fmt.block[0] == 1 and fmt.block[1] is not None
+    scale_strides = (1, max(rows, 1)) if block_by_block else (max(blocks, 1), 1)
+    layouts = (
+        Layout((other, width), (max(width, 1), 1), fmt.storage),
+        Layout((rows, blocks), scale_strides, fmt.scale_dtype),
+    )
+    level = fmt.tensor_scale_shape(other, contraction)
+    if level is None:
+        return layouts
+    return (*layouts, Layout(level, (max(level[1], 1), 1), torch.float32))
+
+
+numeric_layouts = functools.lru_cache(maxsize=1024)(
+    face_layouts
+)  # symbols of a traced shape have no hash
+
+
+def empty_face(fmt: Format, other: int, contraction: int, device: torch.device) -> Face:
+    """Return a quantized ``[other, contraction]`` face that is not filled."""
+    layouts = face_layouts(fmt, other, contraction)
+    return Face.of([layout.empty(device) for layout in layouts], FaceKind(fmt))

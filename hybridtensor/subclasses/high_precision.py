@@ -1,0 +1,205 @@
+"""What a persistent weight knows of its values in high precision."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+View = Callable[[Tensor], Tensor]
+"""Takes of a whole tensor the part that a view of the weight is of the weight."""
+
+
+def whole(values: Tensor) -> Tensor:
+    """Return the values themselves: the view that a weight is of itself."""
+    return values
+
+
+class HighPrecisionValues:
+    """High-precision values beside the faces of a persistent weight.
+
+    Writes to the weight reach the values: the original until an optimizer takes it, then the
+    optimizer's master, which is the optimizer's alone to keep alive, copy and save.
+
+    Args:
+        original: What the weight was made from; its memory may be someone else's.
+        follows: Whether the faces are those that quantizing the values gives.
+
+    Attributes:
+        original: The same, until an optimizer takes it; or None.
+        loaded: Whether the master was loaded and not stepped since: faces that are loaded too are
+            those it gave.
+    """
+
+    __slots__ = ("_follows", "_former", "_master", "_owned", "loaded", "original")
+
+    def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
+        self.original, self._follows = original, follows
+        self._owned = self.loaded = False
+        self._master: weakref.ref[Tensor] | None = None
+        self._former: weakref.ref[Tensor] | None = (
+            None  # master of what this was copied from, until a write
+        )
+
+    @property
+    def current(self) -> Tensor | None:
+        """The optimizer's master, or else the original, or None."""
+        master = None if self._master is None else self._master()
+        return self.original if master is None else master.detach()
+
+    @property
+    def follows(self) -> bool:
+        """Whether the faces are those that quantizing the values gives."""
+        return self._follows
+
+    # -- others like it
+    # -----------------------------------------------------------------------------------------------
+
+    def copied(
+        self, copy: Callable[[Tensor], Tensor], view: View, *, same: bool
+    ) -> HighPrecisionValues:
+        """Return the values of a copy of the weight, or of a view of it.
+
+        Args:
+            copy: Makes the copy.
+            view: Which part of the weight is copied.
+            same: Whether the copy has the same values.
+        """
+        values = self.original if view is whole else self.current
+        original = None if values is None else view(values)
+        made = HighPrecisionValues(None if original is None else copy(original))
+        made._owned = True
+        if same:
+            made._former = self._master or self._former
+            kept_dtype = (
+                original is not None
+                and made.original is not None
+                and made.original.dtype == original.dtype
+            )
+            made._follows = self._follows and kept_dtype
+        return made
+
+    def moved(self) -> HighPrecisionValues:
+        """Return the values for a weight that gets other faces; aliases with the faces so far know
+        of none any more.
+        """
+        made = HighPrecisionValues(self.original, self._follows)
+        made._owned, made._master, made._former, made.loaded = (
+            self._owned,
+            self._master,
+            self._former,
+            self.loaded,
+        )
+        self.original = self._master = self._former = None
+        self._follows = False
+        return made
+
+    def __reduce__(self) -> Any:
+        return HighPrecisionValues, (self.original, self._follows and self.original is not None)
+
+    # -- optimizers
+    # ---------------------------------------------------------------------------------------------------
+
+    def give_to(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
+        """Let go of the original: from now on ``master`` has the values, for as long as its
+        optimizer holds it.
+        """
+        self.let_go()
+        self._master, self._former = weakref.ref(master), None
+        self._follows, self.loaded = follows, loaded
+
+    def let_go(self) -> None:
+        """Let go of the original: someone else has better values, which the faces were made from."""
+        self.original, self._follows, self.loaded = None, False, False
+
+    def is_of(self, master: Tensor) -> bool:
+        """Return whether ``master`` has the values."""
+        return self._master is not None and self._master() is master
+
+    def was_of(self, master: Tensor) -> bool:
+        """Return whether ``master`` had the values of what this is a copy of, which was not written
+        since.
+        """
+        return self._former is not None and self._former() is master
+
+    # -- writes
+    # -------------------------------------------------------------------------------------------------------
+
+    def note_quantized(self, values: Tensor, view: View = whole) -> None:
+        """Take note that the weight, or a view of it, was quantized from new values."""
+        self._take(values.detach(), view, follows=True)
+        self.loaded = False
+
+    def note_copied(
+        self,
+        dequantize: Callable[[], Tensor],
+        view: View = whole,
+        *,
+        known: tuple[Tensor, bool] | None = None,
+        unchanged: bool = False,
+    ) -> None:
+        """Take note that other faces were copied into the weight's, or those of a view of it.
+
+        Args:
+            dequantize: Returns what the faces hold.
+            view: Which part was written.
+            known: High-precision values of the weight they were copied from, and whether its faces
+                follow from them.
+            unchanged: Whether the faces were the same before.
+        """
+        if self.loaded:  # with the master: the same faces, or those that do not follow from it
+            if unchanged:
+                return
+            self.loaded = False
+            if not self._follows:
+                return
+        if self.current is None:
+            self._take(None, view, follows=False)
+        elif known is None:
+            self._take(dequantize(), view, follows=False)
+        else:
+            self._take(known[0], view, follows=known[1])
+
+    def note_loaded(self) -> None:
+        """Take note that faces and master are loaded, whichever came first."""
+        self.loaded = False
+        self._follows = False
+
+    def _take(self, values: Tensor | None, view: View, *, follows: bool) -> None:
+        """Have ``values`` where ``view`` is of the present ones."""
+        current = self.current
+        mine = None if current is None else view(current)
+        if (
+            current is not None
+            and mine is not None
+            and values is not None
+            and not is_same(mine, values)
+        ):
+            self._make_own(torch.promote_types(current.dtype, values.dtype))
+            target = self.current
+            if target is not None:
+                view(target).copy_(values)
+        self._former = None
+        self._follows = follows and mine is not None and (view is whole or self._follows)
+
+    def _make_own(self, dtype: torch.dtype) -> None:
+        """Have an original in memory of its own that holds values of ``dtype``; a master is and
+        does.
+        """
+        if self.original is not None and not (self._owned and self.original.dtype == dtype):
+            self.original, self._owned = self.original.to(dtype, copy=True), True
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are one: the same elements of the same memory."""
+    if a is b:
+        return True
+    if (a.shape, a.stride(), a.storage_offset()) != (b.shape, b.stride(), b.storage_offset()):
+        return False
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+torch.serialization.add_safe_globals([HighPrecisionValues])

@@ -1,0 +1,197 @@
+"""What both kinds of weight share: torch functions seen before autograd takes them apart, a record,
+FSDP2's hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.record import WeightRecord
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+if TYPE_CHECKING:
+    from hybridtensor.recipes.config import HybridConfig
+
+_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax")
+
+
+class Gathering(Protocol):
+    """What FSDP2 does with a weight; ``hybridtensor.distributed.fsdp`` provides it."""
+
+    def pre_all_gather(self, tensor: Any, module: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what this rank sends, and what the second half needs."""
+
+    def post_all_gather(
+        self, tensor: Any, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Any
+    ) -> Any:
+        """Return the gathered weight, and what memory it takes."""
+
+    def check_shards(self, weight: Any, size: int, dim: int) -> None:
+        """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
+
+    def refresh(self, pairs: list[tuple[Any, Tensor]]) -> bool:
+        """Quantize new values into parts of persistent weights; False if they are none."""
+
+
+class InterceptingTensor(WrapperTensor):
+    """A wrapper that sees torch functions, such as ``F.linear``, before autograd takes them apart.
+
+    ``functions`` holds those that it handles; all others do what torch does.
+
+    Taken apart by ``torch.compile``, it carries the tensors of its layer's state along, so that
+    they are inputs of the graph.
+
+    Attributes:
+        config: The recipe of the layer whose weight this is, or None.
+        record: What is known of the weight, shared by its aliases and views.
+    """
+
+    functions: ClassVar[OpTable]
+    gathering: ClassVar[Gathering | None] = None  # hybridtensor.distributed.fsdp enters it
+    transient_names: ClassVar[tuple[str, ...]] = ("record", "_empty_storage")
+    config: HybridConfig | None
+    record: WeightRecord
+
+    @property
+    def recipe(self) -> HybridConfig:
+        """The recipe of the layer whose weight this is.
+
+        Raises:
+            ValueError: If this is no layer's weight.
+        """
+        if self.config is None:
+            raise ValueError(
+                f"{type(self).__name__}: the weight of a converted layer is required, got {self!r}"
+            )
+        return self.config
+
+    @property
+    def layer(self) -> LayerState | StateTensors | None:
+        """State of the layer whose weight this is, or None; in a graph that is being compiled its
+        tensors.
+        """
+        return self.record.layer
+
+    @layer.setter
+    def layer(self, layer: LayerState | StateTensors | None) -> None:
+        self.record.layer = layer
+
+    @property
+    def state(self) -> StateTensors | None:
+        """What quantizing needs of the layer's state."""
+        layer = self.record.layer
+        return layer.tensors() if isinstance(layer, LayerState) else layer
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, metadata = self.parts()
+        state = self.state
+        if state is None:
+            return names, (metadata, None)
+        kept = [
+            name for name, tensor in zip(_STATE_NAMES, state[:3], strict=True) if tensor is not None
+        ]
+        return [*names, *kept], (metadata, (state.slots, state.rank))
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        metadata: tuple[Any, ...],
+        outer_size: torch.Size | tuple[int, ...],
+        outer_stride: tuple[int, ...] | None,
+    ) -> Self:
+        own, of_state = metadata
+        made = super().__tensor_unflatten__(inner, own, outer_size, outer_stride)
+        if of_state is not None:
+            slots, rank = of_state
+            rounding, encode_scale, amax = (inner.get(name) for name in _STATE_NAMES)
+            made.record.layer = StateTensors(rounding, encode_scale, amax, slots, rank)
+        return made
+
+    @property
+    def state_rounding(self) -> Tensor | None:
+        """``rounding`` of the layer's state."""
+        return None if self.state is None else self.state.rounding
+
+    @property
+    def state_encode_scale(self) -> Tensor | None:
+        """``encode_scale`` of the layer's state."""
+        return None if self.state is None else self.state.encode_scale
+
+    @property
+    def state_amax(self) -> Tensor | None:
+        """``amax`` of the layer's state."""
+        return None if self.state is None else self.state.amax
+
+    def like(self, other: Self) -> Self:
+        """Belong to the layer, and the shard, that ``other`` belongs to; return this tensor."""
+        self.record.layer, self.record.shard = other.record.layer, other.record.shard
+        return self
+
+    def map_inner(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        """See ``WrapperTensor.map_inner``; the result belongs to the same layer."""
+        return super().map_inner(fn, **changes).like(self)
+
+    def alias_of(self, other: Self) -> Self:
+        """See ``WrapperTensor.alias_of``: the record is shared."""
+        self.record = other.record
+        return self
+
+    def _user_attributes(self) -> dict[str, Any]:
+        """See ``WrapperTensor._user_attributes``; a parameter brings the state of its layer along."""
+        attributes = super()._user_attributes()
+        if isinstance(self, torch.nn.Parameter) and self.record.layer is not None:
+            attributes["layer"] = self.record.layer
+        return attributes
+
+    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+        """See ``WrapperTensor._take_attributes``."""
+        own = dict(attributes)
+        self.record.layer = own.pop("layer", self.record.layer)
+        super()._take_attributes(own)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
+        return _required(self.gathering).pre_all_gather(self, module)
+
+    # FSDP2 asks for the signature before every gather of every weight; working it out takes longer
+    # than the answer
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Return the gathered weight, made of what all ranks sent."""
+        return _required(self.gathering).post_all_gather(self, outputs, metadata, param_dtype, out)
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = cls.functions.handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _required(gathering: Gathering | None) -> Gathering:
+    if gathering is None:
+        raise RuntimeError(
+            "fully_shard: hybridtensor.distributed is required, got a package without it; import it"
+        )
+    return gathering

@@ -1,0 +1,220 @@
+"""Quantizing into tensors: what ``quantizer.quantize`` and ``quantizer.update_`` do.
+
+Quantizers make faces and know nothing of tensors; the two methods that make tensors of faces are
+added to them here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hybridtensor import ops
+from hybridtensor.ops import Cast, Faces
+from hybridtensor.ops.library import require_float
+from hybridtensor.quantizers import Quantizer, tokens
+from hybridtensor.quantizers.base import ALONE, cast_inputs
+from hybridtensor.state import Context
+from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor, face_tensor
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.master_tensor import MasterWeight
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.structure import flatten
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+
+def quantize(
+    quantizer: Quantizer,
+    x: Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    dtype: torch.dtype | None = None,
+    context: Context = ALONE,
+) -> HybridTensor:
+    """Quantize ``x``.
+
+    Args:
+        quantizer: Makes the faces.
+        x: bf16, fp16 or fp32, one to four dimensions, any strides, may be empty. Leading dimensions
+            count as one (the tokens): rowwise scale groups run along the last dimension, columnwise
+            ones along the tokens.
+        rowwise: Make the rowwise face.
+        columnwise: Make the columnwise face. A face's bits never depend on whether the other is
+            made.
+        dtype: Nominal dtype of the result; by default that of ``x``.
+        context: Which tensor of which layer this is. Delayed scaling needs one, with a state;
+            without one, stochastic rounding draws from torch's generator.
+
+    Returns:
+        A ``HybridTensor`` without gradient, which shares no memory with ``x``; a face not asked for
+        is None.
+
+    Raises:
+        TypeError: If ``x`` is not a tensor of those dtypes.
+        ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks, or no
+            face is asked for.
+    """
+    who = type(quantizer).__name__
+    x = _plain(who, x)
+    if not 1 <= x.dim() <= 4:
+        raise ValueError(
+            f"{who}: one to four dimensions are required, got shape {tuple(x.shape)}; reshape it"
+        )
+    if not rowwise and not columnwise:
+        raise ValueError(
+            f"{who}: at least one face is required, got rowwise=False and columnwise=False"
+        )
+    dtype = dtype or x.dtype
+    with torch.no_grad():
+        faces = quantizer.faces(
+            x.detach(), rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+        )
+        row, column = face_tensors(faces, x.shape, dtype)
+        return HybridTensor(_owned(row), _owned(column))
+
+
+def face_tensors(
+    faces: Faces, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> tuple[FaceTensor | None, FaceTensor | None]:
+    """Return the rowwise and the columnwise face of a tensor of ``shape`` as tensors of nominal
+    ``dtype``.
+    """
+    return face_tensor(faces[0], -1, shape, dtype), face_tensor(faces[1], 0, shape, dtype)
+
+
+def update_(
+    quantizer: Quantizer, dst: HybridTensor, x: Tensor, *, context: Context = ALONE
+) -> HybridTensor:
+    """Quantize ``x`` into ``dst``, in place: every face that ``dst`` has is refreshed, none is
+    added or dropped.
+
+    Raises:
+        TypeError: If ``dst`` is no HybridTensor or ``x`` no floating-point tensor.
+        ValueError: If the shapes differ, or a face of ``dst`` is not in this quantizer's format.
+    """
+    who = f"{type(quantizer).__name__}.update_"
+    if not isinstance(dst, HybridTensor):
+        raise TypeError(
+            f"{who}: a HybridTensor is required, got {type(dst).__name__}; use quantize()"
+        )
+    x = _plain(who, x)
+    if x.shape != dst.shape:
+        raise ValueError(f"{who}: the shape {tuple(dst.shape)} is required, got {tuple(x.shape)}")
+    with torch.no_grad():
+        x = x.detach()
+        if not _cast_into(quantizer, dst, x, context):
+            rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
+            faces = quantizer.faces(
+                x, rowwise=rowwise, columnwise=columnwise, dtype=dst.dtype, context=context
+            )
+            overwrite_(who, dst, faces)
+    return dst
+
+
+def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Context) -> bool:
+    """Cast ``x`` straight into the faces of ``dst``; False if that takes more than one cast, or
+    other memory.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
+    request = quantizer.request(
+        rowwise=rowwise, columnwise=columnwise, dtype=dst.dtype, context=context
+    )
+    if request is None:
+        return False
+    out = [*_tensors(dst.rowwise, request.row, -1), *_tensors(dst.columnwise, request.column, 0)]
+    matrix = tokens(x)
+    if not ops.can_hold(out, matrix, request):
+        return False
+    inputs = cast_inputs(matrix, request, context)
+    ops.prepare(matrix, request, inputs).run_into(matrix, out, inputs)
+    return True
+
+
+def _tensors(face: FaceTensor | None, cast: Cast | None, axis: int) -> list[Tensor]:
+    """Return the tensors of a face that a cast can refresh, or none."""
+    if not isinstance(face, QuantizedTensor) or cast is None or face.cuts_group:
+        return []
+    return flatten(face)[0] if (face.format, face.axis) == (cast.format, axis) else []
+
+
+def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
+    """Copy new faces over those of ``dst``, all of them or none.
+
+    Raises:
+        ValueError: If a face of ``dst`` is of another kind, or has no successor.
+    """
+    fresh = face_tensors(faces, dst.shape, dst.dtype)
+    pairs = [
+        (d, f) for d, f in zip((dst.rowwise, dst.columnwise), fresh, strict=True) if d is not None
+    ]
+    for old, new in pairs:
+        _check_refreshable(who, old, new)
+    for old, new in pairs:
+        for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
+            target.copy_(source)
+    note_overwritten(dst)
+
+
+def note_overwritten(dst: HybridTensor) -> None:
+    """Let autograd see that the faces were written: below ``__torch_dispatch__`` it does not look.
+
+    Whoever saved them for backward is told then, as with any tensor that is written in place.
+    """
+    plain = [tensor for tensor in flatten(dst)[0] if not tensor.is_inference()]
+    increment_version(plain)
+
+
+def refresh_(weight: HybridTensor, values: Tensor) -> None:
+    """Quantize new values into every face of a persistent weight, by its own recipe.
+
+    All ranks do it together where this is a part of a sharded weight: its scales are those of the
+    whole.
+    """
+    if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
+        update_(weight.recipe.weight, weight, values, context=Context("weight", weight.state))
+    weight.high_precision.note_quantized(values, weight.taken)
+
+
+def _plain(who: str, x: Tensor) -> Tensor:
+    """Return ``x`` as a plain tensor.
+
+    Raises:
+        TypeError: If it has no values in high precision.
+    """
+    if isinstance(x, MasterWeight):
+        return x.plain
+    if isinstance(x, WrapperTensor):
+        raise TypeError(
+            f"{who}: a tensor in high precision is required, got {x!r}; call dequantize() on it"
+        )
+    require_float(who, x)
+    return x
+
+
+def _check_refreshable(who: str, old: FaceTensor, new: FaceTensor | None) -> None:
+    """Raise ValueError unless ``new`` can overwrite the payload of ``old``."""
+    sources = [face.source if isinstance(face, IdentityTensor) else face for face in (old, new)]
+    kinds = [(type(s), str(getattr(s, "format", None)), getattr(s, "axis", None)) for s in sources]
+    if type(old) is not type(new) or kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{who}: a face of this quantizer's making is required, got {old!r}, it makes {new!r}"
+        )
+    if isinstance(sources[0], QuantizedTensor) and sources[0].cuts_group:
+        raise ValueError(
+            f"{who}: {old!r} is a slice through a scale group; update the whole tensor"
+        )
+
+
+def _owned(face: FaceTensor | None) -> FaceTensor | None:
+    """Return a face that shares no memory with the tensor it was made from."""
+    if isinstance(face, IdentityTensor) and not isinstance(face.source, QuantizedTensor):
+        return IdentityTensor(face.source.clone(memory_format=torch.contiguous_format))
+    return face
+
+
+Quantizer.quantize = quantize
+Quantizer.update_ = update_

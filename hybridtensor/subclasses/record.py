@@ -1,0 +1,179 @@
+"""What is known of one weight: one record, which all its aliases and views share."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops import Face, Faces
+from hybridtensor.ops.library import is_captured
+from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.subclasses.high_precision import HighPrecisionValues
+
+_NO_FACES: Faces = (None, None)
+
+
+class Stamp(NamedTuple):
+    """What faces depend on beside the memory they were made from; faces with another stamp are old.
+
+    Attributes:
+        writes: Writes that handlers of operators counted.
+        handed: Writes that others may have made, and those that torch counted.
+        state_version: Counter of changes of the layer's state.
+        config: The recipe.
+        dtype: Dtype of faces in high precision.
+    """
+
+    writes: int
+    handed: int
+    state_version: int | None
+    config: Any
+    dtype: torch.dtype
+
+
+class _Holder:
+    """A plain tensor that a wrapper of ours holds.
+
+    Attributes:
+        tensor: The tensor, weakly.
+        version: torch's counter of writes to it, as of its last use. Views have counters of their
+            own here, where autograd does not see them being taken.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: weakref.ref[Tensor], version: int) -> None:
+        self.tensor, self.version = tensor, version
+
+
+class WeightRecord:
+    """The facts about one weight.
+
+    Attributes:
+        layer: State of the layer whose weight this is, or None; in a graph that is being compiled
+            its tensors.
+        values: High-precision values of a persistent weight, or None.
+        shard: What FSDP2 shards, weakly, if this is a rank's part of it (a
+            ``distributed.fsdp.shard.Shard``), or None. FSDP2's parameter holds it; held here, a
+            model would never be collected: autograd's views refer to tensors where Python's
+            collector does not look.
+        gathered: What keeps the faces, if this is a weight that FSDP2 gathered (a ``Shard`` too),
+            or None.
+        writes: Writes that handlers counted.
+        handed: How often the memory was handed out, used while someone else held it, or found
+            written by torch's count.
+        replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
+    """
+
+    __slots__ = (
+        "_faces",
+        "_holders",
+        "_shared",
+        "_stamp",
+        "gathered",
+        "handed",
+        "layer",
+        "replayed",
+        "shard",
+        "values",
+        "writes",
+    )
+
+    def __init__(self, layer: LayerState | StateTensors | None = None) -> None:
+        self.layer = layer
+        self.values: HighPrecisionValues | None = None
+        self.shard: weakref.ref[Any] | None = None
+        self.gathered: Any = None
+        self.writes = self.handed = 0
+        self.replayed = False
+        self._stamp: Stamp | None = None
+        self._shared = False
+        self._faces: dict[tuple[Any, ...], Faces] = {}
+        self._holders: dict[int, _Holder] = {}
+
+    def with_values(self, values: HighPrecisionValues) -> WeightRecord:
+        """Return a record of the same weight with other values, which aliases so far do not share."""
+        made = WeightRecord(self.layer)
+        made.values, made.shard, made.gathered = values, self.shard, self.gathered
+        return made
+
+    # -- writes
+    # -------------------------------------------------------------------------------------------------------
+
+    def note_write(self) -> None:
+        """Take note of a write, so that no face outlives it."""
+        self.writes += 1
+        self.replayed = self.replayed or is_captured()
+
+    def hand_out(self, plain: Tensor) -> Tensor:
+        """Return an alias of ``plain`` for someone who may write it in ways that nothing counts.
+
+        It is a tensor of its own, so that whatever is made from it (``.data``, a numpy array,
+        DLPack) keeps it alive and ``is_shared`` sees that.
+        """
+        self.handed += 1
+        return plain.detach()
+
+    def add_holder(self, plain: Tensor) -> None:
+        """Take note that a wrapper of ours holds ``plain``, the memory or a view of it."""
+        key, holders = id(plain), self._holders
+        if key not in holders:
+            holders[key] = _Holder(
+                weakref.ref(plain, lambda _: holders.pop(key, None)), _version_of(plain)
+            )
+
+    def count_others(self, plain: Tensor) -> None:
+        """Count what others wrote, or may have written, since the last use of ``plain``.
+
+        What torch counted; and each use while someone else holds the memory, and one more after:
+        whoever holds it may write it in between.
+        """
+        holder, version = self._holders[id(plain)], -1 if plain.is_inference() else plain._version
+        if holder.version != version:
+            holder.version = version
+            self.handed += 1
+        count: int = torch._C._storage_Use_Count(
+            plain.untyped_storage()._cdata
+        )  # see ``is_shared``
+        shared = count > len(self._holders) + 1
+        if shared or self._shared:
+            self.handed += 1
+        self._shared = shared
+
+    def is_shared(self, plain: Tensor) -> bool:
+        """Return whether someone else holds memory of ``plain`` now.
+
+        Each living tensor over a storage counts once in the storage's use count, and the storage
+        object that is asked counts once more. ``torch._C._storage_Use_Count`` is private;
+        ``tests/subclasses/test_record.py`` fails where it counts otherwise.
+        """
+        storage = plain.untyped_storage()
+        count: int = torch._C._storage_Use_Count(storage._cdata)
+        return count > len(self._holders) + 1
+
+    # -- faces
+    # --------------------------------------------------------------------------------------------------------
+
+    def faces(self, plain: Tensor, stamp: Stamp) -> Faces:
+        """Return the faces that are kept of ``plain`` and still hold."""
+        if self._stamp != stamp:
+            self._stamp = stamp
+            self._faces.clear()
+            return _NO_FACES
+        return self._faces.get((plain.shape, plain.stride(), plain.storage_offset()), _NO_FACES)
+
+    def keep_faces(self, plain: Tensor, faces: Faces) -> None:
+        """Keep faces that were made with the stamp of the last ``faces``."""
+        self._faces[plain.shape, plain.stride(), plain.storage_offset()] = faces
+
+    def kept_faces(self) -> list[Face]:
+        """Return all faces that are kept."""
+        return [face for faces in self._faces.values() for face in faces if face is not None]
+
+
+def _version_of(plain: Tensor) -> int:
+    """Return torch's counter of writes to a tensor, -1 for one of inference mode, which has none."""
+    return -1 if plain.is_inference() else plain._version

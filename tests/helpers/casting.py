@@ -1,0 +1,51 @@
+"""Casts by keyword, as lists of plain tensors: what tests of operators compare with their oracles."""
+
+from hybridtensor import ops
+from hybridtensor.formats import get_format
+from hybridtensor.ops import Cast, CastInputs, CastRequest
+
+
+def cast_of(name, **options):
+    return Cast(get_format(name), **options)
+
+
+def request_of(row=None, column=None, source=None, dtype=None):
+    return CastRequest(row, column, source, dtype if source is not None else None)
+
+
+def inputs_of(
+    encode_scale=None, noted_amax=None, rounding=None, first_row=0, row_amax=None, column_amax=None, hint=None
+):
+    return CastInputs(encode_scale, noted_amax, rounding, first_row, row_amax, column_amax, hint)
+
+
+def quantize(x, *, row=None, column=None, source=None, dtype=None, **inputs):
+    """Return the tensors of the rowwise face, then those of the columnwise one."""
+    faces = ops.quantize(x, request_of(row, column, source, dtype or x.dtype), inputs_of(**inputs))
+    return [tensor for face in faces if face is not None for tensor in face.tensors()]
+
+
+def quantize_into(x, out, *, row=None, column=None, source=None, dtype=None, **inputs):
+    ops.quantize_into(x, out, request_of(row, column, source, dtype or x.dtype), inputs_of(**inputs))
+
+
+def measure(x, *, row=None, column=None):
+    return ops.prepare(x, request_of(row, column)).measure(x)
+
+
+def float8_quantize(x, format, *, pow2_scale=False):
+    return quantize(x, row=Cast(format, pow2_scale=pow2_scale))
+
+
+def float8_cast(x, encode_scale, noted_amax, index, format):
+    return quantize(x, row=Cast(format, slot=index), encode_scale=encode_scale, noted_amax=noted_amax)
+
+
+def mx_quantize(x, format):
+    return quantize(x, row=Cast(format))
+
+
+def nvfp4_quantize(x, format, *, rounding=None, stream=0, first_row=0, transposed=False):
+    cast = Cast(format, stream=-1 if rounding is None else stream)
+    faces = {"column": cast} if transposed else {"row": cast}
+    return quantize(x.t() if transposed else x, **faces, rounding=rounding, first_row=first_row)
