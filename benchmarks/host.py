@@ -62,7 +62,7 @@ def measure(device: str, count: int) -> dict[str, float]:
 def main() -> None:
     """Print a table: microseconds beyond BF16."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--other", type=Path, help="folder with another version of the package")
