@@ -145,6 +145,8 @@ def test_new_tensors_keep_class_and_format(op, cls, name):
         assert tuple(y.scale.shape) == y.format.scale_shape(*y.qdata.shape)
     if op is aten.new_zeros.default:
         assert all(value.eq(0).all() for value in faces(y))
+        if isinstance(y, Leaf):
+            assert y.scale.float().eq(1).all()
 
 
 @pytest.mark.parametrize(("cls", "name"), CASES)
