@@ -317,3 +317,25 @@ def test_persistent_weights_share_too(casts):
     for got, value in zip(step(model, x), expected, strict=True):
         assert (got is None and value is None) or got.equal(value)
     assert len(casts) == 4
+
+
+def test_an_input_whose_cast_raised_is_cast_by_the_next_layer(monkeypatch):
+    """Oracle: the layer on the same values, alone."""
+    model, original = Attention("fp8"), OneFormatQuantizer.faces
+    x = recorded(torch.randn(SIZE, SIZE, dtype=torch.bfloat16))
+    expected = model.layers[1](x.clone())
+
+    def fails(self, x, *, context, **how):
+        if context.role == "input":
+            monkeypatch.setattr(OneFormatQuantizer, "faces", original)
+            raise RuntimeError("no memory")
+        return original(self, x, context=context, **how)
+
+    def forward(x):
+        with pytest.raises(RuntimeError, match="no memory"):
+            model.layers[0](x)
+        return model.layers[1](x)
+
+    monkeypatch.setattr(OneFormatQuantizer, "faces", fails)
+    monkeypatch.setattr(model, "forward", forward)
+    assert torch.equal(model(x), expected)

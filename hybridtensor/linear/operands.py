@@ -195,7 +195,7 @@ def input_operand(
             input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
         )
         if scope is not None:
-            scope.remember(faces)
+            scope.remember(cast_from, faces)
     if needs.weight and config.save_original_input:
         return KeptInput(faces[0], input, config, dtype, context)
     return Operand(faces[0], faces[1])

@@ -68,12 +68,15 @@ class _Scope:
             self.readers.append(record)
             return self.faces
         self.clear()
-        self.input, self.key, self.readers = _until_death(input, self), key, [record]
+        self.key, self.readers = key, [record]
         return None
 
-    def remember(self, faces: Faces) -> None:
-        """Keep the faces of the last input, for as long as it lives and the forward runs."""
-        self.faces = faces
+    def remember(self, input: Tensor, faces: Faces) -> None:
+        """Keep the faces of ``input``, for as long as it lives and the forward runs.
+
+        Apart from ``known_faces``: an input whose cast raised has no faces to share.
+        """
+        self.input, self.faces = _until_death(input, self), faces
 
     def clear(self) -> None:
         """Let go of the faces."""
