@@ -13,12 +13,14 @@ import torch
 from faces import tensor_faces
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import require_kernels
 from tiers import examples
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hybridtensor as ht
 from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState
+from hybridtensor.state.update import Slots, update_reference
 from hybridtensor.testing import random_tensor
 
 FP32_MAX = np.finfo(np.float32).max
@@ -74,6 +76,52 @@ def test_a_history_that_is_shorter_than_another_forgets_earlier():
             one.amax.fill_(amax)
             ht.step_(one)
         assert state.encode_scale.tolist() == [one.encode_scale.item() for one in alone.values()]
+
+
+def several_layers(device):
+    """Return states of layers with other rules and numbers of scales, of which some have a history."""
+    torch.manual_seed(0)
+    rules = [(1, "max", 0), (2, "most_recent", 1), (5, "max", -1), (16, "max", 0), (33, "most_recent", 0)]
+    quantizers = [DelayedFloat8Quantizer("e4m3", margin, length, name) for length, name, margin in rules]
+    layers = [
+        LayerState.of({"input": quantizers[i], "weight": quantizers[j]}, device=device)
+        for i, j in [(0, 1), (2, 3), (4, 2), (3, 3)]
+    ]
+    layers.append(LayerState.of({"grad_output": quantizers[2]}, device=device))
+    for state in layers:
+        state.amax_history[:, 1:].copy_(torch.rand_like(state.amax_history[:, 1:]) * 100)
+        lengths = torch.tensor([[rule.history_length] for rule in state.rules], device=device)
+        entries = state.amax_history.shape[1]
+        state.amax_history[torch.arange(entries, device=device) <= entries - lengths] = 0
+    return layers
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_kernel_updates_as_the_reference_does(device, reduced):
+    """Bit for bit, of all layers in one launch, with the layers' amaxes or those that ranks reduced."""
+    require_kernels(device)
+    layers = several_layers(device)
+    expected = copy.deepcopy(layers)
+    slots = Slots(layers)
+    count = sum(len(state.slots) for state in layers)
+    for amaxes in (
+        torch.rand(count),
+        torch.zeros(count),
+        torch.full((count,), torch.inf),
+        2.0**-149 * torch.ones(count),
+    ):
+        amaxes = torch.where(torch.rand(count) < 0.2, 0.0, amaxes).to(device)
+        parts = amaxes.split([len(state.slots) for state in layers])
+        for state, other, part in zip(layers, expected, parts, strict=True):
+            other.amax.copy_(part)
+            state.amax.copy_(part if not reduced else torch.full_like(part, 7.0))
+            update_reference([other], part[None], other.rules)
+        with np.errstate(over="ignore"):  # the interpreter divides with numpy
+            slots.update(amaxes if reduced else None)
+        for state, other in zip(layers, expected, strict=True):
+            assert torch.equal(state.encode_scale, other.encode_scale)
+            assert torch.equal(state.amax_history, other.amax_history)
+            assert not state.amax.any()
 
 
 def of(state, slot):

@@ -1,8 +1,4 @@
-"""Advance what quantizers remember: the update rule of delayed scaling, once per step for all
-layers and ranks.
-
-Shape letters: ``N`` layers; ``S`` scales of a layer; ``L`` history length.
-"""
+"""Advance what quantizers remember, once per step for all layers and ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hybridtensor.ops.library import is_captured
-from hybridtensor.state.layer import DelayedRule, LayerState, required
-
-_FP32_MAX = torch.finfo(torch.float32).max
+from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.update import update_scales
 
 
 def step_(model: nn.Module) -> nn.Module:
@@ -89,15 +84,11 @@ def _update_scales(
         _check_same_number(model, sum(len(state.slots) for state in states), group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
-        amaxes = torch.cat([required(state.amax) for state in of_device])
+        reduced = None
         if distributed:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        reduced = amaxes.split([len(state.slots) for state in of_device])
-        for rules in dict.fromkeys(state.rules for state in of_device):
-            chosen = [i for i, state in enumerate(of_device) if state.rules == rules]
-            _update_alike(
-                [of_device[i] for i in chosen], _stacked([reduced[i] for i in chosen]), rules
-            )
+            reduced = torch.cat([required(state.amax) for state in of_device])
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+        update_scales(of_device, reduced)
 
 
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
@@ -120,59 +111,3 @@ def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup |
             "name the data-parallel ranks with set_data_parallel_group_"
         )
     checked[group] = number
-
-
-def _update_alike(states: list[LayerState], last: Tensor, rules: tuple[DelayedRule, ...]) -> None:
-    """Apply the update rule of delayed scaling to layers of the same rules.
-
-    Nothing is copied from or to the host, so that a CUDA graph can hold it.
-
-    Args:
-        states: ``N`` layers.
-        last: The amaxes of the step, fp32 ``[N, S]``.
-        rules: Of the scales.
-
-    Source: TransformerEngine, common/recipe/delayed_scaling.cu.
-    """
-    history = _stacked([required(state.amax_history) for state in states])  # [N, S, L]
-    current = _stacked([required(state.encode_scale) for state in states])
-    target = _constants([rule.largest * 2.0**-rule.margin for rule in rules], last)
-    rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
-    amax = _counting([rule.algorithm == "most_recent" for rule in rules], last, rolled.amax(dim=2))
-    seen = last != 0
-    factor = torch.where(seen & (amax < torch.inf), target / amax, current).clamp(max=_FP32_MAX)
-    lengths = [
-        rule.history_length for rule in rules
-    ]  # what is older is zero, and the first entry of each is free
-    rolled[:, :, : history.shape[2] - max(lengths) + 1].zero_()
-    for slot, length in enumerate(lengths):
-        if length < max(lengths):
-            rolled[:, slot, : history.shape[2] - length + 1].zero_()
-    updated = torch.where(seen[:, :, None], rolled, history)
-    torch._foreach_copy_([required(state.amax_history) for state in states], list(updated.unbind()))
-    torch._foreach_copy_([required(state.encode_scale) for state in states], list(factor.unbind()))
-    torch._foreach_zero_([required(state.amax) for state in states])
-
-
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    """Return tensors as one; a single one without a copy."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
-
-
-def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
-    """Return the amaxes that count, ``[N, S]``: the last or the largest."""
-    if all(most_recent):
-        return last
-    for slot, newest in enumerate(most_recent):
-        if newest:
-            largest[:, slot] = last[:, slot]
-    return largest
-
-
-def _constants(values: list[float], like: Tensor) -> Tensor:
-    """Return one number per scale, fp32 ``[S]``, made on the device of ``like``."""
-    made = like.new_full((len(values),), values[0])
-    for slot, value in enumerate(values):
-        if value != values[0]:
-            made[slot].fill_(value)
-    return made

@@ -1,0 +1,155 @@
+"""The update rule of delayed scaling: the scales of layers follow from the amaxes of a step.
+
+Shape letters: ``N`` layers; ``S`` scales of a layer; ``L`` history length.
+
+Source: TransformerEngine, common/recipe/delayed_scaling.cu.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.library import is_captured, runs_directly
+from hybridtensor.state.layer import DelayedRule, LayerState, required
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def update_scales(states: list[LayerState], reduced: Tensor | None) -> None:
+    """Update the delayed scales of layers on one device, and start their next step.
+
+    Nothing is copied from or to the host while a CUDA graph is captured, so that it can hold it.
+
+    Args:
+        states: The layers.
+        reduced: Their amaxes of the step one after the other, reduced over ranks; None where those
+            of the layers are the whole.
+    """
+    slots = _slots_of(states) if _kernel_runs_on(states) else None
+    if slots is not None:
+        slots.update(reduced)
+        return
+    last = torch.cat([required(state.amax) for state in states]) if reduced is None else reduced
+    by_layer = last.split([len(state.slots) for state in states])
+    for rules in dict.fromkeys(state.rules for state in states):
+        chosen = [i for i, state in enumerate(states) if state.rules == rules]
+        amaxes = torch.stack([by_layer[i] for i in chosen])
+        update_reference([states[i] for i in chosen], amaxes, rules)
+
+
+def update_reference(
+    states: list[LayerState], last: Tensor, rules: tuple[DelayedRule, ...]
+) -> None:
+    """Define the update of layers of the same rules, in operations of torch.
+
+    Args:
+        states: ``N`` layers.
+        last: The amaxes of the step, fp32 ``[N, S]``.
+        rules: Of the scales.
+    """
+    history = torch.stack([required(state.amax_history) for state in states])  # [N, S, L]
+    current = torch.stack([required(state.encode_scale) for state in states])
+    target = _constants([_target(rule) for rule in rules], last)
+    rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
+    amax = _counting([rule.algorithm == "most_recent" for rule in rules], last, rolled.amax(dim=2))
+    seen = last != 0
+    factor = torch.where(seen & (amax < torch.inf), target / amax, current).clamp(max=_FP32_MAX)
+    # What is older than a rule's history is zero, and the first entry of each is free
+    for slot, rule in enumerate(rules):
+        rolled[:, slot, : history.shape[2] - rule.history_length + 1].zero_()
+    updated = torch.where(seen[:, :, None], rolled, history)
+    torch._foreach_copy_([required(state.amax_history) for state in states], list(updated.unbind()))
+    torch._foreach_copy_([required(state.encode_scale) for state in states], list(factor.unbind()))
+    torch._foreach_zero_([required(state.amax) for state in states])
+
+
+def _target(rule: DelayedRule) -> float:
+    """Return what the amax of a scale becomes."""
+    return rule.largest * 2.0**-rule.margin
+
+
+def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
+    """Return the amaxes that count, ``[N, S]``: the last or the largest."""
+    for slot, newest in enumerate(most_recent):
+        if newest:
+            largest[:, slot] = last[:, slot]
+    return largest
+
+
+def _constants(values: list[float], like: Tensor) -> Tensor:
+    """Return one number per scale, fp32 ``[S]``, made on the device of ``like``."""
+    made = like.new_full((len(values),), values[0])
+    for slot, value in enumerate(values):
+        if value != values[0]:
+            made[slot].fill_(value)
+    return made
+
+
+class Slots:
+    """The scales of some layers as the kernel takes them: their addresses and rules, on their
+    device.
+
+    Args:
+        states: The layers, whose tensors are contiguous.
+    """
+
+    def __init__(self, states: list[LayerState]) -> None:
+        self._device = required(states[0].amax).device
+        self.is_captured = False  # a CUDA graph holds the addresses of the tensors below
+        rows, targets, entries = [], [], 1
+        for state in states:
+            amax, history = required(state.amax), required(state.amax_history)
+            tensors = amax, required(state.encode_scale), history
+            length = history.shape[1]
+            entries = max(entries, length)
+            for slot, rule in enumerate(state.rules):
+                addresses = [tensor[slot].data_ptr() for tensor in tensors]
+                newest = rule.algorithm == "most_recent"
+                rows.append([*addresses, length, rule.history_length, int(newest)])
+                targets.append(_target(rule))
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        self._targets = torch.tensor(targets, dtype=torch.float32, device=self._device)
+        self._launches = [
+            Launch(
+                "delayed", "update_kernel", len(rows), options={"num_warps": 1}, REDUCED=reduced,
+                BLOCK=1 << (entries - 1).bit_length(),
+            )
+            for reduced in (False, True)
+        ]  # fmt: skip
+
+    def update(self, reduced: Tensor | None) -> None:
+        """See ``update_scales``."""
+        amaxes = self._targets if reduced is None else reduced
+        self.is_captured = self.is_captured or is_captured()
+        with on_device(self._device):
+            self._launches[reduced is not None](self._rows, self._targets, amaxes)
+
+
+_KNOWN: dict[tuple[object, ...], Slots] = {}
+_MOST_KNOWN = 256
+
+
+def _kernel_runs_on(states: list[LayerState]) -> bool:
+    """Return whether a kernel can update the scales of layers on one device."""
+    tensors = [t for s in states for t in (s.amax, s.encode_scale, s.amax_history) if t is not None]
+    return (
+        tensors[0].is_cuda and runs_directly(tensors[0]) and all(t.is_contiguous() for t in tensors)
+    )
+
+
+def _slots_of(states: list[LayerState]) -> Slots | None:
+    """Return the scales as the kernel takes them; None if they are new while a CUDA graph is
+    captured.
+    """
+    tensors = [(s.amax, s.encode_scale, s.amax_history) for s in states]
+    addresses = [required(tensor).data_ptr() for of_layer in tensors for tensor in of_layer]
+    key = (required(states[0].amax).device, *addresses, *(state.rules for state in states))
+    slots = _KNOWN.get(key)
+    if slots is None and not is_captured():
+        if len(_KNOWN) >= _MOST_KNOWN:
+            for old in [key for key, known in _KNOWN.items() if not known.is_captured]:
+                del _KNOWN[old]
+        slots = _KNOWN[key] = Slots(states)
+    return slots
