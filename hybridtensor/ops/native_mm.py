@@ -114,24 +114,36 @@ def _multiply_blocks(
 
 
 def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
-    """Return elements padded to whole blocks, scales in the layout that cuBLASLt reads, and the
+    """Return elements padded to what cuBLASLt takes, scales in the layout that it reads, and the
     recipe.
+
+    A last block of K may be a partial one.
     """
     scale = _scales(face)
     wide = face.format.block[0] == 128
-    pad_k = -face.qdata.shape[1] % 128
+    pad_k = -face.qdata.shape[1] % 16
     pad_rows = -face.qdata.shape[0] % (128 if wide else 16)
     data = pad(face.qdata, pad_rows, pad_k)
-    if wide:  # [blocks of rows, blocks of K], K padded to a multiple of 4 and contiguous
-        missing = -scale.shape[1] % 4
-        scale = F.pad(scale, (0, missing)) if missing else scale.contiguous()
-        return data, scale.t(), ScalingType.BlockWise128x128
+    if wide:
+        return data, _in_fours(scale).t(), ScalingType.BlockWise128x128
     if pad_rows:
         scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
     elif scale.stride() == (1, scale.shape[0]):  # as casts lay them out
         return data, scale, ScalingType.BlockWise1x128
     outer = scale.t().contiguous()  # one block counts as contiguous whatever its strides: say them
     return data, outer.as_strided(scale.shape, (1, scale.shape[0])), ScalingType.BlockWise1x128
+
+
+def _in_fours(scale: Tensor) -> Tensor:
+    """Return the scales of square blocks with rows of a multiple of 4, contiguous; what is appended
+    is never read.
+    """
+    columns = scale.shape[1]
+    if columns % 4 == 0:
+        return scale.contiguous()
+    wider = scale.new_empty(scale.shape[0], columns + -columns % 4)
+    wider[:, :columns].copy_(scale)  # F.pad takes twice the host time
+    return wider
 
 
 def _multiply_mx(
