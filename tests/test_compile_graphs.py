@@ -114,6 +114,7 @@ def test_a_single_row_is_measured_when_it_is_stored(rows):
 @pytest.mark.parametrize("recipe", ["fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd"])
 @pytest.mark.parametrize("edge", ["normal", "nan", "inf", "zeros", "nothing"])
 def test_measuring_in_the_graph_changes_no_bit(recipe, edge, device):
+    torch._dynamo.reset()
     net = ht.quantize_(Siblings(), recipe).to(device)
     x = random_tensor(0 if edge == "nothing" else 128, 64, device=device)
     if edge == "zeros":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.ops import Faces
-from hybridtensor.ops.library import is_recorded
+from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.record import WeightRecord
 
@@ -138,12 +138,12 @@ def share_between_layers_of(module: nn.Module, parent: str) -> None:
 
 
 def _enter(parent: str, module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         _thread.scope = _Scope(module, parent, _thread.scope)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     scope = _thread.scope
     while (
@@ -162,7 +162,7 @@ def sharing_scope(input: Tensor, record: WeightRecord) -> _Scope | None:
         input: What is quantized.
         record: That of the weight that its faces are multiplied with.
     """
-    scope = None if torch.compiler.is_compiling() else _thread.scope
+    scope = None if is_traced() else _thread.scope
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return None
     layer = record.layer

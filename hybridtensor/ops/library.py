@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._guards
 
 _LIBRARY = torch.library.Library("hybridtensor", "DEF")
 
@@ -34,12 +35,21 @@ def implement(name: str, cuda: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, cuda, "CUDA")
 
 
+def is_traced() -> bool:
+    """Return whether what runs now becomes a graph of ``torch.compile``.
+
+    Up to torch 2.11 ``is_compiling`` is false while AOTAutograd runs what Dynamo left whole, such
+    as a layer's torch function; the tracing context is there in both.
+    """
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
 def runs_directly(x: torch.Tensor) -> bool:
     """Return whether nothing watches operators on this tensor, so that an implementation can be
     called as it is.
     """
     return (
-        not torch.compiler.is_compiling()  # first: the rest cannot be traced
+        not is_traced()  # first: the rest cannot be traced
         and type(x) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()

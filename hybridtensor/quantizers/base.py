@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.formats import Format, nearest
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
+from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.references.blocks import amax_by_rows
 from hybridtensor.state import Context, DelayedRule
 
@@ -158,7 +159,7 @@ class OneFormatQuantizer(Quantizer):
 def cast_faces(x: Tensor, request: CastRequest, context: Context) -> Faces:
     """Return the faces of ``x`` that one cast makes."""
     matrix = x if x.dim() == 2 else tokens(x)
-    if torch.compiler.is_compiling() and context.role != "weight":
+    if is_traced() and context.role != "weight":
         context = _measured_by_the_graph(matrix, request, context)
     inputs = cast_inputs(matrix, request, context)
     return ops.prepare(matrix, request, inputs).run(matrix, inputs)
@@ -193,9 +194,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
         ValueError: If the matrix is not of whole blocks, or the layer's state has no counter for
             random rounding.
     """
-    needs = (
-        _Needs(request) if torch.compiler.is_compiling() else _needs(request)
-    )  # no caches in traces
+    needs = _Needs(request) if is_traced() else _needs(request)  # no caches in traces
     if needs.whole_blocks:
         _check_matrix(matrix, request, str(context))
     state, (row_amax, column_amax) = context.state, context.amaxes

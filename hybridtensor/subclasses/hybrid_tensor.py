@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face, Faces, columnwise_of, high_precision
+from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, View, is_same, whole
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -106,7 +107,7 @@ class HybridTensor(InterceptingTensor):
         """Whether FSDP2 gathered this weight, whose faces then come and go; compiled graphs hold
         their tensors.
         """
-        return self.record.gathered is not None and not torch.compiler.is_compiling()
+        return self.record.gathered is not None and not is_traced()
 
     def require_face(self, direction: str, *, name: str, gemm: str) -> FaceTensor:
         """Return the face in ``direction``.

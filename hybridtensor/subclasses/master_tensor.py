@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Faces
-from hybridtensor.ops.library import is_recorded
+from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
@@ -130,7 +130,7 @@ class MasterWeight(InterceptingTensor):
         made in the graph instead; while something records what runs, or replays what writes the
         weight, they are made anew and not kept.
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._quantized(rowwise, columnwise, dtype)
         record, plain = self.record, self.plain
         layer: Any = record.layer

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor import ops
 from hybridtensor.ops import Cast, Faces
-from hybridtensor.ops.library import require_float
+from hybridtensor.ops.library import is_traced, require_float
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
 from hybridtensor.state import Context
@@ -117,7 +117,7 @@ def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Cont
     """Cast ``x`` straight into the faces of ``dst``; False if that takes more than one cast, or
     other memory.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return False
     rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
     request = quantizer.request(

@@ -409,7 +409,7 @@ class TestDamage:
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a file cannot grow: what a full disk does too
         try:
-            with pytest.raises(RuntimeError, match="File too large"):
+            with pytest.raises(RuntimeError, match=r"File too large|unexpected pos"):  # which depends on the kernel
                 checkpoint.save(tmp_path, 2, {"model": model, "optimizer": optimizer})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -448,7 +448,8 @@ class TestHostile:
         with pytest.raises(RuntimeError, match="do not use this checkpoint"):
             load(tmp_path)
         state = {"model": make("fp8")[0].state_dict()}
-        with warnings.catch_warnings(action="ignore"), pytest.raises(BaseException, match="do not use this checkpoint"):
+        told = "do not use this checkpoint|metadata is None"  # torch 2.11 drops the reader's reason
+        with warnings.catch_warnings(action="ignore"), pytest.raises(BaseException, match=told):
             dcp.load(state, storage_reader=checkpoint.SafeReader(path))
         assert not (tmp_path / "hacked").exists()
 
@@ -486,6 +487,10 @@ torch.set_num_threads(1)
 folder = sys.argv[1]
 random.seed(0)
 model, optimizer = make("nvfp4")
+for name in ("first", "second"):  # what a save takes here, once everything is imported
+    start = time.perf_counter()
+    checkpoint.save(folder + name, 1, {"model": model, "optimizer": optimizer, "step": 1})
+    lasts = time.perf_counter() - start
 seen, partial = 0, 0
 for _ in range(int(sys.argv[2])):
     child = os.fork()
@@ -496,7 +501,7 @@ for _ in range(int(sys.argv[2])):
                 model[0].weight.fill_(step)
             checkpoint.save(folder, step, {"model": model, "optimizer": optimizer, "step": step})
             step += 1
-    time.sleep(0.02 + random.random() * 0.05)
+    time.sleep(lasts * (1.5 + 4 * random.random()))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     newest = checkpoint.latest(folder)

@@ -165,7 +165,8 @@ def test_writes_through_aliases(two):
 
 
 def two_optimizers(rank):
-    model = fully_shard(ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), "fp8", persistent=True))
+    layer = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), "fp8", persistent=True)
+    model = fully_shard(layer, mesh=mesh_of(rank, 2))
     optimizers = [ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0) for _ in range(2)]
     values = whole(optimizers[0].masters()[model[0].weight]).clone()
     for optimizer in optimizers:

@@ -6,7 +6,6 @@ Shape letters: ``M`` rows, ``K`` columns, ``S`` delayed scales of a layer.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hybridtensor.ops.cast.kernel import kernel_cast
@@ -20,7 +19,7 @@ from hybridtensor.ops.cast.request import (
     Hint,
     check_inputs,
 )
-from hybridtensor.ops.library import runs_directly
+from hybridtensor.ops.library import is_traced, runs_directly
 
 __all__ = [
     "NO_INPUTS",
@@ -95,7 +94,7 @@ def quantize_into(
             other shape, strides, dtype or device, at an address that is no multiple of 16, or in
             memory that another one or ``x`` has, too. Nothing is written then.
     """
-    if not torch.compiler.is_compiling() and not can_hold(out, x, request):
+    if not is_traced() and not can_hold(out, x, request):
         got = ", ".join(f"{t.dtype} {tuple(t.shape)} {t.stride()} on {t.device}" for t in out)
         raise ValueError(
             f"quantize_into: plain tensors of their own memory, as quantize makes them of {tuple(x.shape)} on "
