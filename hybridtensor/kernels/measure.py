@@ -37,13 +37,8 @@ def raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexp
 
 
 @triton.jit
-def measure_kernel(
-    x, stride_m, stride_k, M, K, row_target, column_target,
-    ROW: tl.constexpr, ROW_PER_ROW: tl.constexpr, ROW_ROTATED: tl.constexpr,
-    COLUMN: tl.constexpr, COLUMN_PER_ROW: tl.constexpr, COLUMN_ROTATED: tl.constexpr,
-    HW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    V: tl.constexpr, FOLLOWED: tl.constexpr,
-):  # fmt: skip
+def measure_kernel(matrix, row_target, column_target, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr,
+                   HW: tl.constexpr, FOLLOWED: tl.constexpr):  # fmt: skip
     """Raise the amaxes that the casts of either face need, which begin at zero.
 
     Args:
@@ -51,17 +46,19 @@ def measure_kernel(
     """
     if FOLLOWED:
         gdc_launch_dependents()
+    BM: tl.constexpr = TILE.BM
+    BK: tl.constexpr = TILE.BK
     pid = tl.program_id(0)
-    tiles = tl.cdiv(K, BK)
+    tiles = tl.cdiv(matrix.K, BK)
     pm = pid // tiles
     pk = pid % tiles
-    tile = load_tile(x, stride_m, stride_k, pm, pk, M, K, BM, BK, R, V, EVEN, WIDE)
-    if ROW:
-        amax = amax_of_rows(as_rows(tile, BM, BK), ROW_ROTATED, HW, BM, BK)
-        raise_face(row_target, amax, pm * BM, M, ROW_PER_ROW, BM)
-    if COLUMN:
-        amax = amax_of_rows(as_columns(tile, BM, BK), COLUMN_ROTATED, HW, BK, BM)
-        raise_face(column_target, amax, pk * BK, K, COLUMN_PER_ROW, BK)
+    tile = load_tile(matrix, pm, pk, TILE)
+    if ROW.wanted:
+        amax = amax_of_rows(as_rows(tile, BM, BK), ROW.rotated, HW, BM, BK)
+        raise_face(row_target, amax, pm * BM, matrix.M, ROW.per_row, BM)
+    if COLUMN.wanted:
+        amax = amax_of_rows(as_columns(tile, BM, BK), COLUMN.rotated, HW, BK, BM)
+        raise_face(column_target, amax, pk * BK, matrix.K, COLUMN.per_row, BK)
 
 
 @triton.jit

@@ -19,8 +19,7 @@ def _halves(word):
 
 
 @triton.jit
-def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-              ALIGNED: tl.constexpr):  # fmt: skip
+def uniform16(rows, column, columns, rounding, stream, TILE: tl.constexpr):
     """Return a number from (0, 1) for every element of a tile, fp32 ``[R, BM / R, BK]``.
 
     Args:
@@ -29,11 +28,14 @@ def uniform16(rows, column, columns, rounding, stream, BM: tl.constexpr, BK: tl.
         columns: Columns of the tensor.
         rounding: Pointer to key and step, int64.
         stream: Which tensor of the layer this is for.
-        ALIGNED: Whether ``columns`` is a multiple of 8, so that eight neighbours share a call.
+        TILE: The tile; see ``groups``.
     """
+    BM: tl.constexpr = TILE.BM
+    BK: tl.constexpr = TILE.BK
+    R: tl.constexpr = TILE.R
     key = tl.load(rounding)
     step = tl.load(rounding + 1)
-    if ALIGNED:
+    if TILE.aligned:
         eighths = column // 8 + tl.arange(0, BK // 8)
         call = rows[:, :, None] * (columns // 8) + eighths[None, None, :]
         w0, w1, w2, w3 = _words(call, key, step, stream)

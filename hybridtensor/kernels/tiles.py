@@ -29,24 +29,24 @@ def as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, stride_m, stride_k, pm, pk, M, K, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-               V: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def load_tile(matrix, pm, pk, TILE: tl.constexpr):
     """Load a tile ``[R, BM / R, BK]`` as fp32."""
-    rows = rows_of_tile(BM, R)[:, :, None]
-    columns = tl.arange(0, BK)[None, None, :]
-    start = pm.to(tl.int64) * BM * stride_m + pk.to(tl.int64) * BK * stride_k
-    if WIDE:
-        offsets = rows.to(tl.int64) * stride_m + columns.to(tl.int64) * stride_k
+    V: tl.constexpr = TILE.V
+    rows = rows_of_tile(TILE.BM, TILE.R)[:, :, None]
+    columns = tl.arange(0, TILE.BK)[None, None, :]
+    start = pm.to(tl.int64) * TILE.BM * matrix.stride_m + pk.to(tl.int64) * TILE.BK * matrix.stride_k
+    if TILE.wide:
+        offsets = rows.to(tl.int64) * matrix.stride_m + columns.to(tl.int64) * matrix.stride_k
     else:
-        offsets = rows * stride_m + columns * stride_k
+        offsets = rows * matrix.stride_m + columns * matrix.stride_k
     # The 2 is not true. It makes Triton hand out threads along columns, then groups of rows, so that the first axis,
     # neighbouring rows, is left to each thread.
     offsets = tl.max_contiguous(offsets, [1, 2, V])
-    if EVEN:
-        tile = tl.load(x + start + offsets)
+    if TILE.even:
+        tile = tl.load(matrix.x + start + offsets)
     else:
-        mask = (rows < M - pm * BM) & (columns < K - pk * BK)
-        tile = tl.load(x + start + offsets, mask=mask, other=0.0)
+        mask = (rows < matrix.M - pm * TILE.BM) & (columns < matrix.K - pk * TILE.BK)
+        tile = tl.load(matrix.x + start + offsets, mask=mask, other=0.0)
     return tile.to(tl.float32)
 
 

@@ -74,17 +74,27 @@ class Launch:
             )  # None in the interpreter, which compiles nothing
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        # Of a tensor the launcher would ask the address in Python, and the driver whether it is one
-        # of the device
-        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         compiled.run(
             self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *plain, *self._values,
+            *map(_address, arguments), *self._values,
         )  # fmt: skip
+
+
+def _address(argument: Any) -> Any:
+    """Return the address of a tensor, groups with addresses in place of tensors, or a number.
+
+    Of a tensor the launcher would ask the address in Python, and the driver whether it is one of
+    the device.
+    """
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, tuple):
+        return tuple(map(_address, argument))
+    return argument
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make ``device`` the current one, which kernels run on."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

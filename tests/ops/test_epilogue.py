@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from kernels import require_kernels
 from recorder import recorded
 from tiers import covered
 
@@ -35,8 +36,8 @@ def factor(extent, m, n, dim, device):
     ids=str,
 )
 def test_rounds_each_operation_to_fp32_and_the_result_once(name, dtype, with_bias, kernel, device):
-    if kernel and device == "cpu":
-        pytest.importorskip("triton", reason="Triton's interpreter is needed")
+    if kernel:
+        require_kernels(device)
     for m, n in SHAPES:
         total = random_tensor(m, n + 3, dtype=torch.float32, device=device)[:, :n]
         left, right = (factor(e, m, n, dim, device) for dim, e in enumerate(FACTORS[name]))
@@ -58,8 +59,8 @@ def test_rounds_each_operation_to_fp32_and_the_result_once(name, dtype, with_bia
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy, in Triton's interpreter
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "definition"])
 def test_factors_beyond_fp32_make_no_nan_of_zero(kernel, device):
-    if kernel and device == "cpu":
-        pytest.importorskip("triton", reason="Triton's interpreter is needed")
+    if kernel:
+        require_kernels(device)
     total = torch.tensor([[0.0, 1.0], [-1.0, float("nan")]], device=device)
     huge = torch.full((1, 1), 2.0**100, device=device)
     got = (scale_and_round_cuda if kernel else scale_and_round_reference)(total, huge, huge, None, torch.float32).cpu()

@@ -12,12 +12,13 @@ import pytest
 import tiers
 import torch
 from casting import cast_of, inputs_of, measure, quantize, request_of
+from kernels import require_kernels
 from tiers import by_group, covered, few, in_turn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor import ops
 from hybridtensor.ops import CastRequest, Hint
-from hybridtensor.ops.cast import kernel, measurement
+from hybridtensor.ops.cast import kernel, launches, measurement
 from hybridtensor.ops.cast.operator import reference_cast
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
@@ -50,7 +51,6 @@ FIRST_ROW = 32
 # Casts that the kernels treat alike: per tensor, per row, in blocks of two kinds, MX, NVFP4 of two kinds
 KINDS = [CASTS[begin:end] for begin, end in itertools.pairwise((0, 3, 5, 7, 9, 12, 15, 18))]
 WAYS = (0, 1, 2)
-SOME_PAIRS = [(CASTS[i], CASTS[(i * k + k) % len(CASTS)]) for i in range(len(CASTS)) for k in (1, 5)]
 
 
 @pytest.fixture(params=["operator", "kernels"])
@@ -67,9 +67,7 @@ def interpreted(
     x, *, row=None, column=None, source=None, dtype=None, out=None, **inputs,
 ):  # fmt: skip
     """Quantize with the kernels, on a CPU."""
-    pytest.importorskip("triton", reason="Triton's interpreter is needed")
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process")
+    require_kernels("cpu")
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
         return by_kernels(x, request_of(row, column, source, dtype or x.dtype), inputs_of(**inputs), out)
@@ -152,36 +150,28 @@ def test_whole_tiles(cast, run, device):
     check(run, random_tensor(256, 384, device=device), row=cast, column=cast.for_columnwise())
 
 
-def pairs():
-    """Return pairs of casts, and how the columnwise one is made."""
+def in_kinds(*factors):
+    """Return pairs of casts with other factors: every two kinds and factors once, or in the long tier all there are."""
     if tiers.LONG:
-        return [*itertools.product(CASTS, CASTS, WAYS)]
+        return [*itertools.product(CASTS, CASTS, *factors)]
     rows, columns = ([itertools.cycle(kind) for kind in KINDS] for _ in range(2))
-    return [(next(row), next(column), way) for row, column, way in covered(rows, columns, WAYS)]
+    return [(next(row), next(column), *others) for row, column, *others in covered(rows, columns, *factors)]
 
 
-def check_pair(run, device, row, column, ways=WAYS):
+def check_pair(run, x, row, column, way, dtype):
     """Cast both faces of the matrix, or the columnwise one of what the rowwise one holds, which is kept or not."""
-    x = random_tensor(64, 160, dtype=torch.float32, device=device)
     column = column.for_columnwise()
-    for way in ways:
-        if way == 0:
-            check(run, x.bfloat16(), row=row, column=column)
-        else:
-            check(run, x, row=row if way == 1 else None, column=column, source=row, dtype=torch.bfloat16)
+    if way == 0:
+        check(run, x.to(dtype), row=row, column=column)
+    else:
+        check(run, x, row=row if way == 1 else None, column=column, source=row, dtype=dtype)
 
 
-@pytest.mark.parametrize(("row", "column", "way"), pairs(), ids=str)
+@pytest.mark.parametrize(("row", "column", "way"), in_kinds(WAYS), ids=str)
 def test_every_pair_and_columnwise_of_what_the_rowwise_face_holds(row, column, way):
     """Every pair of kinds, every kind in every way; in the long tier every pair of casts in every way."""
-    check_pair(interpreted if not torch.cuda.is_available() else quantize, "cpu", row, column, [way])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("row", "column"), SOME_PAIRS, ids=str)
-def test_pairs_on_a_gpu(row, column):
-    check_pair(quantize, "cuda", row, column)
+    x = random_tensor(64, 160, dtype=torch.float32)
+    check_pair(interpreted if not torch.cuda.is_available() else quantize, x, row, column, way, torch.bfloat16)
 
 
 def test_a_source_is_the_rowwise_cast(run, device):
@@ -214,15 +204,16 @@ def test_edge_values(cast, dtype, run, device):
 HELD = [(x, values) for x in DTYPES for values in DTYPES if x in (values, torch.float32)]
 
 
-@pytest.mark.parametrize(("source", "held"), by_group(KINDS, HELD), ids=str)
-def test_columnwise_of_what_the_rowwise_face_holds_at_the_edges(source, held, run, device):
-    """Columnwise casts taking turns, the rowwise face kept and not."""
+@pytest.mark.parametrize(("source", "column", "way", "held"), in_kinds(WAYS, HELD), ids=str)
+def test_pairs_at_the_edges(source, column, way, held, run, device):
+    """Both faces of a matrix, and the columnwise one of what the rowwise one holds, in every dtype of both."""
     dtype, values = held
-    columns = itertools.cycle(CASTS[(HELD.index((dtype, values)) + 3 * CASTS.index(source)) % len(CASTS) :] + CASTS)
-    for i, (x, column) in enumerate(zip(edge_cases(dtype, device), columns, strict=False)):
-        if run is interpreted and i % 2 == DTYPES.index(dtype) % 2:
+    for i, x in enumerate(
+        [random_tensor(64, 160, dtype=torch.float32, device=device).to(dtype), *edge_cases(*held[:1], device)]
+    ):
+        if run is interpreted and i % 4 != CASTS.index(source) % 4:
             continue  # it takes its time
-        check(run, x, row=source if i % 2 else None, column=column.for_columnwise(), source=source, dtype=values)
+        check_pair(run, x, source, column, way, values)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +269,7 @@ class NoLaunch:
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    monkeypatch.setattr(kernel, "Launch", NoLaunch)
+    monkeypatch.setattr(launches, "Launch", NoLaunch)
     monkeypatch.setattr(measurement, "Launch", NoLaunch)
     monkeypatch.setattr(kernel, "_CASTS", {})
 
@@ -442,7 +433,7 @@ def test_a_measurer_writes_what_measure_returns(view, device):
 
 
 def test_casts_are_text_and_back():
-    for row, column in SOME_PAIRS:
+    for row, column, _ in in_kinds(WAYS):
         for request in (CastRequest(row, column), CastRequest(None, column, row, torch.float32), CastRequest(row)):
             assert parse_request(str(request)) == request
 
@@ -455,10 +446,7 @@ def test_a_delayed_cast_needs_factors(run, device):
 
 def values_by_kernel(codes, scale, level, name, dtype, whole):
     """Dequantize with the kernel: on a CPU in the interpreter."""
-    if codes.device.type == "cpu":
-        pytest.importorskip("triton", reason="Triton's interpreter is needed")
-        if torch.cuda.is_available():
-            pytest.skip("kernels are compiled in this process")
+    require_kernels(codes.device.type)
     with np.errstate(all="ignore"):
         return dequantize_cuda(codes, scale, level, name, dtype, whole)
 

@@ -9,7 +9,7 @@ from hybridtensor import ops
 from hybridtensor.formats import FP8_E4M3_1X128, FP8_E4M3_ROW
 from hybridtensor.ops import Cast, empty_face
 from hybridtensor.testing import random_tensor
-from tests.ops.test_quantize import CASTS, SOME_PAIRS, bits, interpreted, state
+from tests.ops.test_quantize import CASTS, WAYS, bits, in_kinds, interpreted, state
 
 
 def by_kernels(x, out, *, row=None, column=None, source=None, dtype=None, **given):
@@ -49,13 +49,11 @@ def check(into, x, row, column, source=None):
         assert all(t._version > version for t, (_, version) in zip(out, before, strict=True))
 
 
-@pytest.mark.parametrize(("row", "column"), SOME_PAIRS, ids=str)
-def test_the_faces_are_those_of_quantize(row, column, into, device):
-    x, ways = random_tensor(64, 160, device=device), [(row, None), (row, row), (None, row)]
-    if device == "cpu":  # in turn: Triton's interpreter takes its time
-        ways = [ways[SOME_PAIRS.index((row, column)) % 3]]
-    for kept, source in ways:
-        check(into, x, kept, column.for_columnwise(), source=source)
+@pytest.mark.parametrize(("row", "column", "way"), in_kinds(WAYS), ids=str)
+def test_the_faces_are_those_of_quantize(row, column, way, into, device):
+    x = random_tensor(64, 160, device=device)
+    kept, source = [(row, None), (row, row), (None, row)][way]
+    check(into, x, kept, column.for_columnwise(), source=source)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
@@ -67,9 +65,9 @@ def test_one_face_and_empty_ones(cast, into, device):
     check(into, x[:0], cast, cast.for_columnwise())
 
 
-@pytest.mark.parametrize(("row", "column"), SOME_PAIRS[::3], ids=str)
-def test_a_prepared_cast_writes_what_its_tensors_hold_by_now(row, column, device):
-    for source in (None, row):
+@pytest.mark.parametrize(("row", "column", "way"), in_kinds(WAYS)[::3], ids=str)
+def test_a_prepared_cast_writes_what_its_tensors_hold_by_now(row, column, way, device):
+    for source in [(None,), (row,), (None, row)][way]:
         x, given = random_tensor(64, 160, device=device), state(device)
         out, dtype = prepared(x, row, column), torch.bfloat16
         inputs = inputs_of(**given)

@@ -9,6 +9,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from kernels import require_kernels
 
 from hybridtensor.ops import transpose
 from hybridtensor.ops.transpose import transpose_cuda
@@ -30,9 +31,7 @@ def run(request, device):
         return transpose
     if device != "cpu":
         pytest.skip("the operator runs the kernel here")
-    pytest.importorskip("triton", reason="Triton's interpreter is needed")
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process")
+    require_kernels("cpu")
     return lambda parts, *, column, row=None, bits=8: transpose_cuda(parts, bits, column, row)
 
 

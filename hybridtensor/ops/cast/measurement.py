@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.cast.tiles import PER_ROW, FaceConstants, converts_to_fp8, overlaps_kernels
+from hybridtensor.kernels.groups import Matrix, MeasureConstants
+from hybridtensor.ops.cast.tiles import (
+    PER_ROW,
+    KernelFace,
+    Tiling,
+    converts_to_fp8,
+    overlaps_kernels,
+)
 from hybridtensor.ops.kernel_library import Launch
 
 _FLAT_BLOCK, _FLAT_STEPS = 8192, 4
@@ -19,21 +24,21 @@ class Measurement:
     Args:
         faces: The rowwise and the columnwise face.
         wanted: Which of them are scaled by an amax that is to be measured.
-        extents: Strides and shape of the matrix, ``(stride_m, stride_k, M, K)``.
+        matrix: How the matrix lies; its address is not used.
         device: Where it is.
-        tiling: Constants of the tiles, by name, how many there are, and the options of a launch.
+        tiling: How tiles cover it.
     """
 
     def __init__(
         self,
-        faces: tuple[FaceConstants, FaceConstants],
+        faces: tuple[KernelFace, KernelFace],
         wanted: tuple[bool, bool],
-        extents: tuple[int, int, int, int],
+        matrix: Matrix,
         device: torch.device,
-        tiling: tuple[dict[str, Any], int, dict[str, int | None]],
+        tiling: Tiling,
     ) -> None:
         row, column = faces
-        stride_m, stride_k, m, k = extents
+        _, stride_m, stride_k, m, k = matrix
         of_rows = row.kind in PER_ROW, column.kind in PER_ROW
         self._sizes = m if of_rows[0] else 1, k if of_rows[1] else 1
         plain = [
@@ -43,11 +48,11 @@ class Measurement:
         contiguous = stride_k == 1 and stride_m == k
         self._flat = contiguous and all(p for p, w in zip(plain, wanted, strict=True) if w)
         self._one = self._flat or shared
-        self._extents: tuple[int, ...] = extents
+        self._matrix, self._size = matrix, m * k
         followed, self._alone = overlaps_kernels(device), False
         if self._flat:
             programs = -(-m * k // (_FLAT_BLOCK * _FLAT_STEPS))
-            self._extents, self._alone = (m * k,), programs == 1
+            self._alone = programs == 1
             self._launch = Launch(
                 "measure",
                 "measure_flat_kernel",
@@ -59,20 +64,21 @@ class Measurement:
                 FOLLOWED=followed,
             )
             return
-        shape, programs, options = tiling
+        first, second = (
+            MeasureConstants(wanted=asked, per_row=per_row, rotated=face.rotated)
+            for asked, per_row, face in zip(
+                (wanted[0], wanted[1] and not shared), of_rows, faces, strict=True
+            )
+        )
         self._launch = Launch(
             "measure",
             "measure_kernel",
-            programs,
-            options=options,
-            ROW=wanted[0],
-            ROW_PER_ROW=of_rows[0],
-            ROW_ROTATED=row.rotated,
-            COLUMN=wanted[1] and not shared,
-            COLUMN_PER_ROW=of_rows[1],
-            COLUMN_ROTATED=column.rotated,
+            tiling.number,
+            options=tiling.options,
+            ROW=first,
+            COLUMN=second,
+            TILE=tiling.constants,
             HW=converts_to_fp8(device),
-            **shape,
             FOLLOWED=followed,
         )
 
@@ -92,6 +98,6 @@ class Measurement:
 
     def _start(self, x: Tensor, of_row: Tensor, of_column: Tensor) -> None:
         if self._flat:
-            self._launch(x, of_row, *self._extents)
+            self._launch(x, of_row, self._size)
         else:
-            self._launch(x, *self._extents, of_row, of_column)
+            self._launch(self._matrix._replace(x=x), of_row, of_column)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from hybridtensor.formats import Format
+from hybridtensor.kernels.groups import FaceConstants, Matrix, TileConstants
 from hybridtensor.ops.cast.request import Cast
 
 # How a face is scaled, as ``kernels/quantize.py`` names it
@@ -16,8 +17,8 @@ PER_ROW = (ROW, NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
-class FaceConstants(NamedTuple):
-    """One face's compile-time constants of the cast kernel.
+class KernelFace(NamedTuple):
+    """One face as the cast kernel sees it.
 
     Attributes:
         kind: How it is scaled.
@@ -38,8 +39,8 @@ class FaceConstants(NamedTuple):
     stream: int = -1
 
     @classmethod
-    def of(cls, cast: Cast | None) -> FaceConstants:
-        """Return the constants of a cast."""
+    def of(cls, cast: Cast | None) -> KernelFace:
+        """Return the face that a cast makes."""
         if cast is None:
             return cls(NONE)
         fmt = cast.format
@@ -53,15 +54,30 @@ class FaceConstants(NamedTuple):
             stream=cast.stream,
         )
 
-    def packs(self, contraction: int) -> bool:
-        """Return whether rows of elements begin at multiples of the 32 bits that are stored at
-        once.
-        """
-        return contraction % (8 if self.kind in (NVFP4, NVFP4_ROW) else 4) == 0
+    def constants(
+        self, dtype: torch.dtype, contraction: int, *, note: bool, store: bool
+    ) -> FaceConstants:
+        """Return the compile-time constants of the cast of values in ``dtype``.
 
-    def overflow(self, dtype: torch.dtype) -> float:
-        """Return the encode scale that stands for one beyond fp32, of values in ``dtype``."""
-        return torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX
+        Args:
+            dtype: Dtype of what is cast.
+            contraction: Entries of the face along the contraction.
+            note: Whether amaxes are noted.
+            store: Whether the face is wanted, not only what it holds.
+        """
+        two_level = self.kind in (NVFP4, NVFP4_ROW)
+        return FaceConstants(
+            kind=self.kind,
+            side=self.side,
+            e5m2=self.e5m2,
+            pow2=self.pow2,
+            rotated=self.rotated,
+            stochastic=self.stream >= 0,
+            pack=contraction % (8 if two_level else 4) == 0,
+            overflow=torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX,
+            note=note,
+            store=store,
+        )
 
 
 def _kind(fmt: Format, slot: int) -> int:
@@ -108,7 +124,7 @@ _HELD_REGISTERS = (
 )
 
 
-def tile_of(row: FaceConstants, column: FaceConstants, of_rowwise: bool) -> Tile:
+def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     """Return the tile that suits the formats, and whether the columnwise face is made of what the
     rowwise one holds.
 
@@ -130,6 +146,44 @@ def tile_of(row: FaceConstants, column: FaceConstants, of_rowwise: bool) -> Tile
     spills = row.rotated or max(row.stream, column.stream) >= 0  # hundreds of registers
     spills |= tile is _BLOCK_TILE and (two_level or row.kind not in (BLOCK, MX))
     return tile._replace(registers=None if spills else _HELD_REGISTERS)
+
+
+class Tiling(NamedTuple):
+    """How the tiles cover matrices that lie alike.
+
+    Attributes:
+        constants: Compile-time constants of a tile.
+        number: How many there are.
+        options: Triton's options of a launch.
+    """
+
+    constants: TileConstants
+    number: int
+    options: dict[str, int | None]
+
+    @classmethod
+    def of(cls, tile: Tile, matrix: Matrix, dtype: torch.dtype, *, draws: bool) -> Tiling:
+        """Return the tiling of a matrix.
+
+        Args:
+            tile: Its tile.
+            matrix: How it lies.
+            dtype: Its dtype.
+            draws: Whether elements are rounded at random.
+        """
+        m, k = matrix.M, matrix.K
+        reach = max(tile.rows, tile.columns) * max(matrix[1:])
+        constants = TileConstants(
+            BM=tile.rows,
+            BK=tile.columns,
+            R=tile.neighbours,
+            V=tile.vector // dtype.itemsize,
+            even=m % tile.rows == 0 and k % tile.columns == 0,
+            wide=reach >= 2**31,
+            aligned=draws and k % 8 == 0,
+        )
+        number = -(-m // tile.rows) * -(-k // tile.columns)
+        return cls(constants, number, {"num_warps": tile.warps, "maxnreg": tile.registers})
 
 
 def converts_to_fp8(device: torch.device) -> bool:

@@ -1,0 +1,137 @@
+"""What the kernels of casts take together. No Triton here: launches are worked out without it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Matrix(NamedTuple):
+    """A matrix ``[M, K]`` and its strides.
+
+    Attributes:
+        x: Its address.
+        stride_m: From row to row.
+        stride_k: From column to column.
+        M: Rows.
+        K: Columns.
+    """
+
+    x: Any
+    stride_m: int
+    stride_k: int
+    M: int
+    K: int
+
+
+class Output(NamedTuple):
+    """The addresses of a face ``[OTHER, ALONG]`` that is written, and the amaxes that it is scaled by.
+
+    Attributes:
+        codes: Elements.
+        scales: Scales.
+        stride_other: Of the scales, from row to row of blocks.
+        stride_along: Of the scales, from block to block along the contraction.
+        levels: fp32 tensor scales.
+        measured: fp32 amaxes, per tensor or row.
+    """
+
+    codes: Any
+    scales: Any
+    stride_other: int
+    stride_along: int
+    levels: Any
+    measured: Any
+
+
+class State(NamedTuple):
+    """Addresses of what a layer remembers.
+
+    Attributes:
+        factors: Delayed encode scales.
+        amaxes: Their notes.
+        rounding: Key and step of random rounding.
+    """
+
+    factors: Any
+    amaxes: Any
+    rounding: Any
+
+
+class FaceConstants(NamedTuple):
+    """How a face is cast: compile-time constants.
+
+    Attributes:
+        kind: How it is scaled, as ``quantize`` names it.
+        side: Rows of a scale block.
+        e5m2: Whether FP8 elements are E5M2.
+        pow2: Whether encode scales are powers of two.
+        rotated: Whether values are rotated first.
+        stochastic: Whether elements are rounded at random.
+        pack: Whether rows of elements begin at multiples of the 32 bits that are stored at once.
+        overflow: The encode scale that stands for one beyond fp32.
+        note: Whether the amax is noted.
+        store: Whether it is wanted, not only what it holds.
+    """
+
+    kind: int
+    side: int = 1
+    e5m2: bool = False
+    pow2: bool = False
+    rotated: bool = False
+    stochastic: bool = False
+    pack: bool = False
+    overflow: float = 0.0
+    note: bool = False
+    store: bool = True
+
+
+class MeasureConstants(NamedTuple):
+    """How a face is measured: compile-time constants.
+
+    Attributes:
+        wanted: Whether it is.
+        per_row: Whether each row has an amax.
+        rotated: Whether values are rotated first.
+    """
+
+    wanted: bool
+    per_row: bool
+    rotated: bool
+
+
+class TileConstants(NamedTuple):
+    """The tile of a program: compile-time constants.
+
+    Attributes:
+        BM: Rows of the matrix.
+        BK: Columns of the matrix.
+        R: Rows below each other that a thread has.
+        V: Elements of a row that a thread reads at once.
+        even: Whether tiles cover the matrix exactly.
+        wide: Whether offsets take 64 bits.
+        aligned: Whether K is a multiple of 8, so that eight neighbours share a draw; false where nothing is drawn.
+    """
+
+    BM: int
+    BK: int
+    R: int
+    V: int
+    even: bool
+    wide: bool
+    aligned: bool = False
+
+
+class Place(NamedTuple):
+    """Where a tile lies in a face.
+
+    Attributes:
+        other: Its first row.
+        along: Its first entry along the contraction.
+        OTHER: Rows of the face.
+        ALONG: Entries along the contraction.
+    """
+
+    other: Any
+    along: Any
+    OTHER: Any
+    ALONG: Any

@@ -1,0 +1,212 @@
+"""Launches of the cast kernels, for matrices that lie alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.kernels.groups import Matrix, Output, State
+from hybridtensor.ops.cast.request import Cast, CastInputs
+from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
+from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
+from hybridtensor.ops.kernel_library import Launch
+
+_WAVE = 8  # programs per multiprocessor that run at once
+_NO_STRIDES = (0, 0)
+_DTYPES = {torch.bfloat16: 1, torch.float16: 2}  # as the kernel names them
+_FP32 = 3  # also for wider dtypes: no value of a face needs them
+
+
+class FaceOutput:
+    """The tensors of one face that a kernel writes.
+
+    Attributes:
+        layouts: How they lie; none for a face that is not asked for.
+    """
+
+    def __init__(self, kind: FaceKind | None, layouts: tuple[Layout, ...]) -> None:
+        self._kind, self.layouts = kind, layouts
+        self._scale_strides = layouts[1].strides if layouts else _NO_STRIDES
+
+    @classmethod
+    def of(cls, cast: Cast | None, other: int, contraction: int) -> FaceOutput:
+        """Return what a cast to an ``[other, contraction]`` face writes."""
+        if cast is None:
+            return cls(None, ())
+        return cls(FaceKind(cast.format), numeric_layouts(cast.format, other, contraction))
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Return the tensors, not filled."""
+        return [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.layouts
+        ]
+
+    def face(self, tensors: list[Tensor]) -> Face | None:
+        """Return the face that the tensors hold, or None if it is not asked for."""
+        return None if self._kind is None else Face.of(tensors, self._kind)
+
+    def addresses(
+        self, tensors: list[Tensor], amax: Tensor, nothing: Tensor, *, is_compiled: bool
+    ) -> Output:
+        """Return the tensors as a kernel takes them.
+
+        Args:
+            tensors: What is written.
+            amax: What it is scaled by.
+            nothing: Stands for tensors that are not there.
+            is_compiled: Whether the kernel is: Triton does not know every dtype, later only
+                addresses count.
+        """
+        if not tensors:
+            return Output(nothing, nothing, 0, 0, nothing, amax)
+        if not is_compiled:
+            tensors = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in tensors]
+        other, along = self._scale_strides
+        level = tensors[2] if len(tensors) == 3 else nothing
+        return Output(tensors[0], tensors[1], other, along, level, amax)
+
+
+class Written(NamedTuple):
+    """What a cast reads and writes beside the matrix.
+
+    Attributes:
+        row: Tensors of the rowwise face.
+        column: Those of the columnwise face.
+        row_amax: What the rowwise face is scaled by.
+        column_amax: What the columnwise face is scaled by.
+    """
+
+    row: list[Tensor]
+    column: list[Tensor]
+    row_amax: Tensor
+    column_amax: Tensor
+
+
+class KernelTask(NamedTuple):
+    """What the launches of one cast have in common.
+
+    Attributes:
+        matrix: How the matrix lies; its address is not used.
+        dtype: Its dtype.
+        device: Where it is.
+        tiling: How tiles cover it.
+        faces: The rowwise and the columnwise face.
+        outputs: What is written of them.
+        held: Dtype of what the rowwise face holds, where the columnwise one is made of it; None is
+            of the matrix.
+    """
+
+    matrix: Matrix
+    dtype: torch.dtype
+    device: torch.device
+    tiling: Tiling
+    faces: tuple[KernelFace, KernelFace]
+    outputs: tuple[FaceOutput, FaceOutput]
+    held: torch.dtype | None
+
+    def constants(
+        self, column: KernelFace, note: tuple[bool, bool], *, store: bool
+    ) -> dict[str, Any]:
+        """Return the compile-time constants of the kernels, by name, but for how they begin.
+
+        Args:
+            column: The columnwise face.
+            note: Of which faces amaxes are noted.
+            store: Whether the rowwise face is written.
+        """
+        m, k, row = self.matrix.M, self.matrix.K, self.faces[0]
+        return {
+            "ROW_FACE": row.constants(self.dtype, k, note=note[0], store=store),
+            "COLUMN_FACE": column.constants(self.held or self.dtype, m, note=note[1], store=True),
+            "TILE": self.tiling.constants,
+            "HELD": 0 if self.held is None else _DTYPES.get(self.held, _FP32),
+            "HW": converts_to_fp8(self.device),
+        }
+
+    def addresses(
+        self, x: Tensor, written: Written, *, is_compiled: bool
+    ) -> tuple[Matrix, Output, Output]:
+        """Return the matrix and both faces as the kernels take them."""
+        row, column = self.outputs
+        return (
+            self.matrix._replace(x=x),
+            row.addresses(written.row, written.row_amax, x, is_compiled=is_compiled),
+            column.addresses(written.column, written.column_amax, x, is_compiled=is_compiled),
+        )
+
+
+class CastLaunch:
+    """The kernel that casts.
+
+    Args:
+        task: What it casts.
+        column: The columnwise face, if not the task's.
+        note: Of which faces amaxes are noted.
+        store: Whether the rowwise face is written.
+        reverse: Whether to begin at the end, where the pass before this one ended.
+    """
+
+    def __init__(
+        self,
+        task: KernelTask,
+        *,
+        column: KernelFace | None = None,
+        note: tuple[bool, bool] = (False, False),
+        store: bool,
+        reverse: bool = False,
+    ) -> None:
+        row, own = task.faces
+        column = own if column is None else column
+        following = reverse and overlaps_kernels(task.device)
+        self._task, self._numbers = task, (row.slot, row.stream, column.slot, column.stream)
+        self._launch = Launch(
+            "quantize",
+            "cast_kernel",
+            task.tiling.number,
+            options=task.tiling.options | ({"launch_pdl": True} if following else {}),
+            **task.constants(column, note, store=store),
+            REVERSED=reverse,
+            FOLLOWING=following,
+        )
+
+    def __call__(self, x: Tensor, written: Written, inputs: CastInputs) -> None:
+        """Cast ``x``, which stands for tensors that are not there."""
+        encode_scale, noted_amax, rounding, first_row = inputs[:4]
+        state = State(
+            x if encode_scale is None else encode_scale,
+            x if noted_amax is None else noted_amax,
+            x if rounding is None else rounding,
+        )
+        addresses = self._task.addresses(x, written, is_compiled=self._launch.is_compiled)
+        self._launch(*addresses, state, first_row, *self._numbers)
+
+
+class RecastLaunch:
+    """The kernel that casts again what was scaled by an amax of another scale.
+
+    Args:
+        task: What it casts.
+        store: Whether the rowwise face is written.
+    """
+
+    def __init__(self, task: KernelTask, *, store: bool) -> None:
+        programs = 2
+        if task.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(task.device)
+            programs = _WAVE * properties.multi_processor_count
+        self._task = task
+        self._launch = Launch(
+            "quantize",
+            "recast_kernel",
+            min(task.tiling.number, programs),
+            options=task.tiling.options,
+            **task.constants(task.faces[1], (False, False), store=store),
+        )
+
+    def __call__(self, x: Tensor, written: Written, guess: Tensor) -> None:
+        """Cast ``x`` again if the amaxes of ``written`` give another scale than ``guess``."""
+        addresses = self._task.addresses(x, written, is_compiled=self._launch.is_compiled)
+        self._launch(*addresses, guess)
