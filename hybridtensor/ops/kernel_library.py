@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,9 +62,11 @@ class Launch:
         self._compiled: Any = None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether only addresses and numbers are taken from now on, whatever the dtypes of tensors."""
-        return self._compiled is not None
+    def take(self) -> Callable[[torch.Tensor], Any]:
+        """What makes an argument of a tensor that is in a group: its address, once that is all that
+        counts. Triton does not know every dtype.
+        """
+        return _in_known_dtype if self._compiled is None else torch.Tensor.data_ptr
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel on the current stream of the current device."""
@@ -74,23 +77,18 @@ class Launch:
             )  # None in the interpreter, which compiles nothing
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        # Of a tensor the launcher would ask the address in Python, and the driver whether it is one
+        # of the device
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         compiled.run(
             self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *map(_address, arguments), *self._values,
+            *plain, *self._values,
         )  # fmt: skip
 
 
-def _address(argument: Any) -> Any:
-    """Return the address of a tensor, groups with addresses in place of tensors, or a number.
-
-    Of a tensor the launcher would ask the address in Python, and the driver whether it is one of
-    the device.
-    """
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    if isinstance(argument, tuple):
-        return tuple(map(_address, argument))
-    return argument
+def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    """Return elements and scales of narrow formats as bytes."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

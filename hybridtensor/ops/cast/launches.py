@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,9 @@ from hybridtensor.ops.cast.request import Cast, CastInputs
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
 from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch
+
+Take = Callable[[Tensor], Any]
+"""What makes an argument of a kernel of a tensor; see ``Launch.take``."""
 
 _WAVE = 8  # programs per multiprocessor that run at once
 _NO_STRIDES = (0, 0)
@@ -48,25 +52,20 @@ class FaceOutput:
         """Return the face that the tensors hold, or None if it is not asked for."""
         return None if self._kind is None else Face.of(tensors, self._kind)
 
-    def addresses(
-        self, tensors: list[Tensor], amax: Tensor, nothing: Tensor, *, is_compiled: bool
-    ) -> Output:
+    def arguments(self, tensors: list[Tensor], amax: Any, nothing: Any, take: Take) -> Output:
         """Return the tensors as a kernel takes them.
 
         Args:
             tensors: What is written.
-            amax: What it is scaled by.
-            nothing: Stands for tensors that are not there.
-            is_compiled: Whether the kernel is: Triton does not know every dtype, later only
-                addresses count.
+            amax: What it is scaled by, taken.
+            nothing: Stands for tensors that are not there, taken.
+            take: What makes an argument of a tensor.
         """
         if not tensors:
             return Output(nothing, nothing, 0, 0, nothing, amax)
-        if not is_compiled:
-            tensors = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in tensors]
         other, along = self._scale_strides
-        level = tensors[2] if len(tensors) == 3 else nothing
-        return Output(tensors[0], tensors[1], other, along, level, amax)
+        level = take(tensors[2]) if len(tensors) == 3 else nothing
+        return Output(take(tensors[0]), take(tensors[1]), other, along, level, amax)
 
 
 class Written(NamedTuple):
@@ -126,15 +125,14 @@ class KernelTask(NamedTuple):
             "HW": converts_to_fp8(self.device),
         }
 
-    def addresses(
-        self, x: Tensor, written: Written, *, is_compiled: bool
-    ) -> tuple[Matrix, Output, Output]:
+    def arguments(self, x: Tensor, written: Written, take: Take) -> tuple[Matrix, Output, Output]:
         """Return the matrix and both faces as the kernels take them."""
-        row, column = self.outputs
+        _, stride_m, stride_k, m, k = self.matrix
+        taken, (row, column) = take(x), self.outputs
         return (
-            self.matrix._replace(x=x),
-            row.addresses(written.row, written.row_amax, x, is_compiled=is_compiled),
-            column.addresses(written.column, written.column_amax, x, is_compiled=is_compiled),
+            Matrix(taken, stride_m, stride_k, m, k),
+            row.arguments(written.row, take(written.row_amax), taken, take),
+            column.arguments(written.column, take(written.column_amax), taken, take),
         )
 
 
@@ -174,14 +172,15 @@ class CastLaunch:
 
     def __call__(self, x: Tensor, written: Written, inputs: CastInputs) -> None:
         """Cast ``x``, which stands for tensors that are not there."""
+        take = self._launch.take
+        matrix, row, column = self._task.arguments(x, written, take)
         encode_scale, noted_amax, rounding, first_row = inputs[:4]
         state = State(
-            x if encode_scale is None else encode_scale,
-            x if noted_amax is None else noted_amax,
-            x if rounding is None else rounding,
+            matrix.x if encode_scale is None else take(encode_scale),
+            matrix.x if noted_amax is None else take(noted_amax),
+            matrix.x if rounding is None else take(rounding),
         )
-        addresses = self._task.addresses(x, written, is_compiled=self._launch.is_compiled)
-        self._launch(*addresses, state, first_row, *self._numbers)
+        self._launch(matrix, row, column, state, first_row, *self._numbers)
 
 
 class RecastLaunch:
@@ -208,5 +207,4 @@ class RecastLaunch:
 
     def __call__(self, x: Tensor, written: Written, guess: Tensor) -> None:
         """Cast ``x`` again if the amaxes of ``written`` give another scale than ``guess``."""
-        addresses = self._task.addresses(x, written, is_compiled=self._launch.is_compiled)
-        self._launch(*addresses, guess)
+        self._launch(*self._task.arguments(x, written, self._launch.take), guess)

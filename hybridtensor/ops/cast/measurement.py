@@ -100,4 +100,4 @@ class Measurement:
         if self._flat:
             self._launch(x, of_row, self._size)
         else:
-            self._launch(self._matrix._replace(x=x), of_row, of_column)
+            self._launch(self._matrix._replace(x=self._launch.take(x)), of_row, of_column)
