@@ -4,50 +4,23 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridtensor import recipes
 from hybridtensor.distributed.checkpoint.plain import plain_weight
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.dtensor import with_local
 from hybridtensor.linear.sharing import share_between_layers_of
-from hybridtensor.quantizers import Quantizer
-from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.selection import Filter, Plan, Recipe, choose, linear_modules
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.quantizing import quantize
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
-
-Factory = Callable[[QuantizerRole], Quantizer]
-Recipe: TypeAlias = str | HybridConfig | FqnToConfig | Factory
-Filter = Callable[[nn.Module, str], bool]
-
-SKIPPED_NAMES = {
-    "lm_head": "the output head: its error goes straight into the logits",
-    "router": "a router: small, and its rounding flips which expert is chosen",
-    "gate": "a router's gate: small, and its rounding flips which expert is chosen",
-}
-
-
-def why_skipped(name: str, module: nn.Module) -> str | None:
-    """Return why ``quantize_`` leaves this linear layer alone unless told otherwise, or None."""
-    if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return "nn.MultiheadAttention computes with its weight below autograd"
-    return SKIPPED_NAMES.get(name.rpartition(".")[2])
-
-
-def linear_modules(model: nn.Module, root: str = "") -> Iterator[tuple[str, nn.Linear]]:
-    """Yield every linear layer with its fully qualified name; ``root`` is the model's own."""
-    for name, module in model.named_modules(prefix=root):
-        if isinstance(module, nn.Linear):
-            yield name, module
 
 
 def quantize_(
@@ -96,12 +69,8 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
-    if filter_fn is not None and isinstance(recipe, FqnToConfig):
-        raise ValueError(
-            "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
-        )
     root = _checked_name(name)
-    plan = _without(list(_plan(model, recipe, filter_fn, root)), keep_bf16)
+    plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
     if not plan:
         names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
         raise ValueError(
@@ -163,11 +132,8 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     converted = {
         id(module) for _, module in linear_modules(model) if is_converted(part_of(module.weight))
     }
-    plan = [
-        step
-        for step in _plan(model, recipe, lambda module, _: id(module) in converted)
-        if id(step[1]) in converted
-    ]
+    chosen = None if isinstance(recipe, FqnToConfig) else lambda module, _: id(module) in converted
+    plan = [step for step in choose(model, recipe, chosen) if id(step[1]) in converted]
     if not plan:
         raise ValueError(
             "set_config_: a model with weights of this library is required, got none; call quantize_ first"
@@ -200,90 +166,6 @@ def _checked_name(name: str | None) -> str:
             "give what named_modules() calls the module"
         )
     return name
-
-
-def _plan(
-    model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str = ""
-) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
-    """Yield the layers to convert with their configs."""
-    if isinstance(recipe, FqnToConfig):
-        yield from _plan_by_name(model, recipe, root)
-        return
-    config_for = _config_source(recipe)
-    for name, module in linear_modules(model, root):
-        chosen = why_skipped(name, module) is None if filter_fn is None else filter_fn(module, name)
-        if chosen:
-            yield name, module, config_for(name)
-
-
-Plan = list[tuple[str, nn.Linear, HybridConfig]]
-
-
-def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
-    """Return the plan without the layers that ``patterns`` name; each must name one."""
-    if isinstance(patterns, str):
-        raise TypeError(
-            f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
-        )
-    for pattern in patterns:
-        kept = [
-            step
-            for step in plan
-            if not any(fnmatch.fnmatchcase(step[0], p) for p in (pattern, f"{pattern}.*"))
-        ]
-        if len(kept) == len(plan):
-            names = ", ".join(name or "<root>" for name, _, _ in plan) or "none"
-            raise ValueError(
-                f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}"
-            )
-        plan = kept
-    return plan
-
-
-def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
-    """Turn any recipe for all layers alike into a function from a layer's name to its config."""
-    if isinstance(recipe, (str, HybridConfig)):
-        config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
-        return lambda name: config
-    if callable(recipe) and not isinstance(recipe, (type, Quantizer)):
-        factory: Factory = recipe
-        return lambda name: from_factory(factory, name)
-    raise TypeError(
-        "quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, "
-        f"got {recipe!r}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
-    )
-
-
-def _plan_by_name(
-    model: nn.Module, recipe: FqnToConfig, root: str
-) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
-    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern,
-    ``_default``.
-    """
-    rules: dict[str, Any] = dict(recipe.fqn_to_config)
-    patterns = {key: re.compile(key[3:]) for key in rules if key.startswith("re:")}
-    used = set()
-    for name, module in linear_modules(model, root):
-        parameter = f"{name}.weight" if name else "weight"
-        matches = [key for key in (parameter, name) if key in rules and key not in patterns]
-        matches += [
-            key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)
-        ]
-        if not matches and "_default" in rules and why_skipped(name, module) is None:
-            matches = ["_default"]
-        used.update(matches)
-        rule = rules[matches[0]] if matches else None
-        if rule is not None:
-            if not isinstance(rule, (str, HybridConfig)):
-                raise TypeError(
-                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {rule!r} for {matches[0]}"
-                )
-            yield name, module, recipes.from_name(rule) if isinstance(rule, str) else rule
-    unused = [key for key in rules if key not in used and key != "_default"]
-    if unused:
-        raise ValueError(
-            f"quantize_: FqnToConfig keys must match a linear layer, got {', '.join(unused)} matching none"
-        )
 
 
 def _check_weight(name: str, weight: Any, persistent: bool) -> None:

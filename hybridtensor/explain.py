@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridtensor.convert import linear_modules, why_skipped
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.formats import Format
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.selection import linear_modules, why_skipped
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 

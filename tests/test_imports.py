@@ -16,7 +16,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
     "version", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses", "linear",
-    "dtensor", "optim", "offload", "distributed", "convert", "explain", "export", "verify", "former_names", "testing",
+    "dtensor", "optim", "offload", "distributed", "selection", "convert", "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
+
+Address = Tensor | int | None
+"""A tensor, or its address where nothing else counts; None where a group only says how it lies."""
 
 
 class Matrix(NamedTuple):
@@ -16,7 +21,7 @@ class Matrix(NamedTuple):
         K: Columns.
     """
 
-    x: Any
+    x: Address
     stride_m: int
     stride_k: int
     M: int
@@ -35,12 +40,12 @@ class Output(NamedTuple):
         measured: fp32 amaxes, per tensor or row.
     """
 
-    codes: Any
-    scales: Any
+    codes: Address
+    scales: Address
     stride_other: int
     stride_along: int
-    levels: Any
-    measured: Any
+    levels: Address
+    measured: Address
 
 
 class State(NamedTuple):
@@ -52,9 +57,9 @@ class State(NamedTuple):
         rounding: Key and step of random rounding.
     """
 
-    factors: Any
-    amaxes: Any
-    rounding: Any
+    factors: Address
+    amaxes: Address
+    rounding: Address
 
 
 class FaceConstants(NamedTuple):
@@ -131,7 +136,7 @@ class Place(NamedTuple):
         ALONG: Entries along the contraction.
     """
 
-    other: Any
-    along: Any
-    OTHER: Any
-    ALONG: Any
+    other: int
+    along: int
+    OTHER: int
+    ALONG: int

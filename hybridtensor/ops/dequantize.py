@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ _OP = define(
     reference=dequantize_reference,
     fake=_fake,
 )
-_PLANS: dict[tuple[Any, ...], Launch] = {}
+_PLANS: dict[tuple[object, ...], Launch] = {}
 _MOST_PLANS = 4096
 _P, _Q = 32, 256
 _SCALES = {
@@ -167,8 +167,7 @@ def dequantize(
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dequantize: a floating-point dtype is required, got {dtype}")
-    run: Any = _OP
+    run: Callable[..., Tensor] = _OP
     if runs_directly(qdata):
         run = dequantize_cuda if qdata.is_cuda else dequantize_reference
-    result: Tensor = run(qdata, scale, tensor_scale, format.name, dtype)
-    return result
+    return run(qdata, scale, tensor_scale, format.name, dtype)

@@ -53,7 +53,7 @@ class Launch:
         programs: int,
         *,
         options: dict[str, int | None],
-        **constants: Any,
+        **constants: object,
     ) -> None:
         self._kernel = getattr(kernels(module), kernel)
         self._programs, self._constants = programs, constants
@@ -62,13 +62,13 @@ class Launch:
         self._compiled: Any = None
 
     @property
-    def take(self) -> Callable[[torch.Tensor], Any]:
+    def take(self) -> Callable[[torch.Tensor], torch.Tensor | int]:
         """What makes an argument of a tensor that is in a group: its address, once that is all that
         counts. Triton does not know every dtype.
         """
         return _in_known_dtype if self._compiled is None else torch.Tensor.data_ptr
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: object) -> None:
         """Run the kernel on the current stream of the current device."""
         compiled = self._compiled
         if compiled is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
-from hybridtensor.ops.face import Face, high_precision
+from hybridtensor.ops.face import Face, FaceKind, high_precision
 from hybridtensor.ops.library import define, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
@@ -69,22 +69,17 @@ def select_backend(
     return Backend("native", kind.name)
 
 
-def scaled_mm_reference(
-    left: Tensor,
-    left_scale: Tensor | None,
-    left_tensor_scale: Tensor | None,
+def _on_any_device(
+    left: list[Tensor],
     left_format: str,
-    right: Tensor,
-    right_scale: Tensor | None,
-    right_tensor_scale: Tensor | None,
+    right: list[Tensor],
     right_format: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Define ``scaled_mm``: emulate unless the device multiplies the formats itself."""
-    a = Face(left, left_scale, left_tensor_scale, get_format(left_format))
-    b = Face(right, right_scale, right_tensor_scale, get_format(right_format))
+    a = Face.of(left, FaceKind(get_format(left_format)))
+    b = Face.of(right, FaceKind(get_format(right_format)))
     return _multiply(a, b, bias, out_dtype, fast_accum)
 
 
@@ -116,26 +111,21 @@ def _native(
 
 
 def _fake(
-    left: Tensor,
-    left_scale: Tensor | None,
-    left_tensor_scale: Tensor | None,
+    left: list[Tensor],
     left_format: str,
-    right: Tensor,
-    right_scale: Tensor | None,
-    right_tensor_scale: Tensor | None,
+    right: list[Tensor],
     right_format: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    return left.new_empty((left.shape[0], right.shape[0]), dtype=out_dtype)
+    return left[0].new_empty((left[0].shape[0], right[0].shape[0]), dtype=out_dtype)
 
 
 _OP = define(
-    "scaled_mm(Tensor left, Tensor? left_scale, Tensor? left_tensor_scale, str left_format, "
-    "Tensor right, Tensor? right_scale, Tensor? right_tensor_scale, str right_format, "
-    "Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
-    reference=scaled_mm_reference,
+    "scaled_mm(Tensor[] left, str left_format, Tensor[] right, str right_format, Tensor? bias, "
+    "ScalarType out_dtype, bool fast_accum) -> Tensor",
+    reference=_on_any_device,
     fake=_fake,
 )
 
@@ -168,7 +158,7 @@ def scaled_mm(
     _check_operands(left, right, bias)
     if runs_directly(left.qdata):
         return _multiply(left, right, bias, out_dtype, fast_accum)
-    operands = (*left[:3], left.format.name, *right[:3], right.format.name)
+    operands = left.tensors(), left.format.name, right.tensors(), right.format.name
     out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
     return out
 

@@ -7,7 +7,8 @@ row.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits:
             Results must not share memory with ``parts``, which is not checked.
     """
     _check(parts, bits, column, row)
-    run: Any = transpose_cuda if parts.is_cuda and runs_directly(parts) else _OP
+    run: Callable[..., None] = transpose_cuda if parts.is_cuda and runs_directly(parts) else _OP
     run(parts, bits, column, row)
 
 

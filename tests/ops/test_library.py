@@ -48,18 +48,23 @@ def quantize_into(device, row, column=None, source=None):
 
 
 def face(fmt, device, seed=0):
-    """Return what an operand is to the operators: elements, scale, tensor scale, format."""
+    """Return what an operand is to the operators: its tensors and its format."""
     if fmt.is_identity:
-        return matrix(device, seed), None, None, fmt.name
-    made = OPS.quantize(matrix(device, seed), str(CastRequest(Cast(fmt))), None, None, None, 0)
-    return *made, *[None] * (3 - len(made)), fmt.name
+        return [matrix(device, seed)], fmt.name
+    return OPS.quantize(matrix(device, seed), str(CastRequest(Cast(fmt))), None, None, None, 0), fmt.name
+
+
+def dequantized(fmt, device):
+    """Return arguments of ``dequantize``."""
+    tensors, name = face(fmt, device)
+    return *tensors, *[None] * (3 - len(tensors)), name, torch.bfloat16
 
 
 def scaled_mm(device, left, right, columns=32, bias=False, out_dtype=torch.bfloat16):
     """Return arguments of ``scaled_mm``."""
     added = random_tensor(columns, device=device, dtype=out_dtype) if bias else None
-    elements, *scales = face(right, device, 1)
-    return *face(left, device), elements[:columns], *scales, added, out_dtype, False
+    (elements, *scales), name = face(right, device, 1)
+    return *face(left, device), [elements[:columns], *scales], name, added, out_dtype, False
 
 
 def transpose(device, bits, copied=True):
@@ -81,7 +86,7 @@ SAMPLES = {
         **{f"{cast}": lambda device, cast=cast: quantize_into(device, cast, cast.for_columnwise()) for cast in CASTS},
         "columnwise of rowwise": lambda device: quantize_into(device, Cast(NVFP4), Cast(MXFP8_E4M3), Cast(NVFP4)),
     },
-    "dequantize": {f"{fmt}": lambda device, fmt=fmt: (*face(fmt, device), torch.bfloat16) for fmt in FORMATS},
+    "dequantize": {f"{fmt}": lambda device, fmt=fmt: dequantized(fmt, device) for fmt in FORMATS},
     "scaled_mm": {
         **{f"{fmt}": lambda device, fmt=fmt: scaled_mm(device, fmt, fmt) for fmt in FORMATS},
         "a width to pad": lambda device: scaled_mm(device, FP8_E4M3_TENSOR, FP8_E4M3_TENSOR, columns=24),

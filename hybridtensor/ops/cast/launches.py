@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridtensor.kernels.groups import Matrix, Output, State
+from hybridtensor.kernels.groups import (
+    Address,
+    FaceConstants,
+    Matrix,
+    Output,
+    State,
+    TileConstants,
+)
 from hybridtensor.ops.cast.request import Cast, CastInputs
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
 from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch
 
-Take = Callable[[Tensor], Any]
+Take = Callable[[Tensor], Address]
 """What makes an argument of a kernel of a tensor; see ``Launch.take``."""
 
 _WAVE = 8  # programs per multiprocessor that run at once
@@ -52,7 +59,9 @@ class FaceOutput:
         """Return the face that the tensors hold, or None if it is not asked for."""
         return None if self._kind is None else Face.of(tensors, self._kind)
 
-    def arguments(self, tensors: list[Tensor], amax: Any, nothing: Any, take: Take) -> Output:
+    def arguments(
+        self, tensors: list[Tensor], amax: Address, nothing: Address, take: Take
+    ) -> Output:
         """Return the tensors as a kernel takes them.
 
         Args:
@@ -108,7 +117,7 @@ class KernelTask(NamedTuple):
 
     def constants(
         self, column: KernelFace, note: tuple[bool, bool], *, store: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, FaceConstants | TileConstants | int]:
         """Return the compile-time constants of the kernels, by name, but for how they begin.
 
         Args:

@@ -42,7 +42,7 @@ def _on_a_gpu(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
     return _tensors(kernel_cast(x, parsed, taken).run(x, taken))
 
 
-def _fake(x: Tensor, request: str, *_: Any) -> list[Tensor]:
+def _fake(x: Tensor, request: str, *_: object) -> list[Tensor]:
     (rows, columns), (row, column, _source, _dtype) = x.shape, parse_request(request)
     layouts = () if row is None else face_layouts(row.format, rows, columns)
     if column is not None:

@@ -1,0 +1,151 @@
+"""Which layers of a model get which recipe."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+from torch import nn
+
+from hybridtensor import recipes
+from hybridtensor.quantizers import Quantizer
+from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.torchao_compat import FqnToConfig
+
+Factory = Callable[[QuantizerRole], Quantizer]
+Recipe: TypeAlias = str | HybridConfig | FqnToConfig | Factory
+Filter = Callable[[nn.Module, str], bool]
+
+Plan = list[tuple[str, nn.Linear, HybridConfig]]
+"""Layers, what they are called, and their recipes."""
+
+SKIPPED_NAMES = {
+    "lm_head": "the output head: its error goes straight into the logits",
+    "router": "a router: small, and its rounding flips which expert is chosen",
+    "gate": "a router's gate: small, and its rounding flips which expert is chosen",
+}
+
+
+def why_skipped(name: str, module: nn.Module) -> str | None:
+    """Return why ``quantize_`` leaves this linear layer alone unless told otherwise, or None."""
+    if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention computes with its weight below autograd"
+    return SKIPPED_NAMES.get(name.rpartition(".")[2])
+
+
+def linear_modules(model: nn.Module, root: str = "") -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every linear layer with its fully qualified name; ``root`` is the model's own."""
+    for name, module in model.named_modules(prefix=root):
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def choose(
+    model: nn.Module,
+    recipe: Recipe,
+    filter_fn: Filter | None = None,
+    *,
+    keep_bf16: Iterable[str] = (),
+    root: str = "",
+) -> Plan:
+    """Return the linear layers of ``model`` that a recipe is for.
+
+    Args:
+        model: As for ``quantize_``.
+        recipe: As for ``quantize_``.
+        filter_fn: As for ``quantize_``.
+        keep_bf16: As for ``quantize_``.
+        root: The model's own name.
+
+    Raises:
+        ValueError: If there is both a filter and ``FqnToConfig``, or a name matches no layer.
+        TypeError: If an argument is of the wrong kind.
+    """
+    if filter_fn is not None and isinstance(recipe, FqnToConfig):
+        raise ValueError(
+            "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
+        )
+    return _without(list(_plan(model, recipe, filter_fn, root)), keep_bf16)
+
+
+def _plan(
+    model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str
+) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+    """Yield the layers to convert with their configs."""
+    if isinstance(recipe, FqnToConfig):
+        yield from _plan_by_name(model, recipe, root)
+        return
+    config_for = _config_source(recipe)
+    for name, module in linear_modules(model, root):
+        chosen = why_skipped(name, module) is None if filter_fn is None else filter_fn(module, name)
+        if chosen:
+            yield name, module, config_for(name)
+
+
+def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
+    """Return the plan without the layers that ``patterns`` name; each must name one."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
+        )
+    for pattern in patterns:
+        kept = [
+            step
+            for step in plan
+            if not any(fnmatch.fnmatchcase(step[0], p) for p in (pattern, f"{pattern}.*"))
+        ]
+        if len(kept) == len(plan):
+            names = ", ".join(name or "<root>" for name, _, _ in plan) or "none"
+            raise ValueError(
+                f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}"
+            )
+        plan = kept
+    return plan
+
+
+def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
+    """Turn any recipe for all layers alike into a function from a layer's name to its config."""
+    if isinstance(recipe, (str, HybridConfig)):
+        config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
+        return lambda name: config
+    if callable(recipe) and not isinstance(recipe, (type, Quantizer)):
+        factory: Factory = recipe
+        return lambda name: from_factory(factory, name)
+    raise TypeError(
+        "quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, "
+        f"got {recipe!r}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
+    )
+
+
+def _plan_by_name(
+    model: nn.Module, recipe: FqnToConfig, root: str
+) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern,
+    ``_default``.
+    """
+    rules: dict[str, object] = dict(recipe.fqn_to_config)
+    patterns = {key: re.compile(key[3:]) for key in rules if key.startswith("re:")}
+    used = set()
+    for name, module in linear_modules(model, root):
+        parameter = f"{name}.weight" if name else "weight"
+        matches = [key for key in (parameter, name) if key in rules and key not in patterns]
+        matches += [
+            key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)
+        ]
+        if not matches and "_default" in rules and why_skipped(name, module) is None:
+            matches = ["_default"]
+        used.update(matches)
+        rule = rules[matches[0]] if matches else None
+        if rule is not None:
+            if not isinstance(rule, (str, HybridConfig)):
+                raise TypeError(
+                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {rule!r} for {matches[0]}"
+                )
+            yield name, module, recipes.from_name(rule) if isinstance(rule, str) else rule
+    unused = [key for key in rules if key not in used and key != "_default"]
+    if unused:
+        raise ValueError(
+            f"quantize_: FqnToConfig keys must match a linear layer, got {', '.join(unused)} matching none"
+        )
