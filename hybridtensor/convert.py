@@ -71,11 +71,7 @@ def quantize_(
         raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
-    if not plan:
-        names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
-        raise ValueError(
-            f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}"
-        )
+    _require_layers(plan, model, root)
     for layer, module, config in plan:  # everything is checked before anything changes
         _check_weight(layer, module.weight, persistent)
         _check_sizes(layer, module.weight, config)
@@ -86,6 +82,15 @@ def quantize_(
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
     return model
+
+
+def _require_layers(plan: Plan, model: nn.Module, root: str) -> None:
+    """Raise ValueError if nothing is to be converted."""
+    if not plan:
+        names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
+        raise ValueError(
+            f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}"
+        )
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
@@ -149,7 +154,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def is_converted(weight: Any) -> bool:
+def is_converted(weight: object) -> bool:
     """Whether ``weight`` is one of ours."""
     return isinstance(weight, (MasterWeight, HybridTensor))
 
@@ -168,7 +173,7 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-def _check_weight(name: str, weight: Any, persistent: bool) -> None:
+def _check_weight(name: str, weight: object, persistent: bool) -> None:
     where = f"quantize_: layer {name or '<root>'}"
     if not isinstance(weight, nn.Parameter):
         raise TypeError(
@@ -237,7 +242,7 @@ def give_plain_values_(module: nn.Module) -> None:
 
 
 def _plain_values(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, object]
 ) -> None:
     """Replace master weights by their plain tensors, so that no way of saving knows of
     quantization.
@@ -321,10 +326,10 @@ def _swap(parameter: nn.Parameter, new: Tensor) -> None:
 
 def _keep_recipe_on_assign(
     module: nn.Linear,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Tensor],
     prefix: str,
-    local_metadata: dict[str, Any],
-    *_: Any,
+    local_metadata: dict[str, object],
+    *_: object,
 ) -> None:
     """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the
     weight's place.

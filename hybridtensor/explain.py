@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import linear_modules, why_skipped
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Explanation:
     gathers: tuple[GatherRow, ...] = ()
     shared: tuple[str, ...] = ()
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Group:
         """Render as tables."""
         from rich import box
         from rich.console import Group
@@ -102,7 +105,7 @@ class Explanation:
                     f"  {row.gemm}", *operands, row.backend, end_section=row.gemm == "grad_weight"
                 )
         reasons = dict.fromkeys(f"{row.backend}: {row.reason}" for row in self.rows)
-        parts: list[Any] = [table, *reasons] if self.rows else []
+        parts: list[RenderableType] = [table, *reasons] if self.rows else []
         if self.gathers:
             sent = Table(title="Gathered by FSDP2", box=box.SIMPLE_HEAD)
             for header in ("layer", "before forward", "before backward", "why"):
@@ -142,7 +145,7 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     skipped, sent, shared = [], [], []
     for name, module in linear_modules(model):
         layer = name or "<root>"
-        weight: Any = part_of(module.weight)
+        weight = part_of(module.weight)
         if isinstance(weight, (MasterWeight, HybridTensor)) and weight.config is not None:
             gathered = gathers(module)
             if gathered is not None:

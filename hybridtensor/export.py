@@ -10,7 +10,8 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
+from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
 from hybridtensor.state import Context
 from hybridtensor.subclasses import (
@@ -33,6 +35,9 @@ from hybridtensor.subclasses.quantizing import quantize
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1
+
+Told: TypeAlias = dict[str, Any]
+"""What the metadata of a file tells of a weight or face, as JSON."""
 
 
 def export_safetensors(
@@ -73,30 +78,11 @@ def export_safetensors(
     """
     library = _safetensors()
     _check(model, dtype, masters)
-    of = (
-        {}
-        if masters is None
-        else {id(weight): master.detach() for weight, master in masters.masters().items()}
-    )
-    tensors: dict[str, Tensor] = {}
-    metadata = {"format": "pt"}
-    weights: dict[str, Any] = {}
-    with torch.no_grad():
-        for name, value, first in _named(model):
-            weight = local(value)
-            if first != name:
-                metadata[name] = first
-            elif dtype == "quantized" and isinstance(weight, (MasterWeight, HybridTensor)):
-                weights[name] = _add_faces(tensors, name, value, columnwise)
-            else:
-                tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))
-    if dtype == "quantized":
-        metadata[_KEY] = json.dumps({"version": _VERSION, "weights": weights}, sort_keys=True)
+    tensors, metadata = _collect(model, dtype, columnwise, masters)
     target = Path(path)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        _write(
-            library, {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata, target
-        )
+        whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        _write(library, whole, metadata, target)
     return target
 
 
@@ -114,42 +100,62 @@ def _check(model: nn.Module, dtype: str, masters: MasterWeights | None) -> None:
         )
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Yield all that is exported: name, tensor, and the first name of the same tensor."""
+@torch.no_grad()
+def _collect(
+    model: nn.Module, dtype: str, columnwise: bool, masters: MasterWeights | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of the file, and its metadata."""
+    of = {} if masters is None else {id(w): m.detach() for w, m in masters.masters().items()}
+    tensors: dict[str, Tensor] = {}
+    metadata = {"format": "pt"}
+    weights: dict[str, Told] = {}
+    for name, value, first in _named(model):
+        if first != name:
+            metadata[name] = first
+        elif dtype == "quantized" and isinstance(local(value), (MasterWeight, HybridTensor)):
+            weights[name] = _add_faces(tensors, name, value, columnwise)
+        else:
+            tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))
+    if dtype == "quantized":
+        metadata[_KEY] = json.dumps({"version": _VERSION, "weights": weights}, sort_keys=True)
+    return tensors, metadata
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield name and tensor of all that is exported, and the first name of the same tensor."""
     first: dict[int, str] = {}
     for name, value in (*named_parameters(model), *named_buffers(model)):
         if f".{name}".rpartition(".")[0].rpartition(".")[2] != "quantization_state":
             yield name, value, first.setdefault(id(value), name)
 
 
-def _in_high_precision(value: Any, masters: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
+def _in_high_precision(
+    value: Tensor, masters: dict[int, Tensor], dtype: torch.dtype | None
+) -> Tensor:
     """Return the whole tensor, in ``dtype`` if it is a floating-point one."""
-    weight = local(value).detach()
-    if isinstance(weight, HybridTensor):
-        original = local(value).original
-        weight = weight.dequantize() if original is None else original
-        weight = local(masters.get(id(value), weight))
-    elif isinstance(weight, MasterWeight):
-        weight = weight.plain
-    if dtype is not None and weight.is_floating_point():
-        weight = weight.to(dtype)
-    whole: Tensor = weight
+    part = local(value)
+    if isinstance(part, HybridTensor):
+        known = part.dequantize() if part.original is None else part.original
+        values = local(masters.get(id(value), known))
+    else:
+        values = part.plain if isinstance(part, MasterWeight) else part.detach()
+    if dtype is not None and values.is_floating_point():
+        values = values.to(dtype)
     if isinstance(value, DTensor):
-        whole = as_part_of(value, weight, tuple(value.shape)).full_tensor()
-    return whole
+        whole: Tensor = as_part_of(value, values, tuple(value.shape)).full_tensor()
+        return whole
+    return values
 
 
-def _add_faces(
-    tensors: dict[str, Tensor], name: str, value: Any, columnwise: bool
-) -> dict[str, Any]:
+def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise: bool) -> Told:
     """Add the tensors of a weight's faces; return what they are."""
-    if isinstance(value, DTensor):
+    if not isinstance(value, (MasterWeight, HybridTensor)):
         raise NotImplementedError(
-            f"export_safetensors: whole weights are required for a quantized export, got a shard of {name}; load the "
-            "checkpoint in one process and export there"
+            f"export_safetensors: {name} is sharded, and a quantized export needs the whole "
+            "weight; load the checkpoint in one process and export there"
         )
     weight = value if isinstance(value, HybridTensor) else _quantized(value, columnwise)
-    told: dict[str, Any] = {
+    told: Told = {
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "faces": {},
@@ -165,7 +171,7 @@ def _add_faces(
             told["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)
     if not told["faces"]:
         raise ValueError(
-            f"export_safetensors: a rowwise face is required, got {name} without; pass columnwise=True"
+            f"export_safetensors: the weight {name} has no rowwise face; pass columnwise=True"
         )
     return told
 
@@ -176,7 +182,7 @@ def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
     return quantize(weight.config.weight, weight.plain, columnwise=columnwise, context=context)
 
 
-def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> dict[str, Any]:
+def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> Told:
     if isinstance(face, IdentityTensor):
         if isinstance(face.source, QuantizedTensor):
             return {"of": _add_face(tensors, f"{prefix}.source", face.source)}
@@ -212,7 +218,7 @@ def load_safetensors(
     try:
         told = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
         if told["version"] != _VERSION:
-            raise ValueError(f"version {_VERSION} is required, got {told['version']}")
+            raise ValueError(f"it has version {told['version']}, this library reads {_VERSION}")
         for name, weight in told["weights"].items():
             size, dtype = tuple(int(n) for n in weight["shape"]), _dtype(weight["dtype"])
             faces: dict[str, FaceTensor] = {}
@@ -229,7 +235,7 @@ def load_safetensors(
             tensors[name] = HybridTensor(faces.get("rowwise"), faces.get("columnwise"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"load_safetensors: a file of export_safetensors is required, got {path}: {error}"
+            f"load_safetensors: {path} is not what export_safetensors writes: {error}"
         ) from error
     for name, first in metadata.items():
         if name not in ("format", _KEY) and first in tensors:
@@ -242,14 +248,14 @@ def _dtype(name: str) -> torch.dtype:
         name
     )
     if found is None:
-        raise ValueError(f"a high-precision dtype is required, got {name!r}")
+        raise ValueError(f"{name!r} is no high-precision dtype")
     return found
 
 
 def _take_face(
     tensors: dict[str, Tensor],
     prefix: str,
-    told: dict[str, Any],
+    told: Told,
     size: tuple[int, ...],
     dtype: torch.dtype,
 ) -> FaceTensor:
@@ -263,7 +269,7 @@ def _take_face(
     axis = told["axis"]
     if axis not in (-1, 0) or len(size) != 2:
         raise ValueError(
-            f"{prefix}: a matrix and axis -1 or 0 are required, got {size} and {axis!r}"
+            f"{prefix} has size {size} and axis {axis!r}, not those of a matrix and -1 or 0"
         )
     other, contraction = size if axis == -1 else size[::-1]
     second = fmt.tensor_scale_shape(other, contraction)
@@ -274,7 +280,7 @@ def _take_face(
     tensor_scale = (
         None if second is None else _take(tensors, f"{prefix}.tensor_scale", second, torch.float32)
     )
-    return QuantizedTensor(qdata, scale, tensor_scale, fmt, axis, dtype, size)
+    return QuantizedTensor(Face(qdata, scale, tensor_scale, fmt), axis, dtype, size)
 
 
 def _take(
@@ -285,13 +291,13 @@ def _take(
         tensor = tensor.view(dtype)
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: {tuple(shape)} of {dtype} are required, got {tuple(tensor.shape)} of {tensor.dtype}"
+            f"{name} has {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(shape)} of {dtype}"
         )
     return tensor
 
 
 def _write(
-    library: Any, tensors: dict[str, Tensor], metadata: dict[str, str], target: Path
+    library: ModuleType, tensors: dict[str, Tensor], metadata: dict[str, str], target: Path
 ) -> None:
     """Write a file under another name, bring it to the disk, and rename it."""
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -304,12 +310,14 @@ def _write(
         partial.unlink(missing_ok=True)
 
 
-def _safetensors() -> Any:
+def _safetensors() -> ModuleType:
+    """Return the package ``safetensors``."""
     try:
         import safetensors
         import safetensors.torch
     except ImportError as error:
         raise ImportError(
-            "export_safetensors: the package safetensors is required; pip install hybridtensor[export]"
+            "export_safetensors: the package safetensors is not installed; pip install "
+            "hybridtensor[export]"
         ) from error
     return safetensors

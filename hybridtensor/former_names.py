@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -21,7 +21,7 @@ from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import DelayedRule, LayerState, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 
-FORMER_NAMES: dict[str, Any] = {
+FORMER_NAMES: dict[str, Callable[..., object]] = {
     "hybridtensor.config.HybridConfig": HybridConfig,
     "hybridtensor.config.QuantizerRole": QuantizerRole,
     "hybridtensor.state.DelayedRule": DelayedRule,

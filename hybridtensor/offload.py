@@ -20,12 +20,13 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
+from hybridtensor.dtensor import local
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.structure import flatten
 
@@ -73,7 +74,7 @@ def offload_activations(
     """
     modules = _checked(blocks, keep_last, min_bytes)
     offload = _Offload(min_bytes, pin_memory)
-    hooks: list[Any] = []
+    hooks: list[RemovableHandle] = []
     try:
         for block in modules[: max(0, len(modules) - keep_last)]:
             hooks.append(block.register_forward_pre_hook(offload.enter))
@@ -100,6 +101,8 @@ class _Memory:
     """One storage that is saved: on the device, on the host, or both."""
 
     def __init__(self, tensor: Tensor) -> None:
+        # torch's version counter tells of writes in place; a torch without it would have us copy
+        # back what was saved before such a write, without an error
         self.device, self.version = tensor.device, tensor._version
         self.weak = StorageWeakRef(
             tensor.untyped_storage()
@@ -133,12 +136,15 @@ class _Memory:
         """Return the storage, or its copy on the device."""
         if self.changed or (self.source is not None and self.source._version != self.version):
             raise RuntimeError(
-                "offload_activations: saved tensors that stay what they are until they are copied are required, got "
-                "one that was changed in place; use the operator that is not in place"
+                "offload_activations: a saved tensor was changed in place before it was copied; "
+                "use the operator that is not in place"
             )
         there = self.source if self.source is not None else self.fetched
         if there is None:
-            raise RuntimeError("offload_activations: memory that was fetched is required, got none")
+            raise RuntimeError(
+                "offload_activations: a saved tensor was given back and not fetched; please "
+                "report this"
+            )
         return there.untyped_storage()
 
 
@@ -177,7 +183,7 @@ class _Offload:
         self.traffic, self.min_bytes, self.pin_memory = Traffic(), min_bytes, pin_memory
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.lock = threading.RLock()  # autograd has a thread per device
-        self.open: list[tuple[_Group, Any]] = []
+        self.open: list[tuple[_Group, torch.autograd.graph.saved_tensors_hooks]] = []
         self.last: _Group | None = None
         self.fetched: list[_Group] = []  # what backward is at, and what is fetched ahead
         self.known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
@@ -185,7 +191,7 @@ class _Offload:
     # -- forward
     # ------------------------------------------------------------------------------------------------------
 
-    def enter(self, block: nn.Module, args: Any) -> None:
+    def enter(self, block: nn.Module, args: object) -> None:
         """Catch what the block saves."""
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
         group = _Group(self.last, {p.device for p in block.parameters()}, _addresses(block))
@@ -195,7 +201,7 @@ class _Offload:
         hooks.__enter__()
         self.open.append((group, hooks))
 
-    def leave(self, block: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, block: nn.Module, args: object, output: object) -> None:
         """Send what the block saved on its way, and give back what the block before it did."""
         group, hooks = self.open.pop()
         hooks.__exit__(None, None, None)
@@ -219,6 +225,8 @@ class _Offload:
             return tensor
         if storage.data_ptr() in group.held:
             return tensor
+        # The private ``_cdata`` numbers storages: ``data_ptr`` may be that of another one by now,
+        # and the Python object is made anew at each call. ``_Memory.weak`` keeps the number taken.
         memory = self.known.get(storage._cdata)
         if memory is None or memory.version != tensor._version:
             memory = self.known[storage._cdata] = _Memory(tensor)
@@ -340,7 +348,7 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
 def _addresses(block: nn.Module) -> set[int]:
     """Return the memory that parameters, buffers and cached faces hold now."""
     tensors = [*block.parameters(), *block.buffers()]
-    plain = [t for tensor in tensors for t in held_by(getattr(tensor, "_local_tensor", tensor))]
+    plain = [t for tensor in tensors for t in held_by(local(tensor))]
     return {t.untyped_storage().data_ptr() for t in plain} - {0}
 
 

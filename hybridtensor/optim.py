@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT, StateDict
 
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.quantizing import refresh_
 
-# Optimizers choose their foreach implementation on a GPU by exact type; DTensor enters itself here
-# in the same way.
+T = TypeVar("T")
+
+# Optimizers choose their foreach implementation on a GPU by exact type, from a private list that
+# DTensor enters itself into, too. Without the list, steps of master weights are as right, but slow.
 _foreach_types = getattr(
     sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", []
 )
@@ -46,7 +49,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], /, **kwargs: Any
+        self, optimizer_class: type[torch.optim.Optimizer], params: ParamsT, /, **kwargs: Any
     ) -> None:
         if not (
             isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
@@ -55,11 +58,11 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights: an Optimizer class is required, got {optimizer_class!r}"
             )
         given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-        self._pairs: list[tuple[HybridTensor, nn.Parameter]] = []
+        self._pairs: list[tuple[Tensor, nn.Parameter]] = []  # persistent parameter and its master
         inner_groups = [
-            {**group, "params": [self._master(p) for p in group["params"]]} for group in groups
+            {**group, "params": [self._stepped(p) for p in group["params"]]} for group in groups
         ]
         self.inner = optimizer_class(inner_groups, **kwargs)
         if [len(group["params"]) for group in self.inner.param_groups] != [
@@ -72,10 +75,16 @@ class MasterWeights(torch.optim.Optimizer):
         super().__init__(groups, self.inner.defaults)
         self._share_groups()
 
-    def _master(self, parameter: Any) -> Any:
-        """Return what is stepped for a parameter, or for its name and it."""
+    @overload
+    def _stepped(self, parameter: Tensor) -> Tensor: ...
+    @overload
+    def _stepped(self, parameter: tuple[str, Tensor]) -> tuple[str, Tensor]: ...
+    def _stepped(self, parameter: Tensor | tuple[str, Tensor]) -> Tensor | tuple[str, Tensor]:
+        """Return the master of a persistent parameter, any other parameter as it is; with its name
+        if that is given.
+        """
         if isinstance(parameter, tuple):
-            return (*parameter[:-1], self._master(parameter[-1]))
+            return (*parameter[:-1], self._stepped(parameter[-1]))
         part = local(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
@@ -86,12 +95,12 @@ class MasterWeights(torch.optim.Optimizer):
         return master
 
     @property
-    def state(self) -> defaultdict[Any, dict[str, Any]]:
+    def state(self) -> defaultdict[Tensor, StateDict]:
         """The inner optimizer's state by parameter, with the masters; nothing before the first
         step.
         """
         of = {id(master): parameter for parameter, master in self._pairs}
-        found: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        found: defaultdict[Tensor, StateDict] = defaultdict(dict)
         for stepped, state in self.inner.state.items():
             found[of.get(id(stepped), stepped)] = dict(state)
         for parameter, master in self._pairs if found else []:
@@ -99,11 +108,11 @@ class MasterWeights(torch.optim.Optimizer):
         return found
 
     @state.setter
-    def state(self, value: Any) -> None:
-        """Nothing: torch's base class sets an empty one."""
+    def state(self, value: object) -> None:
+        """Ignore ``value``: torch's base class sets an empty state."""
 
-    def _own(self, parameter: HybridTensor, master: Tensor) -> dict[str, Any]:
-        """Return what a state dict has of a parameter beside the inner optimizer's state."""
+    def _own(self, parameter: Tensor, master: Tensor) -> StateDict:
+        """Return the entries of a parameter in a state dict beside the inner optimizer's."""
         return {"master": master.detach(), "follows": follows_from_master(parameter)}
 
     def _share_groups(self) -> None:
@@ -119,23 +128,29 @@ class MasterWeights(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: also the masters and what steps them."""
+    def __getstate__(self) -> StateDict:
+        """Return the attributes that copies and pickles hold: also the masters and the inner
+        optimizer.
+        """
         state = {name: value for name, value in super().__getstate__().items() if name != "state"}
         return {**state, "inner": self.inner, "_pairs": self._pairs}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Undo ``__getstate__``."""
         super().__setstate__(state)
         for parameter, master in self._pairs:
-            local(parameter).high_precision.give_to(local(master), follows=False)
+            _part(parameter).high_precision.give_to(local(master), follows=False)
 
-    def masters(self) -> dict[HybridTensor, Tensor]:
+    def masters(self) -> dict[Tensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
         self._follow_parameters()
         return dict(self._pairs)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step the masters with the parameters' gradients, then write every persistent parameter
         back.
 
@@ -164,7 +179,7 @@ class MasterWeights(torch.optim.Optimizer):
         )
         for parameter, master in self._pairs:
             master.grad = None
-            local(parameter).high_precision.loaded = False
+            _part(parameter).high_precision.loaded = False
         return loss
 
     @torch.no_grad()
@@ -173,25 +188,25 @@ class MasterWeights(torch.optim.Optimizer):
         steps, too.
         """
         for parameter, master in self._pairs:
-            part, own = local(parameter), local(master)
+            part, own = _part(parameter), local(master)
             if part.high_precision.is_of(own):
                 continue
             if not part.high_precision.was_of(own):
                 own.copy_(_values(part))
             part.high_precision.give_to(own, follows=part.high_precision.follows)
 
-    def _write_back(self, pairs: list[tuple[HybridTensor, nn.Parameter]]) -> None:
+    def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters; parts of sharded ones all together, because ranks
         exchange scales.
         """
-        parts = [(local(parameter), local(master.detach())) for parameter, master in pairs]
+        parts = [(_part(parameter), local(master.detach())) for parameter, master in pairs]
         together = (
             parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts)
         )
         for part, values in [] if together else parts:
             refresh_(part, values)
         for parameter, master in pairs:
-            local(parameter).high_precision.give_to(local(master), follows=True)
+            _part(parameter).high_precision.give_to(local(master), follows=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -200,15 +215,17 @@ class MasterWeights(torch.optim.Optimizer):
             return
         group = {**param_group, "params": _as_list(param_group["params"])}
         super().add_param_group(dict(group))  # which raises for parameters that are there
-        self.inner.add_param_group({**group, "params": [self._master(p) for p in group["params"]]})
+        self.inner.add_param_group({**group, "params": [self._stepped(p) for p in group["params"]]})
         self._share_groups()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the inner optimizer gives, and with each persistent parameter its master.
+    def state_dict(self) -> StateDict:
+        """Return the inner optimizer's state dict, and with each persistent parameter its master.
 
         And ``"follows"``: whether the parameter is what quantizing the master gives, whenever that
         is done.
         """
+        # The base class runs these hooks, which are private to torch, in the method overridden
+        # here; left out, hooks that users register would not run
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._follow_parameters()
@@ -223,9 +240,9 @@ class MasterWeights(torch.optim.Optimizer):
             packed = _or(after(self, packed), packed)
         return packed
 
-    def _keys(self, packed: dict[str, Any]) -> list[Any]:
-        """Return what a state dict calls the parameters with masters: it has numbers, or names, in
-        our order.
+    def _keys(self, packed: StateDict) -> list[int | str | None]:
+        """Return the keys of the parameters with masters in a state dict: numbers, or names, in our
+        order.
         """
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         every = [
@@ -234,7 +251,7 @@ class MasterWeights(torch.optim.Optimizer):
         of = dict(zip(every, keys, strict=False))
         return [of.get(id(master)) for _, master in self._pairs]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from
         its master.
 
@@ -269,7 +286,7 @@ class MasterWeights(torch.optim.Optimizer):
                 [(parameter, master) for parameter, master, _, follows in found if follows]
             )
         for parameter, master, _, follows in found:
-            local(parameter).high_precision.give_to(
+            _part(parameter).high_precision.give_to(
                 local(master), follows=bool(follows), loaded=True
             )
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -284,25 +301,37 @@ class MasterWeights(torch.optim.Optimizer):
         for (parameter, _), shape, needed in zip(self._pairs, shapes, wanted, strict=True):
             if shape != needed and (shape is not None or parameter.requires_grad):
                 raise ValueError(
-                    f"MasterWeights.load_state_dict: masters of {wanted} are required, got {shapes}"
+                    f"MasterWeights.load_state_dict: masters of {wanted} are required, got "
+                    f"{shapes}; give it the state of an optimizer of the same parameters"
                 )
 
 
-def follows_from_master(parameter: Any) -> bool:
+def follows_from_master(parameter: Tensor) -> bool:
     """Whether a persistent parameter, or this rank's part of it, is what quantizing its master
     gives, at any time.
     """
+    part = _part(parameter)
+    return part.high_precision.follows and part.recipe.weight.repeatable
+
+
+def _part(parameter: Tensor) -> HybridTensor:
+    """Return this rank's part of a persistent parameter."""
     part = local(parameter)
-    return bool(part.high_precision.follows and part.config.weight.repeatable)
+    if not isinstance(part, HybridTensor):
+        raise TypeError(
+            f"MasterWeights: a persistent parameter became {type(part).__name__}; make the "
+            "optimizer anew"
+        )
+    return part
 
 
 def _values(part: HybridTensor) -> Tensor:
-    """Return the best there is of the values of a persistent parameter."""
+    """Return the high-precision values of a persistent parameter, or else its dequantized ones."""
     values = part.high_precision.current
     return (part.dequantize() if values is None else values).detach()
 
 
-def _is_zero(rate: Any) -> bool:
+def _is_zero(rate: float | Tensor | None) -> bool:
     """Whether a learning rate is known to be zero, without asking the device."""
     return (
         not (isinstance(rate, Tensor) and rate.device.type != "cpu")
@@ -311,11 +340,11 @@ def _is_zero(rate: Any) -> bool:
     )
 
 
-def _or(new: Any, old: Any) -> Any:
+def _or(new: T | None, old: T) -> T:
     return old if new is None else new
 
 
-def _like(parameter: Any, part: Tensor) -> Tensor:
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
     """Return ``part`` as this rank's part of a tensor that is sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return part
@@ -325,5 +354,5 @@ def _like(parameter: Any, part: Tensor) -> Tensor:
     )
 
 
-def _as_list(params: Any) -> list[Any]:
+def _as_list(params: Tensor | Iterable[T]) -> list[Tensor] | list[T]:
     return [params] if isinstance(params, Tensor) else list(params)

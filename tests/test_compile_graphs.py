@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from graphs import Graphs
+from tiers import in_turn
 from torch import nn
 
 import hybridtensor as ht
@@ -111,8 +112,10 @@ def test_a_single_row_is_measured_when_it_is_stored(rows):
     assert bool(graphs.count("forward", torch.ops.aten.amax.default)) == (rows > 1)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd"])
-@pytest.mark.parametrize("edge", ["normal", "nan", "inf", "zeros", "nothing"])
+@pytest.mark.parametrize(
+    ("recipe", "edge"),
+    in_turn(["fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd"], ["normal", "nan", "inf", "zeros", "nothing"]),
+)
 def test_measuring_in_the_graph_changes_no_bit(recipe, edge, device):
     torch._dynamo.reset()
     net = ht.quantize_(Siblings(), recipe).to(device)

@@ -1,6 +1,7 @@
 """Configs: strings, equality, serialization, validation."""
 
 import copy
+import inspect
 import itertools
 import json
 import os
@@ -250,7 +251,10 @@ class TestRecipes:
         recipe = recipes.RECIPES[row.name]
         assert recipe() == recipes.from_name(row.name) == HybridConfig.parse(row.spec)
         assert str(recipe()) == row.spec
-        assert recipe.__doc__ == f"{row.promise}\n\nSpec: ``{row.spec}``.\n\nSource: {row.source}"
+        promise, *options, spec, source = recipe.__doc__.split("\n\n")
+        assert (promise, spec, source) == (row.promise, f"Spec: ``{row.spec}``.", f"Source: {row.source}")
+        taken = inspect.signature(recipe).parameters
+        assert bool(options) == bool(taken)
 
     def test_options_reach_the_quantizers_that_they_are_for(self):
         fp8 = recipes.fp8(pow2_scale=True)

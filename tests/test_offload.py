@@ -176,7 +176,7 @@ def test_a_change_in_place_is_an_error_or_of_no_effect():
     block = Changes(after=False)
     with offload_activations([block], keep_last=0):
         y = block(x)
-    with pytest.raises(RuntimeError, match="that stay what they are until they are copied are required"):
+    with pytest.raises(RuntimeError, match="was changed in place before it was copied"):
         y.sum().backward()
     block = Changes(after=True)
     block(x).sum().backward()

@@ -15,78 +15,28 @@ Shape letters: ``N, K`` a weight; ``G`` scale groups of ``E`` elements; ``W`` we
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.distributed.fragments import (
+    COLUMN,
+    ROW,
+    Fragment,
+    agree,
+    check_cover,
+    fragments,
+)
 from hybridtensor.formats import Format
 from hybridtensor.ops import Face, columnwise_of, high_precision
 from hybridtensor.ops.references.blocks import Block
 from hybridtensor.ops.references.nvfp4 import pack, unpack
-from hybridtensor.quantizers import HybridQuantizer, Quantizer
-from hybridtensor.state import Context
+from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.quantizing import overwrite_
-
-_ROW, _COLUMN = "rowwise", "columnwise"
-
-
-class _Part(NamedTuple):
-    """This rank's fragment of one master.
-
-    Attributes:
-        weight: What is quantized.
-        values: fp32, flat; empty if there is none.
-        offset: Where it begins in the flattened master.
-    """
-
-    weight: HybridTensor
-    values: Tensor
-    offset: int
-
-    @property
-    def quantizer(self) -> Quantizer:
-        """The quantizer of the weight."""
-        return self.weight.recipe.weight
-
-    @property
-    def context(self) -> Context:
-        """What is quantized, with the layer's state."""
-        return Context("weight", self.weight.state)
-
-    def matrix(self) -> Tensor:
-        """Return the master ``[N, K]`` with zeros where it is not here."""
-        whole = self.values.new_zeros(self.weight.numel())
-        whole[self.offset : self.offset + self.values.numel()] = self.values
-        return whole.view(self.weight.shape)
-
-    def own(self) -> Tensor:
-        """Return where the fragment is, bool ``[N, K]``."""
-        whole = torch.zeros(self.weight.numel(), dtype=torch.bool, device=self.values.device)
-        whole[self.offset : self.offset + self.values.numel()] = True
-        return whole.view(self.weight.shape)
-
-    def directions(self) -> list[str]:
-        """Return the faces that are quantized from the master: others come from the rowwise one."""
-        made = [_ROW] if self.weight.rowwise is not None or self._of_rowwise() else []
-        return made if self.weight.columnwise is None or self._of_rowwise() else [*made, _COLUMN]
-
-    def _of_rowwise(self) -> bool:
-        quantizer = self.quantizer
-        of_rowwise = (
-            isinstance(quantizer, HybridQuantizer)
-            and quantizer.columnwise_source == "rowwise_dequantized"
-        )
-        return of_rowwise and self.weight.columnwise is not None
-
-    def format(self, direction: str) -> Format:
-        """Return the format of a face."""
-        return getattr(self.quantizer, f"{direction}_format")  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -118,9 +68,9 @@ def quantize_master_weights(
 
     Source: TransformerEngine's ``quantize_master_weights``, which has FP8 per tensor and per block.
     """
-    parts, error = _parts(weights, master_shards, offsets)
-    _agree(parts, error, group)
-    _check_cover(parts, group)
+    parts, error = fragments(weights, master_shards, offsets)
+    agree(parts, error, group)
+    check_cover(parts, group)
     if not parts:
         return
     magnitudes = _reduced_magnitudes(parts, group)
@@ -131,110 +81,10 @@ def quantize_master_weights(
     }
     _exchange(parts, made, group)
     for i, part in enumerate(parts):
-        _write(part, made.get((i, _ROW)), made.get((i, _COLUMN)))
-
-
-# -- checks
-# ----------------------------------------------------------------------------------------------------------
-
-
-def _parts(
-    weights: Sequence[HybridTensor], shards: Sequence[Tensor | None], offsets: Sequence[int | None]
-) -> tuple[list[_Part], Exception | None]:
-    """Return what this rank has, or what is wrong with it."""
-    who = "quantize_master_weights"
-    if not len(weights) == len(shards) == len(offsets):
-        counts = f"{len(weights)}, {len(shards)} and {len(offsets)}"
-        return [], ValueError(
-            f"{who}: as many weights as fragments and offsets are required, got {counts}"
-        )
-    parts = []
-    for index, (weight, shard, offset) in enumerate(zip(weights, shards, offsets, strict=True)):
-        if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
-            return [], TypeError(
-                f"{who}: persistent weights are required, got {weight!r} at {index}; see quantize_"
-            )
-        values = (
-            torch.zeros(0, device=weight.device) if shard is None else shard.detach().reshape(-1)
-        )
-        if values.dtype != torch.float32:
-            return [], TypeError(
-                f"{who}: fp32 masters are required, got {values.dtype} at {index}; cast them"
-            )
-        if values.device != weight.device:
-            where = f"{values.device} for a weight on {weight.device} at {index}"
-            return [], ValueError(
-                f"{who}: masters on their weights' devices are required, got {where}; move them"
-            )
-        if (offset is None and values.numel()) or (offset or 0) < 0:
-            return [], ValueError(
-                f"{who}: an offset of at least 0 is required, got {offset} at {index}"
-            )
-        if (offset or 0) + values.numel() > weight.numel():
-            what = f"{values.numel()} from {offset} on, of {weight.numel()} at {index}"
-            return [], ValueError(
-                f"{who}: a fragment inside its weight is required, got elements {what}"
-            )
-        parts.append(_Part(weight, values, offset or 0))
-    return parts, None
-
-
-def _agree(parts: list[_Part], error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if one has an error, or other weights."""
-    what = "\n".join(
-        f"{tuple(p.weight.shape)} {p.directions()} {p.weight.recipe.fingerprint()}" for p in parts
-    )
-    number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little")
-    device = _device(group)
-    extremes = torch.tensor([number, -number, error is not None], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest, smallest, failed = extremes.tolist()
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError(
-            "quantize_master_weights: another rank found an error in its fragments; see its message"
-        )
-    if largest != -smallest:
-        raise RuntimeError(
-            "quantize_master_weights: the same weights with the same recipes are required on all ranks, got others on "
-            f"rank {dist.get_rank(group)}; pass them in the same order everywhere"
-        )
-
-
-def _check_cover(parts: list[_Part], group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless the fragments are the whole of every weight, each element once."""
-    ranges = torch.tensor(
-        [[p.offset, p.offset + p.values.numel()] for p in parts], device=_device(group)
-    )
-    everywhere = [torch.empty_like(ranges) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everywhere, ranges, group=group)
-    for index, part in enumerate(parts):
-        held = sorted(tuple(of_rank[index].tolist()) for of_rank in everywhere)
-        position = 0
-        for begin, end in (h for h in held if h[0] < h[1]):
-            if begin != position:
-                break
-            position = end
-        else:
-            if position == part.weight.numel():
-                continue
-        raise RuntimeError(
-            f"quantize_master_weights: fragments that are the whole of weight {index} are required, each element once, "
-            f"got {held} of {part.weight.numel()} elements"
-        )
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend(group) == "nccl"
-        else torch.device("cpu")
-    )
+        _write(part, made.get((i, ROW)), made.get((i, COLUMN)))
 
 
 # -- scale groups
-# ----------------------------------------------------------------------------------------------------
 
 
 def _grouped(matrix: Tensor, block: Block, fill: float | bool) -> Tensor:
@@ -264,7 +114,7 @@ def _needs_values(fmt: Format) -> bool:
 
 
 def _reduced_magnitudes(
-    parts: list[_Part], group: dist.ProcessGroup | None
+    parts: list[Fragment], group: dist.ProcessGroup | None
 ) -> dict[tuple[int, str], Tensor]:
     """Return, by weight and face, the largest magnitude of each scale group and whether it has a
     NaN, ``[2, G]``.
@@ -288,15 +138,15 @@ def _reduced_magnitudes(
 
 def _seen(matrix: Tensor, direction: str) -> Tensor:
     """Return the matrix as a face sees it."""
-    return matrix if direction == _ROW else matrix.t()
+    return matrix if direction == ROW else matrix.t()
 
 
-def _stand_in(part: _Part, direction: str, reduced: Tensor) -> Tensor:
+def _stand_in(part: Fragment, direction: str, reduced: Tensor) -> Tensor:
     """Return a matrix ``[N, K]`` with this rank's fragment and the scales of the whole; see the
     module's docstring.
     """
     fmt, shape = part.format(direction), part.weight.shape
-    seen = (shape[0], shape[1]) if direction == _ROW else (shape[1], shape[0])
+    seen = (shape[0], shape[1]) if direction == ROW else (shape[1], shape[0])
     values = _grouped(_seen(part.matrix(), direction), fmt.block, 0.0)
     free = _grouped(_seen(~part.own(), direction), fmt.block, False)
     amax, has_nan = reduced
@@ -314,10 +164,9 @@ def _stand_in(part: _Part, direction: str, reduced: Tensor) -> Tensor:
 
 
 # -- faces
-# -----------------------------------------------------------------------------------------------------------
 
 
-def _quantized(part: _Part, direction: str, magnitudes: Tensor | None) -> Face | Tensor:
+def _quantized(part: Fragment, direction: str, magnitudes: Tensor | None) -> Face | Tensor:
     """Return a face whose scales are those of the whole and whose elements are right where the
     fragment is.
 
@@ -332,25 +181,28 @@ def _quantized(part: _Part, direction: str, magnitudes: Tensor | None) -> Face |
     return _face(part, direction, _stand_in(part, direction, magnitudes))
 
 
-def _face(part: _Part, direction: str, matrix: Tensor) -> Face:
+def _face(part: Fragment, direction: str, matrix: Tensor) -> Face:
     """Return a face of a matrix, as the quantizer makes it."""
     made = part.quantizer.faces(
         matrix,
-        rowwise=direction == _ROW,
-        columnwise=direction == _COLUMN,
+        rowwise=direction == ROW,
+        columnwise=direction == COLUMN,
         dtype=part.weight.dtype,
         context=part.context,
     )
-    face = made[0 if direction == _ROW else 1]
+    face = made[0 if direction == ROW else 1]
     if face is None or face.scale is None or face.dequantized_rowwise is not None:
         raise TypeError(
-            f"quantize_master_weights: {part.quantizer} made no {direction} face of its own"
+            f"quantize_master_weights: {part.quantizer} made no {direction} face of its own; its "
+            "weights cannot be quantized from fragments"
         )
     return face
 
 
 def _exchange(
-    parts: list[_Part], made: dict[tuple[int, str], Face | Tensor], group: dist.ProcessGroup | None
+    parts: list[Fragment],
+    made: dict[tuple[int, str], Face | Tensor],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Complete every face, or what it needs, with the elements of other ranks."""
     mine = {key: _only_own(parts[key[0]], key[1], face) for key, face in made.items()}
@@ -368,7 +220,7 @@ def _exchange(
         )
 
 
-def _only_own(part: _Part, direction: str, face: Face | Tensor) -> Tensor:
+def _only_own(part: Fragment, direction: str, face: Face | Tensor) -> Tensor:
     """Return the elements of a face, or values, with zero bits outside the fragment."""
     if isinstance(face, Tensor):
         return face.contiguous()
@@ -379,19 +231,20 @@ def _only_own(part: _Part, direction: str, face: Face | Tensor) -> Tensor:
     return pack(torch.where(own, unpack(codes), 0).to(torch.uint8)).contiguous()
 
 
-def _write(part: _Part, row: Face | Tensor | None, column: Face | Tensor | None) -> None:
+def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | None) -> None:
     """Overwrite the weight's faces; make those first that values were exchanged for, and those of
     the rowwise one.
     """
     weight, quantizer = part.weight, part.quantizer
-    whole_row, whole_column = _whole(part, _ROW, row), _whole(part, _COLUMN, column)
+    whole_row, whole_column = _whole(part, ROW, row), _whole(part, COLUMN, column)
     if column is None and weight.columnwise is not None and isinstance(quantizer, HybridQuantizer):
         if whole_row is None:
             raise ValueError(
-                "quantize_master_weights: a rowwise face is required to make the columnwise one from"
+                "quantize_master_weights: the columnwise face is made of the rowwise one, which "
+                "was not made"
             )
         made = quantizer.of_rowwise(
-            whole_row, weight.dtype, part.context._replace(direction=_COLUMN)
+            whole_row, weight.dtype, part.context._replace(direction=COLUMN)
         )
     else:
         made = whole_column
@@ -402,11 +255,11 @@ def _write(part: _Part, row: Face | Tensor | None, column: Face | Tensor | None)
     weight.high_precision.note_copied(weight.dequantize, weight.taken)
 
 
-def _whole(part: _Part, direction: str, face: Face | Tensor | None) -> Face | None:
+def _whole(part: Fragment, direction: str, face: Face | Tensor | None) -> Face | None:
     """Return a face; one that whole values were exchanged for is made now."""
     if not isinstance(face, Tensor):
         return face
     if part.format(direction).is_identity:
         kept = high_precision(face)
-        return kept if direction == _ROW else columnwise_of(kept, face.dtype)
+        return kept if direction == ROW else columnwise_of(kept, face.dtype)
     return _face(part, direction, face)

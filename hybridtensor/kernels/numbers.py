@@ -278,7 +278,7 @@ def e2m1_rounded(y, uniform, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def two_level_scale(scale, level, UNIT: tl.constexpr):
-    """Return what elements under a block scale and a tensor scale, in units, are multiplied with, in two steps."""
+    """Return two factors of elements under a block scale and a tensor scale in units, to be applied one by one."""
     large = level > 2.0**64  # where an amax times a block scale could overflow
     combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
     return combined, tl.where(large, 2.0**16, 1.0)

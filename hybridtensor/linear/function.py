@@ -26,7 +26,7 @@ from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import IdentityTensor, MasterWeight
-from hybridtensor.subclasses.matmul import take_face
+from hybridtensor.subclasses.operators.matmul import take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -15,16 +15,16 @@ from hybridtensor.linear.function import linear
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., object])
 
 
-def _is_weight(tensor: Any) -> bool:
+def _is_weight(tensor: object) -> bool:
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )
 
 
-def _intercept(*functions: Any) -> Callable[[T], T]:
+def _intercept(*functions: Func) -> Callable[[T], T]:
     """Return a decorator that handles torch functions on both kinds of weight."""
 
     def add(handler: T) -> T:

@@ -68,7 +68,7 @@ class Backward(NamedTuple):
     def save(
         cls, input: Operand, weight: Operand, config: HybridConfig, needs: Needs, context: Context
     ) -> tuple[Backward, list[Tensor]]:
-        """Return what computes the gradients, and the tensors that it needs until then."""
+        """Return the two products of backward, and the tensors that they need until then."""
         of_input = input.save()
         backward = cls(input, weight, len(of_input), config, needs, context)
         return backward, [*of_input, *weight.save()]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,14 @@ class _Scope:
     def __init__(self, module: nn.Module, parent: str, outer: _Scope | None) -> None:
         self.module, self.parent, self.outer = weakref.ref(module), parent, outer
         self.input: weakref.ref[Tensor] | None = None
-        self.key: tuple[Any, ...] = ()
+        self.key: tuple[object, ...] = ()
         self.faces: Faces = (None, None)
         self.readers: list[WeightRecord] = []
 
     def known_faces(
-        self, input: Tensor, record: WeightRecord, how: tuple[Any, ...]
+        self, input: Tensor, record: WeightRecord, how: tuple[object, ...]
     ) -> Faces | None:
-        """Return what this very input was quantized to for another layer of the module, or None.
+        """Return the faces of this very input, made for another layer of the module, or None.
 
         If it is None, ``remember`` is to be called with what the input is quantized to.
 
@@ -137,12 +137,12 @@ def share_between_layers_of(module: nn.Module, parent: str) -> None:
     module.register_forward_hook(_leave, always_call=True)
 
 
-def _enter(parent: str, module: nn.Module, args: Any) -> None:
+def _enter(parent: str, module: nn.Module, args: object) -> None:
     if not is_traced():
         _thread.scope = _Scope(module, parent, _thread.scope)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
+def _leave(module: nn.Module, args: object, output: object) -> None:
     if is_traced():
         return
     scope = _thread.scope

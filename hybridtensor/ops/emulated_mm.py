@@ -43,7 +43,7 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
 
 
 def sum_factor(face: Face) -> Tensor | None:
-    """Return what multiplies the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
+    """Return the factor of the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
     if face.tensor_scale is not None:
         return face.tensor_scale * (1.0 / face.format.tensor_scale_max)
     return face.scale if face.format.block[1] is None else None
@@ -61,7 +61,7 @@ def _sum_of_blocks(a: Face, b: Face, left: Tensor, right: Tensor) -> Tensor:
 
 
 def block_factor(face: Face, start: int, stop: int) -> Tensor | None:
-    """Return what multiplies the partial sum over ``[start, stop)``, fp32 ``[other, 1]``, or None.
+    """Return the factor of the partial sum over ``[start, stop)``, fp32 ``[other, 1]``, or None.
 
     Raises:
         ValueError: If the range crosses a block.

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,15 +40,15 @@ class Quantizer(ABC):
     stochastic: ClassVar[bool] = False
     """Whether elements are rounded at random."""
 
-    quantize: ClassVar[Callable[..., Any]]
-    update_: ClassVar[Callable[..., Any]]
+    quantize: ClassVar[Callable[..., object]]
+    update_: ClassVar[Callable[..., object]]
 
     def __init_subclass__(cls) -> None:
         torch.serialization.add_safe_globals(
             [cls]
         )  # weights of ours name their quantizers in checkpoints
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the fields only: pickles do not hold what was worked out from them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
@@ -254,7 +254,7 @@ def _check_matrix(matrix: Tensor, request: CastRequest, who: str) -> None:
 
 
 def _hint(context: Context) -> Hint | None:
-    """Return what the layer remembers of the last such tensor."""
+    """Return the layer's hint for tensors of this slot, or None without a layer."""
     hints = None if context.state is None else context.state.hints
     return None if hints is None else hints.setdefault(context.slot, Hint())
 

@@ -205,7 +205,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
 
     @classmethod
     def _meant_by(cls, spec: Spec) -> HybridConfig | None:
-        """Return what a spec means, or None if that is no config."""
+        """Return the config of a spec, or None if there is none."""
         try:
             with warnings.catch_warnings(action="ignore"):
                 return cls(**spec.arguments())

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hybridtensor.formats import nearest
 from hybridtensor.quantizers import DelayedFloat8Quantizer, Float8Quantizer, Quantizer
@@ -193,9 +193,10 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def _recipe(function: Recipe) -> Recipe:
-    """Return ``function``, one of ``RECIPES``, with the docstring that the table gives it."""
-    row = _ROWS[function.__name__]
-    function.__doc__ = f"{row.promise}\n\nSpec: ``{row.spec}``.\n\nSource: {row.source}"
+    """Return ``function``, one of ``RECIPES``, its docstring after what the table says."""
+    row, options = _ROWS[function.__name__], function.__doc__
+    parts = [row.promise, *([options] if options else []), f"Spec: ``{row.spec}``."]
+    function.__doc__ = "\n\n".join([*parts, f"Source: {row.source}"])
     RECIPES[row.name] = function
     return function
 
@@ -210,14 +211,15 @@ def _without_options(name: str) -> Callable[[], HybridConfig]:
     return _recipe(recipe)
 
 
-def _with_options(name: str, concerned: Callable[[Any], bool], **options: Any) -> HybridConfig:
+def _with_options(
+    name: str, concerned: Callable[[Quantizer], bool], **options: object
+) -> HybridConfig:
     """Return a recipe after setting ``options`` of its quantizers that are ``concerned``."""
     config = HybridConfig.parse(_ROWS[name].spec)
     faces = Faces.of_roles({role: getattr(config, role) for role in ROLES})
     for operand, quantizer in faces.quantizers.items():
         if concerned(quantizer):
-            changed: Any = dataclasses.replace(quantizer, **options)
-            faces.quantizers[operand] = changed
+            faces.quantizers[operand] = dataclasses.replace(quantizer, **options)
     return HybridConfig(**faces.by_role())
 
 
@@ -238,6 +240,7 @@ bf16 = _without_options("bf16")
 
 @_recipe
 def fp8(*, pow2_scale: bool = False) -> HybridConfig:
+    """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
     return _with_options("fp8", _is_float8, pow2_scale=pow2_scale)
 
 
@@ -245,12 +248,14 @@ def fp8(*, pow2_scale: bool = False) -> HybridConfig:
 def fp8_delayed(
     *, margin: int = 0, history_length: int = 1024, algorithm: str = "max"
 ) -> HybridConfig:
+    """Return the recipe of the table; see ``DelayedFloat8Quantizer`` for its options."""
     options = {"margin": margin, "history_length": history_length, "algorithm": algorithm}
     return _with_options("fp8_delayed", _is_delayed, **options)
 
 
 @_recipe
 def fp8_rowwise(*, pow2_scale: bool = False) -> HybridConfig:
+    """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
     return _with_options("fp8_rowwise", _is_float8, pow2_scale=pow2_scale)
 
 
@@ -259,6 +264,7 @@ fp8_rowwise_hp_grad_weight = _without_options("fp8_rowwise_hp_grad_weight")
 
 @_recipe
 def fp8_block(*, pow2_scale: bool = True) -> HybridConfig:
+    """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
     return _with_options("fp8_block", _is_float8, pow2_scale=pow2_scale)
 
 
@@ -271,11 +277,13 @@ high_precision_fwd_mxfp8_bwd = _without_options("high_precision_fwd_mxfp8_bwd")
 
 @_recipe
 def nvfp4(*, seed: int = 0) -> HybridConfig:
+    """Return the recipe of the table; ``seed`` chooses the random numbers of its rounding."""
     return _with_options("nvfp4", _is_random, seed=seed)
 
 
 @_recipe
 def nvfp4_1d_weight(*, seed: int = 0) -> HybridConfig:
+    """Return the recipe of the table; ``seed`` chooses the random numbers of its rounding."""
     return _with_options("nvfp4_1d_weight", _is_random, seed=seed)
 
 
@@ -284,6 +292,7 @@ nvfp4_dequantized_backward = _without_options("nvfp4_dequantized_backward")
 
 @_recipe
 def mxfp8_fwd_nvfp4_bwd(*, seed: int = 0) -> HybridConfig:
+    """Return the recipe of the table; ``seed`` chooses the random numbers of its rounding."""
     return _with_options("mxfp8_fwd_nvfp4_bwd", _is_random, seed=seed)
 
 

@@ -346,7 +346,7 @@ def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[s
     return named
 
 
-def _option(role: str, direction: str, face: Quantizer, name: str, value: Any) -> str | None:
+def _option(role: str, direction: str, face: Quantizer, name: str, value: object) -> str | None:
     """Return the modifier that sets a field of that face to ``value``, or None."""
     for modifier, option in MODIFIERS.items():
         if not isinstance(option, Option) or not option.concerns(role, direction, face):

@@ -52,7 +52,7 @@ class Context(NamedTuple):
         return seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role)
 
     def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return what random rounding needs: key and step, and the index of the first of ``rows``.
+        """Return key and step of random rounding, int64 ``[2]``, and the index of the first of ``rows``.
 
         The ranks of a data-parallel group hold the rows of one batch in order, as many each. On its
         own, without a layer, a tensor draws key and step from torch's generator.

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,17 @@ class DelayedRule:
     margin: int
     history_length: int
     algorithm: str
+
+
+class StatefulQuantizer(Protocol):
+    """What a layer's state asks of a quantizer."""
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds at random."""
+
+    def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
+        """Return the rules of its delayed scales, by slot."""
 
 
 class StateTensors(NamedTuple):
@@ -126,7 +137,7 @@ class LayerState(nn.Module):
         self.replayed = False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
-        self._seen: tuple[Any, Any, int] | None = None
+        self._seen: tuple[object, object, int] | None = None
         self._unstepped = 0
         for buffer in ("rounding", "encode_scale", "amax_history", "layout"):
             self.register_buffer(buffer, None)
@@ -134,7 +145,7 @@ class LayerState(nn.Module):
     @classmethod
     def of(
         cls,
-        quantizers: dict[str, Any],
+        quantizers: Mapping[str, StatefulQuantizer],
         *,
         name: str | None = "",
         device: torch.device | str = "cpu",
@@ -163,7 +174,7 @@ class LayerState(nn.Module):
         return self.rounding is None and self.encode_scale is None
 
     def tensors(self) -> StateTensors:
-        """Return what quantizing needs."""
+        """Return the tensors that quantizers take, and what they stand for."""
         # Asked several times per product, and a module's attributes take longer to look up.
         buffers = self._buffers
         rounding = buffers["rounding"]
@@ -236,7 +247,7 @@ class LayerState(nn.Module):
     def _per_slot(self) -> list[Tensor]:
         return [t for t in (self.encode_scale, self.amax, self.amax_history) if t is not None]
 
-    def note_training_use(self, weight: Any, weight_version: Any) -> None:
+    def note_training_use(self, weight: object, weight_version: object) -> None:
         """Raise if a weight was changed again and again between its uses in training, and this
         state never advanced.
 
@@ -270,7 +281,7 @@ class LayerState(nn.Module):
         self.version += 1
         self._seen = self._left = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
         """Copy all but the group, which is shared, and what was seen of a weight that stays."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -282,7 +293,7 @@ class LayerState(nn.Module):
         new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None, hints={})
         return new
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to this process: the group, what was seen of the weight, hints."""
         return self.__dict__ | {"group": None, "_seen": None, "hints": {}}
 

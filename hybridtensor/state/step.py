@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +90,9 @@ def _update_scales(
         update_scales(of_device, reduced)
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup | None, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup | None) -> None:
@@ -103,7 +104,7 @@ def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup |
     checked = _checked.setdefault(model, {})
     if checked.get(group) == number:
         return
-    numbers: list[Any] = [None] * dist.get_world_size(group)
+    numbers: list[int | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(numbers, number, group=group)
     if len(set(numbers)) > 1:
         raise RuntimeError(

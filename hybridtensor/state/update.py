@@ -66,7 +66,7 @@ def update_reference(
 
 
 def _target(rule: DelayedRule) -> float:
-    """Return what the amax of a scale becomes."""
+    """Return the magnitude that a rule scales amaxes to."""
     return rule.largest * 2.0**-rule.margin
 
 

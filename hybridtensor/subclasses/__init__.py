@@ -1,6 +1,6 @@
-"""The tensor classes; each has its operators in the ``_ops`` file beside it."""
+"""The tensor classes; what they answer to aten operators is in ``operators``."""
 
-from hybridtensor.subclasses import hybrid_ops, identity_ops, master_ops, quantized_ops, quantizing  # noqa: F401  (fill the tables)
+from hybridtensor.subclasses import operators, quantizing  # noqa: F401  (fill the tables, and add methods to quantizers)
 from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight

@@ -1,10 +1,9 @@
-"""What a persistent weight knows of its values in high precision."""
+"""The high-precision values beside the faces of a persistent weight."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ class HighPrecisionValues:
         self._follows = False
         return made
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool]]:
         return HighPrecisionValues, (self.original, self._follows and self.original is not None)
 
     # -- optimizers
@@ -169,7 +168,7 @@ class HighPrecisionValues:
         self._follows = False
 
     def _take(self, values: Tensor | None, view: View, *, follows: bool) -> None:
-        """Have ``values`` where ``view`` is of the present ones."""
+        """Write ``values``, where they are known, into the part of the present ones that ``view`` takes."""
         current = self.current
         mine = None if current is None else view(current)
         if (
@@ -186,8 +185,8 @@ class HighPrecisionValues:
         self._follows = follows and mine is not None and (view is whole or self._follows)
 
     def _make_own(self, dtype: torch.dtype) -> None:
-        """Have an original in memory of its own that holds values of ``dtype``; a master is and
-        does.
+        """Copy an original that is in someone else's memory or not in ``dtype``; a master stays as it
+        is.
         """
         if self.original is not None and not (self._owned and self.original.dtype == dtype):
             self.original, self._owned = self.original.to(dtype, copy=True), True
@@ -199,6 +198,7 @@ def is_same(a: Tensor, b: Tensor) -> bool:
         return True
     if (a.shape, a.stride(), a.storage_offset()) != (b.shape, b.stride(), b.storage_offset()):
         return False
+    # ``_cdata`` is private: the address of the storage itself, which one without memory has too.
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.record import WeightRecord
+from hybridtensor.subclasses.record import Gathered, WeightRecord
+from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride
 
 if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
@@ -61,8 +62,8 @@ class HybridTensor(InterceptingTensor):
         rowwise: FaceTensor | None,
         columnwise: FaceTensor | None,
         config: HybridConfig | None = None,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
+        size: Size | None = None,
+        stride: Stride = None,
     ) -> Self:
         face = rowwise if rowwise is not None else columnwise
         if face is None:
@@ -79,8 +80,8 @@ class HybridTensor(InterceptingTensor):
         rowwise: FaceTensor | None,
         columnwise: FaceTensor | None,
         config: HybridConfig | None = None,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
+        size: Size | None = None,
+        stride: Stride = None,
     ) -> None:
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
         self.record, self.taken, self.swapped = WeightRecord(), whole, False
@@ -107,7 +108,13 @@ class HybridTensor(InterceptingTensor):
         """Whether FSDP2 gathered this weight, whose faces then come and go; compiled graphs hold
         their tensors.
         """
-        return self.record.gathered is not None and not is_traced()
+        return self._gathered is not None
+
+    @property
+    def _gathered(self) -> Gathered | None:
+        """What keeps the faces of a gathered weight, outside of compiled graphs."""
+        gathered = self.record.gathered
+        return None if gathered is None or is_traced() else gathered
 
     def require_face(self, direction: str, *, name: str, gemm: str) -> FaceTensor:
         """Return the face in ``direction``.
@@ -120,8 +127,9 @@ class HybridTensor(InterceptingTensor):
         Raises:
             ValueError: If the face is absent: it is not made up silently.
         """
-        if self.is_gathered:
-            self.record.gathered.require(_OPPOSITE[direction] if self.swapped else direction)
+        gathered = self._gathered
+        if gathered is not None:
+            gathered.require(_OPPOSITE[direction] if self.swapped else direction)
         face: FaceTensor | None = getattr(self, direction)
         if face is None:
             raise ValueError(
@@ -135,7 +143,8 @@ class HybridTensor(InterceptingTensor):
         gathered them from.
         """
         face = self.require_face("rowwise", name="weight", gemm="embedding")
-        values: Tensor | None = self.record.gathered.values if self.is_gathered else None
+        gathered = self._gathered
+        values = None if gathered is None else gathered.values
         if values is None:
             return face.dequantize()
         return values.t() if self.swapped else values
@@ -156,13 +165,13 @@ class HybridTensor(InterceptingTensor):
             )
         return row, column
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """See ``InterceptingTensor``; that a graph holds the faces is noted for a weight that is
-        gathered.
+    def carried(self) -> tuple[list[str], Metadata | None]:
+        """See ``InterceptingTensor.carried``; of a weight that is gathered it is noted that a graph
+        holds the faces.
         """
         if self.record.gathered is not None:
             self.record.gathered.note_traced()
-        return super().__tensor_flatten__()
+        return super().carried()
 
     def like(self, other: Self) -> Self:
         """See ``InterceptingTensor.like``; a copy of a gathered weight asks for its faces as that
@@ -183,7 +192,7 @@ class HybridTensor(InterceptingTensor):
         self.taken = view if before is whole else lambda values: view(before(values))
         return self
 
-    def _user_attributes(self) -> dict[str, Any]:
+    def _user_attributes(self) -> Attributes:
         """See ``WrapperTensor._user_attributes``; the high-precision values come along."""
         attributes = super()._user_attributes()
         if self.record.values is not None:
@@ -193,7 +202,7 @@ class HybridTensor(InterceptingTensor):
             )
         return attributes
 
-    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+    def _take_attributes(self, attributes: Attributes) -> None:
         """See ``WrapperTensor._take_attributes``; earlier versions called the values ``kept``."""
         own = dict(attributes)
         for name in ("kept", "values"):
@@ -235,7 +244,7 @@ class HybridTensor(InterceptingTensor):
         face: FaceTensor | None = getattr(self, direction)
         return face
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         faces = ", ".join(f"{n}={_format_of(getattr(self, n))}" for n in self.inner_names)
         return f"HybridTensor({faces}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -308,7 +317,7 @@ def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:
         raise ValueError(
             f"{gemm}: a {needed} face is required as {side} operand, got the other one, {face!r}; quantize both faces"
         )
-    return Face(face.qdata, face.scale, face.tensor_scale, face.format)
+    return face.face
 
 
 def _matrix(values: Tensor) -> Tensor:
@@ -332,12 +341,10 @@ def face_tensor(
         return None
     if face.scale is None:
         return IdentityTensor(face.qdata.view(shape))
-    if face.dequantized_rowwise is not None:
-        axis, dtype = -1, face.dequantized_rowwise
-    made = QuantizedTensor(
-        face.qdata, face.scale, face.tensor_scale, face.format, axis, dtype, shape
-    )
-    return made if face.dequantized_rowwise is None else IdentityTensor(made)
+    if face.dequantized_rowwise is None:
+        return QuantizedTensor(face, axis, dtype, shape)
+    rowwise = Face(face.qdata, face.scale, face.tensor_scale, face.format)
+    return IdentityTensor(QuantizedTensor(rowwise, -1, face.dequantized_rowwise, shape))
 
 
 torch.serialization.add_safe_globals([HybridTensor])

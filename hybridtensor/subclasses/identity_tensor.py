@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.wrapper import WrapperTensor
+from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
 
 
 class IdentityTensor(WrapperTensor):
@@ -34,16 +34,16 @@ class IdentityTensor(WrapperTensor):
     def __new__(
         cls,
         source: Tensor,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
+        size: Size | None = None,
+        stride: Stride = None,
     ) -> Self:
         return cls._make(source.size(), source.stride(), source.dtype, source.device)
 
     def __init__(
         self,
         source: Tensor,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
+        size: Size | None = None,
+        stride: Stride = None,
     ) -> None:
         self.source = source
 
@@ -61,7 +61,7 @@ class IdentityTensor(WrapperTensor):
         )
         return values if dtype is None else values.to(dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         of = f", of {self.source!r}" if isinstance(self.source, QuantizedTensor) else ""
         return f"IdentityTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{of})"
 

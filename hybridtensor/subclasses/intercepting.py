@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtensor.state import LayerState, StateTensors
-from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.record import WeightRecord
-from hybridtensor.subclasses.wrapper import WrapperTensor
+from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, WrapperTensor
 
 if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
@@ -22,15 +22,24 @@ if TYPE_CHECKING:
 _STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax")
 
 
+Sent = Any
+"""What the first half of a gather hands to the second, through FSDP2."""
+
+
 class Gathering(Protocol):
     """What FSDP2 does with a weight; ``hybridtensor.distributed.fsdp`` provides it."""
 
-    def pre_all_gather(self, tensor: Any, module: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends, and what the second half needs."""
+    def pre_all_gather(self, tensor: Any, module: nn.Module) -> tuple[tuple[Tensor, ...], Sent]:
+        """Return the tensors that this rank sends, and the ``metadata`` of ``post_all_gather``."""
 
     def post_all_gather(
-        self, tensor: Any, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Any
-    ) -> Any:
+        self,
+        tensor: Any,
+        outputs: tuple[Tensor, ...],
+        metadata: Sent,
+        dtype: torch.dtype,
+        out: Tensor | None,
+    ) -> object:
         """Return the gathered weight, and what memory it takes."""
 
     def check_shards(self, weight: Any, size: int, dim: int) -> None:
@@ -85,35 +94,26 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def state(self) -> StateTensors | None:
-        """What quantizing needs of the layer's state."""
+        """The tensors of the layer's state that quantizing needs."""
         layer = self.record.layer
         return layer.tensors() if isinstance(layer, LayerState) else layer
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names, metadata = self.parts()
+    def carried(self) -> tuple[list[str], Metadata | None]:
+        """See ``WrapperTensor.carried``: the tensors of the layer's state."""
         state = self.state
         if state is None:
-            return names, (metadata, None)
-        kept = [
+            return [], None
+        names = [
             name for name, tensor in zip(_STATE_NAMES, state[:3], strict=True) if tensor is not None
         ]
-        return [*names, *kept], (metadata, (state.slots, state.rank))
+        return names, (state.slots, state.rank)
 
-    @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        metadata: tuple[Any, ...],
-        outer_size: torch.Size | tuple[int, ...],
-        outer_stride: tuple[int, ...] | None,
-    ) -> Self:
-        own, of_state = metadata
-        made = super().__tensor_unflatten__(inner, own, outer_size, outer_stride)
-        if of_state is not None:
-            slots, rank = of_state
-            rounding, encode_scale, amax = (inner.get(name) for name in _STATE_NAMES)
-            made.record.layer = StateTensors(rounding, encode_scale, amax, slots, rank)
-        return made
+    def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
+        """See ``WrapperTensor.take_carried``."""
+        if meaning is not None:
+            slots, rank = meaning
+            rounding, encode_scale, amax = (tensors.get(name) for name in _STATE_NAMES)
+            self.record.layer = StateTensors(rounding, encode_scale, amax, slots, rank)
 
     @property
     def state_rounding(self) -> Tensor | None:
@@ -135,32 +135,44 @@ class InterceptingTensor(WrapperTensor):
         self.record.layer, self.record.shard = other.record.layer, other.record.shard
         return self
 
-    def map_inner(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+    def map_inner(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        *,
+        size: Size | None = None,
+        stride: Stride = None,
+        **metadata: object,
+    ) -> Self:
         """See ``WrapperTensor.map_inner``; the result belongs to the same layer."""
-        return super().map_inner(fn, **changes).like(self)
+        return super().map_inner(fn, size=size, stride=stride, **metadata).like(self)
 
     def alias_of(self, other: Self) -> Self:
         """See ``WrapperTensor.alias_of``: the record is shared."""
         self.record = other.record
         return self
 
-    def _user_attributes(self) -> dict[str, Any]:
+    def _user_attributes(self) -> Attributes:
         """See ``WrapperTensor._user_attributes``; a parameter brings the state of its layer along."""
         attributes = super()._user_attributes()
-        if isinstance(self, torch.nn.Parameter) and self.record.layer is not None:
+        if isinstance(self, nn.Parameter) and self.record.layer is not None:
             attributes["layer"] = self.record.layer
         return attributes
 
-    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+    def _take_attributes(self, attributes: Attributes) -> None:
         """See ``WrapperTensor._take_attributes``."""
         own = dict(attributes)
         self.record.layer = own.pop("layer", self.record.layer)
         super()._take_attributes(own)
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
+        self,
+        mesh: object,
+        outer_size: object,
+        outer_stride: object,
+        module: nn.Module,
+        mp_policy: object,
+    ) -> tuple[tuple[Tensor, ...], Sent]:
+        """Return the tensors that this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
         return _required(self.gathering).pre_all_gather(self, module)
 
     # FSDP2 asks for the signature before every gather of every weight; working it out takes longer
@@ -170,21 +182,22 @@ class InterceptingTensor(WrapperTensor):
     def fsdp_post_all_gather(
         self,
         outputs: tuple[Tensor, ...],
-        metadata: Any,
+        metadata: Sent,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
-    ) -> Any:
+    ) -> object:
         """Return the gathered weight, made of what all ranks sent."""
         return _required(self.gathering).post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         handler = cls.functions.handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
+        # Private; as ``Tensor.__torch_function__`` does, so that torch's own code does not come here again.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -12,12 +12,11 @@ from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
-from hybridtensor.subclasses.record import Stamp, WeightRecord
+from hybridtensor.subclasses.record import Stamp, WeightRecord, version_of
+from hybridtensor.subclasses.wrapper import Size, Stride
 
 if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
-
-_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]  # faster than the attribute
 
 
 class MasterWeight(InterceptingTensor):
@@ -48,8 +47,8 @@ class MasterWeight(InterceptingTensor):
         cls,
         plain: Tensor,
         config: HybridConfig,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
+        size: Size | None = None,
+        stride: Stride = None,
     ) -> Self:
         return cls._make(plain.size(), plain.stride(), plain.dtype, plain.device)
 
@@ -57,8 +56,8 @@ class MasterWeight(InterceptingTensor):
         self,
         plain: Tensor,
         config: HybridConfig,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
+        size: Size | None = None,
+        stride: Stride = None,
     ) -> None:
         self.plain, self.config = plain, config
         self.record, self._seen = WeightRecord(), 0
@@ -86,8 +85,8 @@ class MasterWeight(InterceptingTensor):
 
     @property
     def version(self) -> tuple[int, int]:
-        """What changes with every write, also with those that others may have made of what was
-        handed out.
+        """A value that changes with every write, also with those that others may have made through
+        what was handed out.
         """
         writes, _ = self.written
         self.record.count_others(self.plain)
@@ -95,12 +94,12 @@ class MasterWeight(InterceptingTensor):
 
     @property
     def written(self) -> tuple[int, int]:
-        """What changes with every write that is counted; on all ranks alike where all ranks write."""
+        """A value that changes with every counted write; on all ranks alike where all ranks write."""
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # which attributes of a tensor would pass through
             self._count_graph_writes()
-        return self.record.writes, _version_of(self.plain)
+        return self.record.writes, version_of(self.plain)
 
     def _count_graph_writes(self) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
@@ -108,7 +107,7 @@ class MasterWeight(InterceptingTensor):
         Views and ``detach()`` share that version with what they were taken from, ``data`` begins
         one of its own at 0.
         """
-        seen = -1 if self.is_inference() else _version(self)
+        seen = version_of(self)
         if seen != self._seen:
             self._seen = seen
             if seen:
@@ -133,7 +132,7 @@ class MasterWeight(InterceptingTensor):
         if is_traced():
             return self._quantized(rowwise, columnwise, dtype)
         record, plain = self.record, self.plain
-        layer: Any = record.layer
+        layer: Any = record.layer  # outside of graphs a LayerState, or None
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             with torch.no_grad():
                 return self._quantized(rowwise, columnwise, dtype)
@@ -155,7 +154,7 @@ class MasterWeight(InterceptingTensor):
             self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: object) -> Tensor:
         """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of
         quantization.
         """
@@ -167,13 +166,8 @@ class MasterWeight(InterceptingTensor):
             return self.master
         return self.plain.to(dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self.config}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return torch's counter of writes to a tensor, -1 for one of inference mode, which has none."""
-    return -1 if tensor.is_inference() else _version(tensor)
 
 
 torch.serialization.add_safe_globals([MasterWeight])

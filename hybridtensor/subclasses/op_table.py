@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 Func = Any
-"""An exact operator of torch, or one of its functions."""
+"""An operator of torch, or one of its functions."""
 Args = tuple[Any, ...]
 """What it is called with, by position."""
 Kwargs = dict[str, Any]
@@ -31,9 +31,9 @@ class OpTable:
     def __init__(self, owner: str, advice: str) -> None:
         self._owner = owner
         self._advice = advice
-        self.handlers: dict[Any, Handler] = {}
+        self.handlers: dict[Func, Handler] = {}
 
-    def register(self, *funcs: Any) -> Callable[[H], H]:
+    def register(self, *funcs: Func) -> Callable[[H], H]:
         """Return a decorator that makes a function the handler of ``funcs``.
 
         Raises:
@@ -59,7 +59,7 @@ class OpTable:
 
         return add
 
-    def get(self, func: Any) -> Handler | None:
+    def get(self, func: Func) -> Handler | None:
         """Return the handler of ``func``, or None."""
         return self.handlers.get(func)
 
@@ -76,14 +76,14 @@ class OpTable:
             )
         return handler(func, args, kwargs)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Func]:
         return iter(self.handlers)
 
     def __len__(self) -> int:
         return len(self.handlers)
 
 
-def overloads(*packets: Any) -> list[Any]:
+def overloads(*packets: Func) -> list[Func]:
     """Return every exact overload of the ``aten`` operators given that takes tensors and has no
     ``out``.
     """
@@ -91,7 +91,7 @@ def overloads(*packets: Any) -> list[Any]:
     for packet in packets:
         for name in packet.overloads():
             op = getattr(packet, name)
-            arguments = op._schema.arguments
+            arguments = op._schema.arguments  # private; nothing else says what an operator writes
             has_out = any(
                 a.kwarg_only and a.alias_info and a.alias_info.is_write for a in arguments
             )

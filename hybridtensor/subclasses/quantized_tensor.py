@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.formats import Format
+from hybridtensor.ops import Face
 from hybridtensor.subclasses.op_table import OpTable
-from hybridtensor.subclasses.wrapper import WrapperTensor
+from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, WrapperTensor
 
 
 class QuantizedTensor(WrapperTensor):
@@ -23,6 +24,18 @@ class QuantizedTensor(WrapperTensor):
     - ``axis == -1`` (rowwise): scale groups run along the last dimension; ``qdata`` is
       ``[prod(leading), last]``.
     - ``axis == 0`` (columnwise): they run along the first; ``qdata`` is ``[last, prod(leading)]``.
+
+    Args:
+        face: Elements, scales and their format.
+        axis: -1 or 0.
+        nominal_dtype: Default dtype of ``dequantize``.
+        size: Logical shape.
+        stride: Strides of the logical shape; None is contiguous.
+        cuts_group: See below.
+
+    Raises:
+        ValueError: If the face is in high precision, or has no bytes of its own: ``IdentityTensor``
+            holds those.
 
     Attributes:
         qdata: Elements, dtype ``format.storage``; the last dimension counts bytes where elements
@@ -51,37 +64,46 @@ class QuantizedTensor(WrapperTensor):
     @staticmethod
     def __new__(
         cls,
-        qdata: Tensor,
-        scale: Tensor,
-        tensor_scale: Tensor | None,
-        format: Format,
+        face: Face,
         axis: int,
         nominal_dtype: torch.dtype,
-        size: torch.Size | tuple[int, ...],
-        stride: tuple[int, ...] | None = None,
+        size: Size,
+        stride: Stride = None,
         cuts_group: bool = False,
     ) -> Self:
-        return cls._make(size, stride, nominal_dtype, qdata.device)
+        return cls._make(size, stride, nominal_dtype, face.qdata.device)
 
     def __init__(
         self,
-        qdata: Tensor,
-        scale: Tensor,
-        tensor_scale: Tensor | None,
-        format: Format,
+        face: Face,
         axis: int,
         nominal_dtype: torch.dtype,
-        size: torch.Size | tuple[int, ...],
-        stride: tuple[int, ...] | None = None,
+        size: Size,
+        stride: Stride = None,
         cuts_group: bool = False,
     ) -> None:
-        self.qdata, self.scale, self.tensor_scale = qdata, scale, tensor_scale
-        self.format, self.axis, self.nominal_dtype, self.cuts_group = (
-            format,
-            axis,
-            nominal_dtype,
-            cuts_group,
-        )
+        if face.scale is None or face.dequantized_rowwise is not None:
+            raise ValueError(
+                f"QuantizedTensor: a face with elements and scales of its own is required, got one in {face.format} "
+                f"with dequantized_rowwise={face.dequantized_rowwise}; use IdentityTensor"
+            )
+        self.qdata, self.scale, self.tensor_scale = face.qdata, face.scale, face.tensor_scale
+        self.format, self.axis = face.format, axis
+        self.nominal_dtype, self.cuts_group = nominal_dtype, cuts_group
+
+    @classmethod
+    def from_parts(
+        cls, inner: dict[str, Tensor], metadata: Metadata, size: Size, stride: Stride
+    ) -> Self:
+        """See ``WrapperTensor.from_parts``."""
+        format, axis, nominal_dtype, cuts_group = metadata
+        face = Face(inner["qdata"], inner["scale"], inner.get("tensor_scale"), format)
+        return cls(face, axis, nominal_dtype, size, stride, cuts_group)
+
+    @property
+    def face(self) -> Face:
+        """Elements and scales as one record."""
+        return Face(self.qdata, self.scale, self.tensor_scale, self.format)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -108,7 +130,7 @@ class QuantizedTensor(WrapperTensor):
         matrix = values if self.axis == -1 else values.t()
         return matrix.reshape(self.shape).contiguous()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         direction = "rowwise" if self.axis == -1 else "columnwise"
         return (
             f"QuantizedTensor({self.format}, {direction}, shape={tuple(self.shape)}, dtype={self.nominal_dtype}, "

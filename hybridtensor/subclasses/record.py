@@ -1,9 +1,9 @@
-"""What is known of one weight: one record, which all its aliases and views share."""
+"""The facts about one weight: one record, which all its aliases and views share."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 
 _NO_FACES: Faces = (None, None)
+# The private counter by which autograd notices writes; its getter is faster than the attribute.
+_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
 class Stamp(NamedTuple):
@@ -30,8 +32,29 @@ class Stamp(NamedTuple):
     writes: int
     handed: int
     state_version: int | None
-    config: Any
+    config: object
     dtype: torch.dtype
+
+
+class Gathered(Protocol):
+    """What keeps the faces of a weight that FSDP2 gathered, which come and go: a
+    ``distributed.fsdp.shard.Shard``.
+    """
+
+    sharded: Any  # what FSDP2 knows of the weight, for hybridtensor.distributed.fsdp alone
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values that the faces were made from, if they were gathered."""
+
+    def is_there(self, direction: str) -> bool:
+        """Return whether a face is gathered now."""
+
+    def require(self, direction: str) -> None:
+        """Gather the weight again if a face is missing."""
+
+    def note_traced(self) -> None:
+        """Take note that a compiled graph holds the tensors of the faces."""
 
 
 class _Holder:
@@ -60,8 +83,7 @@ class WeightRecord:
             ``distributed.fsdp.shard.Shard``), or None. FSDP2's parameter holds it; held here, a
             model would never be collected: autograd's views refer to tensors where Python's
             collector does not look.
-        gathered: What keeps the faces, if this is a weight that FSDP2 gathered (a ``Shard`` too),
-            or None.
+        gathered: What keeps the faces, if this is a weight that FSDP2 gathered, or None.
         writes: Writes that handlers counted.
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
@@ -86,12 +108,12 @@ class WeightRecord:
         self.layer = layer
         self.values: HighPrecisionValues | None = None
         self.shard: weakref.ref[Any] | None = None
-        self.gathered: Any = None
+        self.gathered: Gathered | None = None
         self.writes = self.handed = 0
         self.replayed = False
         self._stamp: Stamp | None = None
         self._shared = False
-        self._faces: dict[tuple[Any, ...], Faces] = {}
+        self._faces: dict[tuple[object, ...], Faces] = {}
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:
@@ -121,9 +143,10 @@ class WeightRecord:
         """Take note that a wrapper of ours holds ``plain``, the memory or a view of it."""
         key, holders = id(plain), self._holders
         if key not in holders:
-            holders[key] = _Holder(
-                weakref.ref(plain, lambda _: holders.pop(key, None)), _version_of(plain)
-            )
+            # Of the plain tensor, not of its wrapper: ``swap_tensors``, which moves wrappers,
+            # refuses a tensor that has weak references.
+            reference = weakref.ref(plain, lambda _: holders.pop(key, None))
+            holders[key] = _Holder(reference, version_of(plain))
 
     def count_others(self, plain: Tensor) -> None:
         """Count what others wrote, or may have written, since the last use of ``plain``.
@@ -131,13 +154,12 @@ class WeightRecord:
         What torch counted; and each use while someone else holds the memory, and one more after:
         whoever holds it may write it in between.
         """
-        holder, version = self._holders[id(plain)], -1 if plain.is_inference() else plain._version
+        holder, version = self._holders[id(plain)], version_of(plain)
         if holder.version != version:
             holder.version = version
             self.handed += 1
-        count: int = torch._C._storage_Use_Count(
-            plain.untyped_storage()._cdata
-        )  # see ``is_shared``
+        # see ``is_shared``
+        count: int = torch._C._storage_Use_Count(plain.untyped_storage()._cdata)
         shared = count > len(self._holders) + 1
         if shared or self._shared:
             self.handed += 1
@@ -174,6 +196,6 @@ class WeightRecord:
         return [face for faces in self._faces.values() for face in faces if face is not None]
 
 
-def _version_of(plain: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return torch's counter of writes to a tensor, -1 for one of inference mode, which has none."""
-    return -1 if plain.is_inference() else plain._version
+    return -1 if tensor.is_inference() else _version(tensor)

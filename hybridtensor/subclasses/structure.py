@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridtensor.subclasses.wrapper import WrapperTensor
+from hybridtensor.subclasses.wrapper import Metadata, WrapperTensor
 
 
 class Structure(NamedTuple):
@@ -14,7 +14,7 @@ class Structure(NamedTuple):
 
     cls: type[WrapperTensor]
     names: tuple[str, ...]
-    metadata: tuple[Any, ...]
+    metadata: Metadata
     size: tuple[int, ...]
     stride: tuple[int, ...]
     children: tuple[Structure | None, ...]

@@ -15,13 +15,22 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, cast
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import make_contiguous_strides_for  # private; takes traced sizes too
 
-from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
+
+Size = torch.Size | tuple[int, ...]
+"""A logical shape."""
+Stride = tuple[int, ...] | None
+"""Strides of the logical shape; None is contiguous."""
+Metadata = tuple[Any, ...]
+"""Values of the attributes in ``metadata_names``, in their order."""
+Attributes = dict[str, Any]
+"""What others put on an object, by name."""
 
 
 class _NoMemory(torch.UntypedStorage):
@@ -57,14 +66,16 @@ class WrapperTensor(Tensor):
     @classmethod
     def _make(
         cls,
-        size: torch.Size | tuple[int, ...],
-        stride: tuple[int, ...] | None,
+        size: Size,
+        stride: Stride,
         dtype: torch.dtype,
         device: torch.device,
         requires_grad: bool = False,
     ) -> Self:
         """Make the outer tensor; ``stride=None`` is contiguous."""
         size = tuple(size)
+        # ``_make_wrapper_subclass`` is private, and the one way to a tensor with a shape and no
+        # memory that dispatches to its class.
         with _normal_mode():
             made = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -75,15 +86,17 @@ class WrapperTensor(Tensor):
                 device=device,
                 requires_grad=requires_grad,
             )
-        torch._C._set_throw_on_mutable_data_ptr(made)  # DLPack asks in C++, past ``__dlpack__``
+        # DLPack asks for the address in C++, past ``__dlpack__``; only this private flag refuses there.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         return cls.ops.call(func, args, kwargs or {})
 
+    # Private, and what torch's own subclasses have: torch functions then go straight to autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -97,21 +110,18 @@ class WrapperTensor(Tensor):
     # -- inner tensors and metadata
     # -----------------------------------------------------------------------------
 
-    def parts(self) -> tuple[list[str], tuple[Any, ...]]:
+    def parts(self) -> tuple[list[str], Metadata]:
         """Return the names of the inner tensors that are there, and the metadata."""
         names = [name for name in self.inner_names if getattr(self, name) is not None]
         return names, tuple(getattr(self, name) for name in self.metadata_names)
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return self.parts()
 
     @classmethod
     def from_parts(
         cls,
         inner: dict[str, Tensor],
-        metadata: tuple[Any, ...],
-        size: torch.Size | tuple[int, ...],
-        stride: tuple[int, ...] | None,
+        metadata: Metadata,
+        size: Size,
+        stride: Stride,
     ) -> Self:
         """Undo ``parts``."""
         tensors = {name: inner.get(name) for name in cls.inner_names}
@@ -120,15 +130,32 @@ class WrapperTensor(Tensor):
         made: Self = make(**tensors, **values, size=size, stride=stride)
         return made
 
+    def carried(self) -> tuple[list[str], Metadata | None]:
+        """Return the names of tensors that compiled graphs get beside the inner ones, and what they
+        mean; by default none.
+        """
+        return [], None
+
+    def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
+        """Undo ``carried``."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
+        names, metadata = self.parts()
+        others, meaning = self.carried()
+        return [*names, *others], (metadata, meaning)
+
     @classmethod
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],
-        metadata: tuple[Any, ...],
-        outer_size: torch.Size | tuple[int, ...],
-        outer_stride: tuple[int, ...] | None,
+        metadata: tuple[Metadata, Metadata | None],
+        outer_size: Size,
+        outer_stride: Stride,
     ) -> Self:
-        return cls.from_parts(inner, metadata, outer_size, outer_stride)
+        own, meaning = metadata
+        made = cls.from_parts(inner, own, outer_size, outer_stride)
+        made.take_carried(inner, meaning)
+        return made
 
     def _stable_hash_for_caching(self) -> str:
         """Let torch.compile's caches key on what this tensor is, in every process; its values do
@@ -137,9 +164,9 @@ class WrapperTensor(Tensor):
         And on the code of this package, which compiled graphs hold traces of: they lie on disk
         across upgrades.
         """
-        names, metadata = self.__tensor_flatten__()
+        names, (metadata, meaning) = self.__tensor_flatten__()
         inner = [_stable_hash(getattr(self, name)) for name in names]
-        values = [_stable_hash(value) for value in metadata]
+        values = [_stable_hash(value) for value in (*metadata, meaning)]
         what = [type(self).__name__, tuple(self.shape), tuple(self.stride()), self.dtype]
         return f"{_code()}{what}{names}{inner}{values}"
 
@@ -147,9 +174,9 @@ class WrapperTensor(Tensor):
         self,
         fn: Callable[[Tensor], Tensor],
         *,
-        size: torch.Size | tuple[int, ...] | None = None,
-        stride: tuple[int, ...] | None = None,
-        **metadata: Any,
+        size: Size | None = None,
+        stride: Stride = None,
+        **metadata: object,
     ) -> Self:
         """Rebuild this tensor with ``fn`` applied to every inner tensor. The one way to make one
         from another.
@@ -168,24 +195,26 @@ class WrapperTensor(Tensor):
         return self.from_parts(inner, tuple(new.values()), size, stride)
 
     def alias_of(self, other: Self) -> Self:
-        """Know of the memory that this tensor has in common with ``other`` what that one knows;
-        return this tensor.
+        """Share what is known of the memory that this tensor and ``other`` have in common; return
+        this tensor.
         """
         return self
 
     # -- copying and pickling
     # -----------------------------------------------------------------------------------
 
-    def _user_attributes(self) -> dict[str, Any]:
-        """Return what others put on the object, such as the mark that makes it a Parameter."""
+    def _user_attributes(self) -> Attributes:
+        """Return the attributes that others put on the object, such as the mark that makes it a Parameter."""
         own = {*self.inner_names, *self.metadata_names, *self.transient_names}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
-    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+    def _take_attributes(self, attributes: Attributes) -> None:
         """Undo ``_user_attributes``."""
         self.__dict__.update(attributes)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(
+        self, protocol: SupportsIndex
+    ) -> tuple[Callable[..., WrapperTensor], tuple[object, ...]]:
         names, metadata = self.parts()
         inner = {name: _as_bytes(getattr(self, name)) for name in names}
         state = (
@@ -200,20 +229,20 @@ class WrapperTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            known: Self = memo[id(self)]
+            return known
         if not self.is_leaf:
             raise RuntimeError(
                 f"{type(self).__name__}: deepcopy needs a leaf tensor, got a result; detach it first"
             )
         with torch.no_grad():
-            new: Any = self.clone()
+            new = cast(Self, self.clone())  # this class's handler of ``aten.clone`` makes it
         new.requires_grad_(self.requires_grad)
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         new._take_attributes(copy.deepcopy(self._user_attributes(), memo))
         memo[id(self)] = new
-        copied: Self = new
-        return copied
+        return new
 
     # -- what a tensor without storage cannot do by inheritance
     # ---------------------------------------------------
@@ -224,15 +253,15 @@ class WrapperTensor(Tensor):
         address: int = getattr(self, names[0]).data_ptr()
         return address
 
-    def __dlpack__(self, **_: Any) -> Any:
+    def __dlpack__(self, **_: object) -> NoReturn:
         """Refuse: there is no memory to hand over."""
         raise NotImplementedError(
             f"{type(self).__name__}: DLPack needs one plain tensor, got a wrapper of several; hand over dequantize()"
         )
 
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self) -> NoReturn:
         """Refuse as ``__dlpack__``, which comes after."""
-        return self.__dlpack__()
+        self.__dlpack__()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return an empty storage, one per object: a wrapper has no bytes of its own."""
@@ -278,10 +307,11 @@ def _code(folder: Path = Path(__file__).parent.parent) -> str:
     return digest.hexdigest()[:16]
 
 
-def _stable_hash(value: Any) -> str:
+def _stable_hash(value: object) -> str:
     """Return a text that is equal for equal values, in every process."""
     if hasattr(value, "_stable_hash_for_caching"):
-        return value._stable_hash_for_caching()  # type: ignore[no-any-return]
+        text: str = value._stable_hash_for_caching()
+        return text
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)}{value.stride()}{value.dtype}{value.device}"
     return str(value)
@@ -308,11 +338,11 @@ def _as_bytes(tensor: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
 def _rebuild(
     cls: type[WrapperTensor],
     inner: dict[str, Tensor | tuple[Tensor, torch.dtype]],
-    metadata: tuple[Any, ...],
+    metadata: Metadata,
     size: tuple[int, ...],
     stride: tuple[int, ...],
     requires_grad: bool,
-    attributes: dict[str, Any],
+    attributes: Attributes,
 ) -> WrapperTensor:
     """Undo ``__reduce_ex__``."""
     tensors = {

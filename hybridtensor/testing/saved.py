@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +52,11 @@ def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
     """
     saved, opened = SavedTensors(), []
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: object) -> None:
         context = saved_for_backward()
         opened.append((context, context.__enter__()))
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         context, of_module = opened.pop()
         context.__exit__(None, None, None)
         saved.tensors.extend(of_module.tensors)

@@ -244,7 +244,7 @@ class TestRecipes:
         ):  # fmt: skip
             model, optimizer = make(spec, persistent, seed=1)
             before = bits(model, optimizer)
-            with pytest.raises(ValueError, match="a checkpoint of the same recipes is required") as raised:
+            with pytest.raises(ValueError, match="other recipes than the model") as raised:
                 checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer})
             assert f"model.0.weight: fp8 (master) there, {told} here" in str(raised.value)
             assert "pass any_recipe=True" in str(raised.value)
@@ -285,7 +285,7 @@ def test_a_weight_without_a_recipe_is_not_saved(tmp_path):
     """As ``load_safetensors`` gives it; a checkpoint says how each weight was made."""
     layer = nn.Linear(64, 64, bias=False)
     layer.weight = nn.Parameter(ht.Float8Quantizer().quantize(layer.weight.detach()), requires_grad=False)
-    with pytest.raises(ValueError, match=r"a weight with a recipe is required, got model\.weight without one"):
+    with pytest.raises(ValueError, match=r"the weight model\.weight has no recipe"):
         checkpoint.save(tmp_path, 1, {"model": layer})
     assert not any(tmp_path.iterdir())
 
@@ -298,8 +298,8 @@ class TestMisfits:
     def test_are_errors_before_anything_is_written(self, tmp_path):
         saved(tmp_path, 1)
         model, optimizer = make("fp8")
-        self.check(tmp_path, {"other": model}, r"an entry 'other' \(module\) is required")
-        self.check(tmp_path, {"model": optimizer, "m": model}, r"an entry 'model' \(optimizer\) is required")
+        self.check(tmp_path, {"other": model}, r"has no entry 'other' \(module\)")
+        self.check(tmp_path, {"model": optimizer, "m": model}, r"has no entry 'model' \(optimizer\)")
         wide = ht.quantize_(nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32)), "fp8")
         before = bits(wide)
         self.check(tmp_path, {"model": wide}, r"model.0.weight is \(64, 32\) in it, \(128, 32\) here")
@@ -313,7 +313,7 @@ class TestMisfits:
         self.check(tmp_path, {"model": narrow}, "model.3.weight is not in it; model.3.bias is not in it; model.0.bias")
         model, _ = make("fp8")
         two = torch.optim.AdamW([{"params": p} for p in model.parameters()])
-        self.check(tmp_path, {"model": model, "optimizer": two}, "parameter groups of 'optimizer' as in the checkpoint")
+        self.check(tmp_path, {"model": model, "optimizer": two}, "the parameter groups of 'optimizer' are ")
 
     def test_of_arguments(self, tmp_path):
         model, optimizer = make("fp8")
@@ -324,7 +324,7 @@ class TestMisfits:
             (TypeError, "the number of a step is required, got 1.5", 1.5, {"model": model}),
             (TypeError, "the number of a step is required, got True", True, {"model": model}),
             (ValueError, "0 or more, is required, got -1", -1, {"model": model}),
-            (ValueError, "the model of every parameter of 'o' is required", 1, {"o": optimizer}),
+            (ValueError, "'o' steps parameters of shapes .* that no module of the state has", 1, {"o": optimizer}),
         ]
         for kind, message, step, state in cases:
             with pytest.raises(kind, match=message):
@@ -337,7 +337,7 @@ class TestMisfits:
         expected = saved(tmp_path, 1, 2)
         model, optimizer = make("fp8", seed=3)
         state = {"model": model, "optimizer": optimizer}
-        with pytest.raises(ValueError, match=r"a step that is not there yet is required, got 1 .*overwrite=True"):
+        with pytest.raises(ValueError, match=r"step 1 is there already, .*overwrite=True"):
             checkpoint.save(tmp_path, 1, state)
         assert load(tmp_path, step=1)[1] == expected[1]
         checkpoint.save(tmp_path, 1, state, overwrite=True)
@@ -371,7 +371,7 @@ class TestDamage:
         assert checkpoint.latest(tmp_path) == 1
         with pytest.warns(UserWarning, match=f"{name}.*; loading step 1"):
             assert load(tmp_path) == (1, expected[1])
-        with pytest.raises(RuntimeError, match="step 2 that is what was written is required"):
+        with pytest.raises(RuntimeError, match="no intact checkpoint of step 2 in "):
             load(tmp_path, step=2)
 
     def test_of_any_bit_of_the_manifest_is_found(self, tmp_path):
@@ -391,10 +391,10 @@ class TestDamage:
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.manifest, "_VERSION", 99)
             saved(tmp_path, 1)
-        assert "it is of another version of this library" in checkpoint.verify(tmp_path)[1][0]
+        assert "it has version 99, this library reads 1" in checkpoint.verify(tmp_path)[1][0]
 
     def test_of_all_steps_is_told(self, tmp_path):
-        with pytest.raises(RuntimeError, match=r"a step that is what was written is required in .*, got none"):
+        with pytest.raises(RuntimeError, match=r"no checkpoint in .*nothing; pass the folder"):
             load(tmp_path / "nothing")
         saved(tmp_path, 1)
         folder(tmp_path, 1).rename(folder(tmp_path, 5))
@@ -434,7 +434,7 @@ class TestHostile:
     def test_what_is_no_metadata_is_refused(self, tmp_path):
         saved(tmp_path, 1)
         self.forge(folder(tmp_path, 1), ".metadata", pickle.dumps({"state_dict_metadata": {}}))
-        assert "metadata is required, got dict" in checkpoint.verify(tmp_path)[1][0]
+        assert "it holds no metadata but dict" in checkpoint.verify(tmp_path)[1][0]
 
     @pytest.mark.parametrize("where", ["whole", "inside"])
     def test_metadata_runs_nothing(self, where, tmp_path, monkeypatch):
@@ -468,14 +468,14 @@ class TestHostile:
         for info in metadata.storage_data.values():
             info.relative_path = "../secret"
         self.forge(path, ".metadata", pickle.dumps(metadata))
-        assert "files of the checkpoint are required, got '../secret'" in checkpoint.verify(tmp_path)[1][0]
+        assert "it points to '../secret', which is no file" in checkpoint.verify(tmp_path)[1][0]
 
     @pytest.mark.parametrize(
         "thing", [torch.nn.Linear, os.getcwd, eval, torch.load, pickle.loads], ids=lambda thing: thing.__name__
     )
     def test_only_records_are_admitted(self, thing, tmp_path):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(thing))
-        with pytest.raises(ValueError, match="got a pickle that asks for"):
+        with pytest.raises(ValueError, match="a pickle that asks for"):
             checkpoint.SafeReader(tmp_path).read_metadata()
 
 
@@ -535,7 +535,7 @@ class TestCommand:
         assert capsys.readouterr().out == "step 2: good\nstep 1: good\n"
         flip(folder(tmp_path, 2) / "__0_0.distcp")
         assert command.main([str(tmp_path)]) == 1
-        assert "step 2: DAMAGED\n  step_00000002: __0_0.distcp has other contents" in capsys.readouterr().out
+        assert "step 2: DAMAGED\n  step_00000002: __0_0.distcp has a wrong SHA-256" in capsys.readouterr().out
         assert command.main([str(folder(tmp_path, 1))]) == 0
         assert command.main([str(tmp_path / "nothing")]) == 2
         assert "no checkpoint" in capsys.readouterr().err

@@ -209,10 +209,10 @@ def test_faces_that_share_bytes_are_stored_once(recipe, alone, tmp_path):
 def test_planners_refuse_what_has_no_memory(alone, tmp_path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     planner = checkpoint.HybridLoadPlanner()
-    with pytest.raises(ValueError, match="tensors with memory are required, got w on meta; call to_empty first"):
+    with pytest.raises(ValueError, match="w is on the meta device and has no memory; call to_empty first"):
         planner.set_up_planner({"w": torch.empty(2, device="meta")})
     planner.set_up_planner({"w": torch.empty(2)})
-    with pytest.raises(RuntimeError, match="metadata is required, got none; call set_up_planner with it"):
+    with pytest.raises(RuntimeError, match="the planner has no metadata; call set_up_planner with it"):
         planner.create_local_plan()
 
 

@@ -185,7 +185,7 @@ def misaligned(rank, path):
     part = ht.quantize_(nn.Linear(128, 32, bias=False), "mxfp8", persistent=True).weight.detach()
     tensor = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     model["a"].weight = nn.Parameter(tensor)
-    with pytest.raises(ValueError, match=r"shards of whole blocks of 32 along dimension 0 are required, got 48 of 96"):
+    with pytest.raises(ValueError, match=r"shards of 48 of 96 along dimension 0 cut blocks of 32"):
         checkpoint.save(path, 1, {"model": model})
 
 
@@ -209,12 +209,12 @@ def one_fails_all_raise(rank, path):
 
 def others_must_be_alike(rank, path):
     model, _ = make("fp8" if rank else "fp8_rowwise")
-    with pytest.raises(ValueError, match=r"the same weights, recipes and.*others on ranks \[1\] than on rank 0"):
+    with pytest.raises(ValueError, match=r"ranks \[1\] have other weights, recipes or entries than rank 0"):
         checkpoint.save(path, 1, {"model": model})
     model, _ = make("fp8")
     checkpoint.save(path, 1, {"model": model})
     other, _ = make("fp8" if rank else "mxfp8")
-    with pytest.raises(ValueError, match=r"a checkpoint of the same recipes is required.* \(rank 0\)"):
+    with pytest.raises(ValueError, match=r"other recipes than the model.* \(rank 0\)"):
         checkpoint.load(path, {"model": other})
 
 
@@ -244,7 +244,7 @@ def dies(rank, path, victim):
     if rank == victim:
         checkpoint.store.Writer.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="all 3 ranks are required to the end, got no answer from one"):
+    with pytest.raises(RuntimeError, match="got no answer from one of the 3 ranks"):
         checkpoint.save(path, 2, state, timeout=datetime.timedelta(minutes=10))
     assert time.monotonic() - started < 20
     assert checkpoint.latest(path) == 1

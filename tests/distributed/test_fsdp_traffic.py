@@ -112,7 +112,7 @@ def recomputation(rank):
             assert backward[-1] == 2 * forward[0]
     model, count = one_layer("mxfp8", mesh_of(rank, 2), wrap=wrap)
     ht.distributed.expect_recompute_(model, False)
-    with pytest.raises(RuntimeError, match=r"the rowwise face of a weight \(256, 256\) is required"):
+    with pytest.raises(RuntimeError, match=r"the rowwise face of a weight \(256, 256\) was not gathered"):
         phases(model, count)
 
 
@@ -281,7 +281,7 @@ def test_products_by_operators(two):
 def disagreement(rank):
     start = time.time()
     model = shard(make("fp8" if rank else "mxfp8"), mesh_of(rank, 2))
-    with pytest.raises(RuntimeError, match=r"the same weights with the same recipes are required on all ranks"):
+    with pytest.raises(RuntimeError, match=r"ranks differ in weights or recipes"):
         model(batch(0))
     assert time.time() - start < 20
 
@@ -293,7 +293,7 @@ def test_ranks_with_other_recipes_raise_on_every_rank(two):
 def one_replica_disagrees(rank):
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(make("fp8" if rank == 3 else "fp8_rowwise"), mesh)
-    with pytest.raises(RuntimeError, match=r"the same weights with the same recipes are required on all ranks"):
+    with pytest.raises(RuntimeError, match=r"ranks differ in weights or recipes"):
         model(batch(0))
 
 

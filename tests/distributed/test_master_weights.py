@@ -204,7 +204,7 @@ def errors(rank):
     twice = whole if rank else halves
     with pytest.raises(RuntimeError, match="each element once"):
         quantize_master_weights(weights, [one.flatten() for one in twice], [0] * 3)
-    with pytest.raises(RuntimeError, match="same weights with the same recipes"):
+    with pytest.raises(RuntimeError, match="differ in weights or recipes"):
         quantize_master_weights(weights[rank:], halves[rank:], offsets[rank:])
     with pytest.raises(TypeError, match="persistent weights"):
         quantize_master_weights([nn.Parameter(torch.zeros(2, 2))], halves[:1], offsets[:1])

@@ -10,7 +10,16 @@ import pickle
 import pytest
 import torch
 
-from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, MXFP8Quantizer, NVFP4Quantizer
+from hybridtensor import (
+    Float8Quantizer,
+    HybridQuantizer,
+    HybridTensor,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    ops,
+)
+from hybridtensor.formats import FP8_E4M3_TENSOR
 from hybridtensor.subclasses.structure import flatten, unflatten
 from hybridtensor.testing import random_tensor
 
@@ -135,3 +144,11 @@ def test_each_face_of_every_format_dequantizes_alone(hybrid):
     for face in (hybrid.rowwise, hybrid.columnwise):
         error = (face.dequantize().float() - x.float()).norm() / x.float().norm()
         assert error < (0.2 if face.format.elements_per_byte == 2 else 0.08)
+
+
+def test_a_face_without_elements_of_its_own_is_refused():
+    x = random_tensor(64, 64)
+    row = ops.quantize(x, ops.CastRequest(ops.Cast(FP8_E4M3_TENSOR)))[0]
+    for face in (ops.high_precision(x), ops.columnwise_of(row, torch.bfloat16)):
+        with pytest.raises(ValueError, match="a face with elements and scales of its own is required, got one in"):
+            QuantizedTensor(face, -1, torch.bfloat16, x.shape)

@@ -12,7 +12,8 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
 from hybridtensor.ops import library
-from hybridtensor.subclasses import master_ops, record
+from hybridtensor.subclasses import record
+from hybridtensor.subclasses.operators import master as operators
 from hybridtensor.subclasses.quantizing import face_tensors
 from hybridtensor.testing import random_tensor
 
@@ -155,7 +156,7 @@ def test_another_recipe_or_dtype_makes_other_faces():
     assert w.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)[1].dequantized_rowwise == torch.bfloat16
 
 
-@pytest.mark.parametrize("op", master_ops.VIEWS + master_ops.COPIES, ids=str)
+@pytest.mark.parametrize("op", operators.VIEWS + operators.COPIES, ids=str)
 def test_views_and_copies_are_master_weights_with_the_plain_result(op):
     arguments = {
         aten.as_strided.default: ((6, 4), (8, 2), 1), aten.expand.default: ((2, 6, 8),),
@@ -178,7 +179,7 @@ def test_views_and_copies_are_master_weights_with_the_plain_result(op):
         if op not in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
             assert torch.equal(ours.master, plain)
         shares = ours.master.untyped_storage().data_ptr() == w.master.untyped_storage().data_ptr()
-        assert shares == (op in master_ops.VIEWS)
+        assert shares == (op in operators.VIEWS)
 
 
 READS = {
@@ -207,15 +208,15 @@ def test_reads_give_the_plain_result(name):
 
 def test_every_write_operator_is_noted():
     """The handler finds what is written from the schema: check that for every operator in the list there is such."""
-    for op in master_ops.WRITES:
+    for op in operators.WRITES:
         assert any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments), op
-    for op in master_ops.READS:
+    for op in operators.READS:
         assert not op._schema.is_mutable, op
 
 
 def test_products_below_autograd_are_refused():
     w = weight()
-    for op in master_ops.PRODUCTS:
+    for op in operators.PRODUCTS:
         with pytest.raises(NotImplementedError, match="came from below autograd"):
             op(*[w] * sum(1 for a in op._schema.arguments if not a.has_default_value()))
 

@@ -13,7 +13,6 @@ import platform
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -88,9 +87,10 @@ class Manifest:
             content = json.loads((path / MANIFEST).read_text())
             digest = content.pop("digest")
             if digest != _digest(content):
-                raise ValueError("its digest is another")
-            if content.pop("format") != _VERSION:
-                raise ValueError("it is of another version of this library")
+                raise ValueError("its digest is wrong")
+            version = content.pop("format")
+            if version != _VERSION:
+                raise ValueError(f"it has version {version}, this library reads {_VERSION}")
             content.pop("fingerprint")
             weights = {name: Weight(**weight) for name, weight in content.pop("weights").items()}
             files = {
@@ -98,12 +98,10 @@ class Manifest:
             }
             return cls(**content, weights=weights, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path / MANIFEST}: the manifest that was written is required, got another: {error}"
-            ) from error
+            raise ValueError(f"{path / MANIFEST}: damaged manifest: {error}") from error
 
 
-def _digest(content: Any) -> str:
+def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -164,7 +162,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with the step in the folder ``path``: nothing, if it can be loaded.
+    """Return a text for each damage of the step in the folder ``path``; none if it is intact.
 
     Args:
         path: The folder.
@@ -204,7 +202,7 @@ def _file_problems(path: Path, name: str, size: int, sha: str) -> list[str]:
         return [f"{path.name}: {name} cannot be read: {error}"]
     if got[0] != size:
         return [f"{path.name}: {name} has {got[0]} bytes, {size} were written"]
-    return [] if got[1] == sha else [f"{path.name}: {name} has other contents than were written"]
+    return [] if got[1] == sha else [f"{path.name}: {name} has a wrong SHA-256"]
 
 
 def root_folder(directory: str | os.PathLike[str], step: int | None) -> Path:

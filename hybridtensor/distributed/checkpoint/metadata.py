@@ -8,13 +8,15 @@ import pathlib
 import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+PathItem = TypeVar("PathItem", str, int)
 
 METADATA = ".metadata"
 _FORMER_NAMES = {"quantization_state.scale": "quantization_state.encode_scale"}
@@ -34,8 +36,8 @@ _PATHS = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindows
 class _Unpickler(pickle.Unpickler):
     """Admits the records that describe tensors, shapes, dtypes and paths; nothing else."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names, if it is one of those."""
+    def find_class(self, module: str, name: str) -> object:
+        """Return the class or function that a pickle names, if it is one of those."""
         holder, names = _CLASSES.get(module, (None, ()))
         if name in names:
             return getattr(holder, name)
@@ -44,8 +46,8 @@ class _Unpickler(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
         raise pickle.UnpicklingError(
-            f"checkpoint: metadata of torch.distributed.checkpoint is required, got a pickle that asks for "
-            f"{module}.{name}; do not use this checkpoint"
+            f"checkpoint: the metadata is a pickle that asks for {module}.{name}, which no "
+            "checkpoint needs; do not use this checkpoint"
         )
 
 
@@ -68,7 +70,7 @@ def read_metadata(path: Path, files: Collection[str] | None = None) -> Metadata:
         raise ValueError(f"{path / METADATA}: {error}") from error
     tables = [getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data")]
     if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{path / METADATA}: metadata is required, got {type(metadata).__name__}")
+        raise ValueError(f"{path / METADATA}: it holds no metadata but {type(metadata).__name__}")
     use_present_names(metadata)
     for info in metadata.storage_data.values():
         name = getattr(info, "relative_path", None)
@@ -78,13 +80,16 @@ def read_metadata(path: Path, files: Collection[str] | None = None) -> Metadata:
             or (files is not None and name not in files)
         ):
             raise ValueError(
-                f"{path / METADATA}: files of the checkpoint are required, got {name!r}"
+                f"{path / METADATA}: it points to {name!r}, which is no file of the checkpoint"
             )
     return metadata
 
 
 def use_present_names(metadata: Metadata) -> None:
     """Give tensors that a former version stored under another name the present one, in place."""
+    # ``planner_data`` is private to torch's planners: the path of each flat name. A torch that
+    # keeps something else there leaves former names as they are, and loading them says what is
+    # missing.
     stored = metadata.state_dict_metadata
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     renamed = {old: _present_name(old) for old in stored if _present_name(old) != old}
@@ -100,7 +105,7 @@ def use_present_names(metadata: Metadata) -> None:
         metadata.storage_data[dataclasses.replace(index, fqn=renamed[index.fqn])] = info
 
 
-def _present_name(name: Any) -> Any:
+def _present_name(name: PathItem) -> PathItem:
     for former, present in _FORMER_NAMES.items():
         if isinstance(name, str) and name.endswith(former):
             return name.removesuffix(former) + present
@@ -112,8 +117,9 @@ class SafeReader(FileSystemReader):
     pickles already.
     """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """See ``StorageReader``."""
+        # torch's reader unpickles here; ``path`` and ``load_id`` are what it sets up
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.distributed.checkpoint.plain import as_part_of
+from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
@@ -43,28 +41,29 @@ class NamedOptimizer:
         unknown = [tuple(p.shape) for group in groups for p in group if id(p) not in of_stepped]
         if unknown:
             raise ValueError(
-                f"checkpoint: the model of every parameter of {entry!r} is required, got parameters of shapes "
-                f"{unknown} that are in none; add the model to the state"
+                f"checkpoint: {entry!r} steps parameters of shapes {unknown} that no module of the "
+                "state has; add the model to the state"
             )
         self.groups = [[of_stepped[id(p)] for p in group] for group in groups]
         self.parameters: dict[str, nn.Parameter] = {
             of_stepped[id(p)]: p for group in groups for p in group
         }
 
-    def state(self) -> dict[str, Any]:
-        """Return what is saved: tensors by name, and the rest whole."""
+    def state(self) -> StateDict:
+        """Return the state dict that is saved: tensors by name, and the rest whole."""
         packed = self.optimizer.state_dict()
         own = ("master", "follows") if isinstance(self.optimizer, MasterWeights) else ()
         names = [
             name for group in self.groups for name in group
         ]  # torch numbers parameters in this order
         tensors: dict[str, dict[str, Tensor]] = {}
-        values: dict[str, dict[str, Any]] = {}
+        values: dict[str, dict[str, object]] = {}
         for number, state in packed["state"].items():
             for key, value in ((key, value) for key, value in state.items() if key not in own):
-                (tensors if isinstance(value, Tensor) else values).setdefault(names[number], {})[
-                    key
-                ] = value
+                if isinstance(value, Tensor):
+                    tensors.setdefault(names[number], {})[key] = value
+                else:
+                    values.setdefault(names[number], {})[key] = value
         groups = [
             {**group, "params": list(self.groups[i])}
             for i, group in enumerate(packed["param_groups"])
@@ -79,13 +78,14 @@ class NamedOptimizer:
         """Raise ValueError unless a checkpoint has the same parameters in the same groups."""
         if stored is None or sorted(map(sorted, stored)) != sorted(map(sorted, self.groups)):
             raise ValueError(
-                f"checkpoint.load: parameter groups of {self.entry!r} as in the checkpoint are required, {stored}, "
-                f"got {self.groups}; build the optimizer as it was built"
+                f"checkpoint.load: the parameter groups of {self.entry!r} are {self.groups}, those "
+                f"in the checkpoint {stored}; build the optimizer as it was built"
             )
 
-    def target(self, metadata: Metadata) -> dict[str, Any]:
+    def target(self, metadata: Metadata) -> StateDict:
         """Return memory for what a checkpoint has of this optimizer's state, without the masters."""
         tensors: dict[str, dict[str, Tensor]] = {}
+        # torch's optimizers number parameters; our names are in the paths that DCP keeps privately
         for flat, path in (metadata.planner_data or {}).items():
             stored = metadata.state_dict_metadata.get(flat)
             if tuple(path[:2]) != (self.entry, "state") or len(path) != 4:
@@ -107,7 +107,7 @@ class NamedOptimizer:
             return as_part_of(parameter, mine, size) if isinstance(parameter, DTensor) else mine
         return torch.zeros(size, dtype=dtype, device=own.device if size else "cpu")
 
-    def restore(self, loaded: dict[str, Any]) -> None:
+    def restore(self, loaded: StateDict) -> None:
         """Take what was loaded into ``target``; masters are loaded in place already."""
         values = loaded["values"]
         saved = {frozenset(group["params"]): group for group in values["groups"]}
@@ -118,7 +118,7 @@ class NamedOptimizer:
             {**saved[frozenset(group)], "params": [numbers[name] for name in group]}
             for group in self.groups
         ]
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, object]] = {}
         for found in (loaded["state"], values["state"]):
             for name, of_name in found.items():
                 state.setdefault(numbers[name], {}).update(of_name)

@@ -10,7 +10,7 @@ is loaded into the weight.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,20 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.dtensor import local
-from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.subclasses import (
+    FaceTensor,
+    HybridTensor,
+    IdentityTensor,
+    MasterWeight,
+    QuantizedTensor,
+)
 from hybridtensor.subclasses.followers import follows_rowwise, inner_tensors
+
+StateDict: TypeAlias = dict[str, Any]
+"""Names to tensors, numbers, and dictionaries and lists of them; or to what has a state dict."""
+
+FaceTensors: TypeAlias = "Mapping[str, Tensor | FaceTensors]"
+"""The plain tensors of a face, or of several, by name."""
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -30,6 +42,7 @@ def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     """Yield all parameters under the names of a model that nothing wraps, tied ones under each of
     theirs.
     """
+    # The private tables, here and below: the public iterators leave tied names out
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield f"{prefix}{name}", parameter
@@ -56,15 +69,17 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
             yield prefix if hidden else f"{prefix}{name}.", child
 
 
-def plain(state: Any) -> Any:
-    """Return a state, dictionaries and lists of anything, with plain tensors for converted weights.
+def plain(state: object) -> Any:
+    """Return ``state``, dictionaries and lists of anything, with plain tensors for converted
+    weights.
 
     Raises:
         NotImplementedError: If a persistent weight is sharded in a way that its faces cannot be.
         ValueError: If a shard of a persistent weight ends inside a block of its format.
     """
     if isinstance(state, Tensor):
-        return faces(state) if isinstance(local(state), HybridTensor) else plain_weight(state)
+        weight = local(state)
+        return faces(state, weight) if isinstance(weight, HybridTensor) else plain_weight(state)
     if isinstance(state, Mapping):
         return {name: plain(value) for name, value in state.items()}
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
@@ -94,6 +109,8 @@ def as_part_of(
     """Return ``tensor`` as this rank's part of a DTensor of ``size`` over the ranks of ``whole``,
     wherever it lies.
     """
+    # torch's private constructor and spec: ``from_local`` would be recorded by autograd. A torch
+    # that changes them fails here, when a sharded weight is saved or loaded.
     meta = TensorMeta(torch.Size(size), _contiguous(size), tensor.dtype)
     spec = DTensorSpec(whole.device_mesh, tuple(placements or whole.placements), tensor_meta=meta)
     return DTensor(tensor, spec, requires_grad=False)
@@ -106,20 +123,23 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[: len(size)])
 
 
-def faces(value: Tensor) -> dict[str, Any]:
-    """Return the tensors of the faces of a persistent weight, without those of a face that
-    ``followers`` names.
+def faces(value: Tensor, weight: HybridTensor) -> FaceTensors:
+    """Return the tensors of the faces of a persistent weight, without those of a columnwise face
+    that follows from the rowwise one.
+
+    Args:
+        value: The weight, or a DTensor of it.
+        weight: This rank's part of it.
     """
-    weight = local(value)
     found = {}
     for direction in weight.inner_names:
-        face = getattr(weight, direction)
+        face: FaceTensor | None = getattr(weight, direction)
         if face is not None and not (direction == "columnwise" and follows_rowwise(weight)):
             found[direction] = _face(value, face)
     return found
 
 
-def _face(value: Tensor, face: Any) -> dict[str, Any]:
+def _face(value: Tensor, face: FaceTensor) -> FaceTensors:
     """Return the plain tensors of one face of a weight, or of one rank's part of it."""
     if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
         return {"source": _face(value, face.source)}
@@ -129,7 +149,7 @@ def _face(value: Tensor, face: Any) -> dict[str, Any]:
     return dict(tensors)
 
 
-def _part_of_face(whole: DTensor, face: Any, name: str, tensor: Tensor) -> DTensor:
+def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -> DTensor:
     """Return one tensor of a face of one rank's part as a DTensor: where it lies in that of the
     whole weight.
     """
@@ -141,12 +161,12 @@ def _part_of_face(whole: DTensor, face: Any, name: str, tensor: Tensor) -> DTens
     sizes = {
         "qdata": (rows, columns // fmt.elements_per_byte),
         "scale": fmt.scale_shape(rows, columns),
-        "tensor_scale": fmt.tensor_scale_shape(rows, columns),
+        "tensor_scale": fmt.tensor_scale_shape(rows, columns) or (0, 0),
     }
     blocks = {
         "qdata": (1, fmt.elements_per_byte),
         "scale": fmt.block,
-        "tensor_scale": fmt.tensor_block,
+        "tensor_scale": fmt.tensor_block or (None, None),
     }
     placements = _placements(whole, blocks[name], flipped)
     return as_part_of(whole, tensor, sizes[name], placements)
@@ -155,7 +175,7 @@ def _part_of_face(whole: DTensor, face: Any, name: str, tensor: Tensor) -> DTens
 def _placements(
     whole: DTensor, block: tuple[int | None, int | None], flipped: bool
 ) -> tuple[Placement, ...]:
-    """Return how the tensor with one entry per ``block`` of a sharded matrix is sharded."""
+    """Return the placements of a tensor with one entry per ``block`` of a sharded matrix."""
     chunk = list(whole.shape)
     found: list[Placement] = []
     for placement, ranks in zip(whole.placements, whole.device_mesh.shape, strict=True):
@@ -164,8 +184,9 @@ def _placements(
             continue
         if type(placement) is not Shard:
             raise NotImplementedError(
-                f"checkpoint: a persistent weight that is replicated or sharded evenly is required, got {placement} "
-                f"of {tuple(whole.shape)}; save masters only (faces=False)"
+                f"checkpoint: a persistent weight {tuple(whole.shape)} is placed as {placement}, "
+                "and only faces of replicated or evenly sharded ones can be stored; save masters "
+                "only (faces=False)"
             )
         axis = 1 - placement.dim if flipped else placement.dim
         extent = block[axis]
@@ -175,9 +196,9 @@ def _placements(
             continue
         if ranks > 1 and chunk[placement.dim] % extent:
             raise ValueError(
-                f"checkpoint: shards of whole blocks of {extent} along dimension {placement.dim} are required, got "
-                f"{chunk[placement.dim]} of {whole.shape[placement.dim]}; use another number of ranks, or save masters "
-                "only (faces=False)"
+                f"checkpoint: shards of {chunk[placement.dim]} of {whole.shape[placement.dim]} "
+                f"along dimension {placement.dim} cut blocks of {extent}; use another number of "
+                "ranks, or save masters only (faces=False)"
             )
         found.append(Shard(axis))
     return tuple(found)

@@ -23,7 +23,12 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
@@ -33,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from hybridtensor.distributed.checkpoint.metadata import use_present_names
-from hybridtensor.distributed.checkpoint.plain import plain
+from hybridtensor.distributed.checkpoint.plain import StateDict, plain
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.followers import followers
@@ -46,7 +51,7 @@ class Opaque:
         value: The value; of what ``torch.load(weights_only=True)`` admits.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
@@ -55,12 +60,12 @@ class HybridSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Any],
+        state_dict: StateDict,
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
         """See ``SavePlanner``."""
-        self._staged: dict[tuple[str, Any], Any] = {}
+        self._staged: dict[tuple[str, torch.Size | None], Tensor | io.BytesIO] = {}
         super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
 
     def stage(self, plan: SavePlan) -> None:
@@ -76,7 +81,7 @@ class HybridSavePlanner(DefaultSavePlanner):
         staged = self._staged.get((write_item.index.fqn, write_item.index.offset))
         return super().resolve_data(write_item) if staged is None else staged
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+    def transform_object(self, write_item: WriteItem, object: object) -> object:
         """See ``DefaultSavePlanner``."""
         if write_item.type == WriteItemType.BYTE_IO and isinstance(object, Opaque):
             object = object.value
@@ -93,70 +98,64 @@ class HybridLoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Any],
+        state_dict: StateDict,
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
         """See ``LoadPlanner``."""
-        for name, value in _tensors(state_dict, ""):
+        tensors = list(_tensors(state_dict, ""))
+        for name, value in tensors:
             if value.is_meta:
                 raise ValueError(
-                    f"checkpoint: tensors with memory are required, got {name} on meta; call to_empty first"
+                    f"checkpoint: {name} is on the meta device and has no memory; call to_empty "
+                    "first"
                 )
         if metadata is not None:
             use_present_names(metadata)  # the reader takes this same object afterwards
         super().set_up_planner(plain(state_dict), metadata, is_coordinator)
         self.original_state_dict = state_dict
-        persistent = [
-            (n, value)
-            for n, value in _tensors(state_dict, "")
-            if isinstance(local(value), HybridTensor)
-        ]
+        parts = [(name, local(value)) for name, value in tensors]
+        persistent = [(name, part) for name, part in parts if isinstance(part, HybridTensor)]
         self._followers = {
-            f"{n}.{rest}": pair
-            for n, value in persistent
-            for rest, pair in followers(local(value)).items()
+            f"{name}.{rest}": pair
+            for name, weight in persistent
+            for rest, pair in followers(weight).items()
         }
-        addresses = {local(value).data_ptr() for _, value in _tensors(state_dict, "")}
+        addresses = {part.data_ptr() for _, part in parts}
         self._noting = [
-            (f"{n}.", local(value)) for n, value in persistent if _is_noted(local(value), addresses)
+            (f"{name}.", weight) for name, weight in persistent if _is_noted(weight, addresses)
         ]
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
         if self.metadata is None:
             raise RuntimeError(
-                "checkpoint: metadata is required, got none; call set_up_planner with it"
+                "checkpoint: the planner has no metadata; call set_up_planner with it"
             )
         return create_default_local_load_plan(
             self.state_dict, self.metadata, not self.allow_partial_load
         )
 
     def misfits(self, *, casts: bool) -> list[str]:
-        """Return what of the state is not in the checkpoint as it is wanted.
+        """Return a text for each entry of the state that the checkpoint lacks or has otherwise.
 
         Args:
             casts: Whether another floating-point dtype will do.
         """
         if self.metadata is None:
             return []
-        found = []
-        for name, value in self.state_dict.items():
-            stored: Any = self.metadata.state_dict_metadata.get(name)
-            is_tensor = isinstance(stored, TensorStorageMetadata)
-            if stored is None:
-                found.append(f"{name} is not in it")
-            elif is_tensor != isinstance(value, Tensor):
-                found.append(f"{name} is {'a tensor' if is_tensor else 'no tensor'} in it")
-            elif is_tensor and tuple(stored.size) != tuple(value.shape):
-                found.append(f"{name} is {tuple(stored.size)} in it, {tuple(value.shape)} here")
-            elif is_tensor and not _fits(stored.properties.dtype, value.dtype, casts):
-                found.append(f"{name} is {stored.properties.dtype} in it, {value.dtype} here")
-        return found
+        stored = self.metadata.state_dict_metadata
+        texts = (
+            _misfit(stored.get(name), value, casts=casts, name=name)
+            for name, value in self.state_dict.items()
+        )
+        return [text for text in texts if text is not None]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See ``LoadPlanner``."""
         loaded = torch.load(value, map_location="cpu", weights_only=True)
+        # ``mappings`` is DCP's: from the flat name to the path in the nested state. DCP would write
+        # into its own flat dictionary, of which the caller sees nothing.
         *path, last = self.mappings[read_item.dest_index.fqn]
         holder: Any = self.original_state_dict
         for key in path:
@@ -184,11 +183,28 @@ def _is_noted(weight: HybridTensor, addresses: set[int]) -> bool:
     return True
 
 
-def _own_key(holder: Any, key: Any) -> Any:
-    """Return what ``holder`` calls ``key``: torch makes text of numbers, as an optimizer has."""
+def _own_key(holder: object, key: str | int) -> object:
+    """Return the key of ``holder`` that is ``key`` as text: torch makes text of an optimizer's
+    numbers.
+    """
     if not isinstance(holder, dict) or key in holder:
         return key
     return next((own for own in holder if str(own) == key), key)
+
+
+def _misfit(stored: STORAGE_TYPES | None, value: object, *, casts: bool, name: str) -> str | None:
+    """Return a text that tells how the stored entry differs from ``value``, or None if it fits."""
+    if stored is None:
+        return f"{name} is not in it"
+    if not isinstance(stored, TensorStorageMetadata):
+        return f"{name} is no tensor in it" if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return f"{name} is a tensor in it"
+    if tuple(stored.size) != tuple(value.shape):
+        return f"{name} is {tuple(stored.size)} in it, {tuple(value.shape)} here"
+    if not _fits(stored.properties.dtype, value.dtype, casts):
+        return f"{name} is {stored.properties.dtype} in it, {value.dtype} here"
+    return None
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
@@ -196,7 +212,7 @@ def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
     return stored == wanted or (casts and stored in high and wanted in high)
 
 
-def _tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a state under the names that they are stored under."""
     if isinstance(state, Tensor):
         yield name, state

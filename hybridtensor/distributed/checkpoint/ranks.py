@@ -6,13 +6,19 @@ import contextlib
 import datetime
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
 
-_groups: weakref.WeakKeyDictionary[Any, dict[datetime.timedelta, Any]] = weakref.WeakKeyDictionary()
+Groups: TypeAlias = dict[datetime.timedelta, dist.ProcessGroup]
+"""Our own gloo groups of a world, by their timeout."""
+
+Answer: TypeAlias = tuple[str, str, Any]
+"""Kind and text of the error that a rank's work raised, each "" if none; and what it gave."""
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -38,24 +44,25 @@ class Ranks:
     ) -> None:
         self.who = who
         self.rank, self.size = 0, 1
-        self._group: Any = None
-        self._known: dict[datetime.timedelta, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._known: Groups = {}
         self._timeout = timeout
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size > 1:
             self._group = group
-            if group is None:
+            if group is None and dist.group.WORLD is not None:
                 self._known = _groups.setdefault(dist.group.WORLD, {})
                 self._group = self._known.get(timeout)
                 if self._group is None:
                     self._group = self._known[timeout] = self._new_group()
 
-    def _new_group(self) -> Any:
+    def _new_group(self) -> dist.ProcessGroup:
         try:
-            return dist.new_group(timeout=self._timeout, backend="gloo")
+            made: dist.ProcessGroup = dist.new_group(timeout=self._timeout, backend="gloo")
         except RuntimeError as error:
             self._lost(error)
+        return made
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank and return what it gave on each; small things, because they are
@@ -67,13 +74,13 @@ class Ranks:
             TypeError: Likewise.
             RuntimeError: If it raised anything else, or a rank is gone.
         """
-        mine: tuple[str, str, Any]
+        mine: Answer
         raised: BaseException | None = None
         try:
             mine = ("", "", work())
         except BaseException as error:  # the others wait for this rank, also when it is interrupted
             raised, mine = error, (type(error).__name__, str(error), None)
-        answers: list[tuple[str, str, Any]] = [mine]
+        answers: list[Answer] = [mine]
         if self.size > 1:
             answers = [mine] * self.size
             try:
@@ -97,9 +104,8 @@ class Ranks:
 
     def first(self, work: Callable[[], T]) -> T:
         """Do ``work`` on the first rank and return what it gave, on every rank."""
-        results: list[Any] = self.gather(lambda: work() if self.rank == 0 else None)
-        first: T = results[0]
-        return first
+        results = self.gather(lambda: [work()] if self.rank == 0 else [])
+        return results[0][0]
 
     def _summary(self, failed: list[tuple[int, str, str]]) -> str:
         """Return one text of what the ranks that failed said."""
@@ -119,6 +125,6 @@ class Ranks:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         raise RuntimeError(
-            f"{self.who}: all {self.size} ranks are required to the end, got no answer from one to rank {self.rank}; "
-            f"start again from the last good step ({error})"
+            f"{self.who}: rank {self.rank} got no answer from one of the {self.size} ranks; start "
+            f"again from the last intact step ({error})"
         ) from error

@@ -7,7 +7,6 @@ import functools
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from hybridtensor.distributed.checkpoint.manifest import Manifest, problems, root_folder, steps
 from hybridtensor.distributed.checkpoint.metadata import SafeReader, read_metadata
+from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
 from hybridtensor.distributed.checkpoint.ranks import Ranks
+from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import TIMEOUT, wait_for_previous
-from hybridtensor.distributed.checkpoint.training import Restoration, Training
+from hybridtensor.distributed.checkpoint.training import Training
 
 
 def load(
     directory: str | os.PathLike[str],
-    state: dict[str, Any],
+    state: StateDict,
     *,
     step: int | None = None,
     any_recipe: bool = False,
@@ -65,7 +66,7 @@ def load(
 
 
 def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
-    """Return the newest step that is what was written, or ``step``."""
+    """Return number and folder of the newest intact step, or those of ``step``."""
     found = ranks.first(lambda: steps(root))
     if step is not None:
         found = {number: path for number, path in found.items() if number == step}
@@ -78,16 +79,20 @@ def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
                 warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
             return number, path
         reasons.append("; ".join(wrong))
-    wanted = "a step" if step is None else f"step {step}"
-    raise RuntimeError(
-        f"checkpoint.load: {wanted} that is what was written is required in {root}, got {' | '.join(reasons) or 'none'}"
-    )
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    if not reasons:
+        raise RuntimeError(
+            f"checkpoint.load: no {wanted} in {root}; pass the folder that save was given"
+        )
+    raise RuntimeError(f"checkpoint.load: no intact {wanted} in {root}: {' | '.join(reasons)}")
 
 
 def _checked(
     path: Path, training: Training, any_recipe: bool
 ) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
-    """Return how to load a step, after checking everything that can be without changing anything."""
+    """Return planner, restoration and metadata of a step, after checking all that can be checked
+    without changing anything.
+    """
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
     training.check_entries(manifest)
@@ -95,7 +100,7 @@ def _checked(
     if different and not any_recipe:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ValueError(
-            f"checkpoint.load: a checkpoint of the same recipes is required, got {path.name} with "
+            f"checkpoint.load: {path.name} has other recipes than the model: "
             f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
         )
     restoration = Restoration(training, manifest, metadata)
@@ -106,6 +111,8 @@ def _checked(
 
 
 def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> None:
+    # The steps of ``dcp.load`` in their order, without its collectives: every rank reads its own
+    # part
     reader = SafeReader(path)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -127,8 +134,8 @@ def _check(
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"checkpoint.load: a checkpoint of the same names, shapes and dtypes is required, got {path.name} where "
-            f"{'; '.join(wrong[:5])}{more}; build the model and optimizer as they were"
+            f"checkpoint.load: {path.name} does not fit the state: {'; '.join(wrong[:5])}{more}; "
+            "build the model and optimizer as they were"
         )
 
 

@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
@@ -34,6 +34,7 @@ from hybridtensor.distributed.checkpoint.manifest import (
     write_synced,
 )
 from hybridtensor.distributed.checkpoint.metadata import METADATA, Writer
+from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
 from hybridtensor.distributed.checkpoint.ranks import Ranks
 from hybridtensor.distributed.checkpoint.training import Training
@@ -61,15 +62,17 @@ class _Write:
         everything = self.ranks.gather(lambda: (results, files))
         return self.ranks.first(lambda: self._publish(everything))
 
-    def _write_own(self) -> tuple[Any, dict[str, tuple[int, str]]]:
+    def _write_own(self) -> tuple[list[WriteResult], dict[str, tuple[int, str]]]:
         results = self.writer.write_data(self.plan, self.planner).wait()
         names = {result.storage_data.relative_path for result in results}
         return results, {name: digest_file(self.folder / name, sync=True) for name in sorted(names)}
 
-    def _publish(self, everything: list[tuple[Any, dict[str, tuple[int, str]]]]) -> Path:
+    def _publish(
+        self, everything: list[tuple[list[WriteResult], dict[str, tuple[int, str]]]]
+    ) -> Path:
         """Finish the folder, bring it to the disk, and rename it; on the first rank."""
         if self.metadata is None:
-            raise RuntimeError("checkpoint.save: the first rank has the metadata, got none")
+            raise RuntimeError("checkpoint.save: the planner made no metadata on the first rank")
         self.writer.finish(self.metadata, [results for results, _ in everything])
         for _, files in everything:
             self.manifest.files.update(files)
@@ -96,7 +99,7 @@ class _Write:
 def save(
     directory: str | os.PathLike[str],
     step: int,
-    state: dict[str, Any],
+    state: StateDict,
     *,
     faces: bool = True,
     overwrite: bool = False,
@@ -185,7 +188,7 @@ def wait_for_previous() -> None:
 def async_save(
     directory: str | os.PathLike[str],
     step: int,
-    state: dict[str, Any],
+    state: StateDict,
     *,
     faces: bool = True,
     overwrite: bool = False,
@@ -230,7 +233,7 @@ def _planned(
     ranks: Ranks,
     directory: str | os.PathLike[str],
     step: int,
-    state: dict[str, Any],
+    state: StateDict,
     faces: bool,
     overwrite: bool,
 ) -> Iterator[_Write]:
@@ -253,8 +256,8 @@ def _plan(
     if any(other != recipes[0] for other in recipes):
         different = [rank for rank, other in enumerate(recipes) if other != recipes[0]]
         raise ValueError(
-            f"{ranks.who}: the same weights, recipes and entries are required on all ranks, got others on ranks "
-            f"{different} than on rank 0; convert the model alike everywhere"
+            f"{ranks.who}: ranks {different} have other weights, recipes or entries than rank 0; "
+            "convert the model alike everywhere"
         )
     manifest = Manifest(
         step,
@@ -267,6 +270,8 @@ def _plan(
     )
     writer, planner = Writer(folder), HybridSavePlanner()
 
+    # The steps of ``dcp.save`` in their order, with our collectives in between, where an error of
+    # one rank reaches all. A torch that asks planners or writers for another order fails here.
     def own_plan() -> SavePlan:
         planner.set_up_planner(
             training.collect(faces=faces), writer.storage_meta(), ranks.rank == 0
@@ -292,8 +297,10 @@ def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
         sync_folder(root.parent)
     target = step_path(root, step)
     if target.exists() and not overwrite and not problems(target):
-        raise ValueError(f"checkpoint.save: a step that is not there yet is required, got {step} with {target}; "
-                         "pass overwrite=True to replace it")  # fmt: skip
+        raise ValueError(
+            f"checkpoint.save: step {step} is there already, intact, in {target}; pass "
+            "overwrite=True to replace it"
+        )
     for old in root.glob(".step_*"):
         if _PARTIAL in old.name or _REPLACED in old.name:
             shutil.rmtree(old, ignore_errors=True)

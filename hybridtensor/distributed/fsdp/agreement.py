@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,13 @@ from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.references.blocks import block_amax
+from hybridtensor.recipes.config import HybridConfig
 
 Measure = Callable[[Tensor, Tensor], object]
 """Writes the amaxes of the first tensor into the second one, which holds zeros."""
+
+Place: TypeAlias = tuple[object, ...]
+"""Where and how a tensor lies, to compare."""
 
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
@@ -38,8 +42,8 @@ class Shard(Protocol):
 
     sharded: Sharded
     plan: Plan
-    config: Any
-    agreed: Any
+    config: HybridConfig
+    agreed: HybridConfig | None
     amaxes: Tensor | None
     order: StreamOrder | None
     reductions: int
@@ -71,8 +75,8 @@ def check_recipes(shards: Sequence[Shard]) -> None:
             sorted({f"{shard.config} ({shard.config.fingerprint()})" for shard in shards})
         )
         raise RuntimeError(
-            f"fully_shard: the same weights with the same recipes are required on all ranks, got others than the "
-            f"{len(shards)} of rank {dist.get_rank()} with {recipes}; convert the model alike everywhere"
+            f"fully_shard: ranks differ in weights or recipes; rank {dist.get_rank()} has "
+            f"{len(shards)} weights with {recipes}; convert the model alike everywhere"
         )
     for shard in shards:
         shard.agreed = shard.config
@@ -113,7 +117,9 @@ class Exchange:
         self._amaxes = [
             part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)
         ]
-        self._measures: list[tuple[Any, Measure]] = [(None, _measure_nothing)] * len(shards)
+        self._measures: list[tuple[Place | None, Measure]] = [(None, _measure_nothing)] * len(
+            shards
+        )
 
     def is_of(self, shards: list[Shard]) -> bool:
         """Whether this is for those shards, and as they are gathered now."""
@@ -144,8 +150,8 @@ class Exchange:
         measure(values, self._parts[index])
 
 
-def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where and how a tensor lies; what was worked out for it holds for another one there."""
+def place_of(tensor: Tensor) -> Place:
+    """Return where and how a tensor lies: a cast prepared for it serves another one there."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -154,7 +160,7 @@ def _measure_nothing(values: Tensor, out: Tensor) -> None:
 
 
 def _prepared(plan: Plan, rank: int, values: Tensor) -> Measure:
-    """Return what writes the amaxes of this rank's values into a part of the exchange,
+    """Return a function that writes the amaxes of this rank's values into a part of the exchange,
     ``plan.amaxes`` flattened.
     """
     if plan.reduce == "tensor":
@@ -180,6 +186,6 @@ def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:
 
 
 def around(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return how many rows are missing before and after a shard to whole blocks."""
+    """Return the numbers of rows before and after a shard that whole blocks lack."""
     begin, end = rank * plan.rows, (rank + 1) * plan.rows
     return begin % plan.block, -end % plan.block

@@ -7,10 +7,11 @@ import itertools
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Payload
+from hybridtensor.distributed.fsdp.payload import Payload, wire
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
-from hybridtensor.ops import Faces, empty_face
+from hybridtensor.distributed.fsdp.unpack import Filler, fillers
+from hybridtensor.ops import Face, FaceKind, Faces, empty_face
 from hybridtensor.subclasses import FaceTensor, IdentityTensor, QuantizedTensor
 
 _DIRECTIONS = (ROW, COLUMN)
@@ -30,6 +31,7 @@ class GatheredFaces:
         self, plan: Plan, size: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtype, self._plan = dtype, plan
+        self._fillers: dict[tuple[tuple[str, ...], tuple[bool, bool]], list[Filler]] = {}
         self.tensors: dict[str, list[Tensor]] = {}
         self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
         anchor = torch.empty(0, dtype=dtype, device=device)
@@ -62,7 +64,7 @@ class GatheredFaces:
 
     @staticmethod
     def _name(plan: Plan, direction: str) -> str:
-        """Return under which name the tensors of a face are."""
+        """Return the name of the tensors of a face."""
         if direction == COLUMN and plan.column.kind == "held":
             return ROW
         return "values" if plan.face(direction).format.is_identity else direction
@@ -73,9 +75,9 @@ class GatheredFaces:
         tensors = self.tensors[self._names[direction]]
         if self._names[direction] == "values":
             return IdentityTensor(tensors[0])
-        scales = (tensors[1], tensors[2] if len(tensors) == 3 else None)
         axis = -1 if direction == ROW else 0
-        return QuantizedTensor(tensors[0], *scales, plan.face(direction).format, axis, dtype, size)
+        face = Face.of(tensors, FaceKind(plan.face(direction).format))
+        return QuantizedTensor(face, axis, dtype, size)
 
     def of(self, direction: str) -> list[Tensor]:
         """Return the tensors of one face."""
@@ -103,6 +105,23 @@ class GatheredFaces:
     def values(self) -> Tensor | None:
         """The values, if forward reads them; there with the rowwise face."""
         return self.tensors["values"][0] if self._plan.read else None
+
+    def fill(self, received: Tensor, names: tuple[str, ...], wanted: tuple[bool, bool]) -> None:
+        """Copy the bytes that all ranks sent.
+
+        Args:
+            received: What all ranks sent, one after the other.
+            names: What each sent, as ``plan.sends`` names it.
+            wanted: Whether the rowwise face was asked for, and the columnwise one.
+        """
+        if (names, wanted) not in self._fillers:
+            with torch.inference_mode(False):
+                layout = wire(self._plan, names, self.dtype)
+                made = fillers(self._plan, layout, self.tensors, wanted)
+            self._fillers[names, wanted] = made
+        flat = received.view(-1)
+        for fill in self._fillers[names, wanted]:
+            fill(flat)
 
     def take_alike(
         self, payload: Payload, names: tuple[str, ...], wanted: tuple[bool, bool]

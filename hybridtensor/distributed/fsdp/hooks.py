@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
-from hybridtensor.distributed.fsdp.shard import Shard, plan_of, shard_of
+from hybridtensor.distributed.fsdp.shard import Sent, Shard, plan_of, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local
 from hybridtensor.ops import Face
-from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses import FaceTensor, HybridTensor, IdentityTensor, MasterWeight
 from hybridtensor.subclasses.followers import followers
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -32,32 +33,32 @@ from hybridtensor.subclasses.record import WeightRecord
 _DIRECTIONS = (ROW, COLUMN)
 
 
-def part_of(weight: Any) -> Any:
+def part_of(weight: Tensor) -> Any:
     """Return this rank's part of a weight that FSDP2 shards, gathered or not; any other weight as
     it is.
     """
-    weight = local(weight)
-    if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
-        return weight.record.gathered.sharded.tensor
-    return weight
+    part = local(weight)
+    if isinstance(part, HybridTensor) and part.record.gathered is not None:
+        return part.record.gathered.sharded.tensor
+    return part
 
 
-def let_go(weight: Any) -> None:
+def let_go(weight: Tensor) -> None:
     """Have a gathered weight gathered anew before its next use."""
     if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
         weight.record.gathered.sharded.let_go()
 
 
-def find(module: nn.Module, tensor: Any) -> Shard:
+def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:
     """Return the shard whose part ``tensor`` is, a parameter of ``module``.
 
     Raises:
         NotImplementedError: If FSDP2 does not know it.
     """
     record = tensor.record
-    known = None if record.shard is None else record.shard()
+    known: Shard | None = None if record.shard is None else record.shard()
     if known is not None and _is_part(known, tensor):
-        return known  # type: ignore[no-any-return]
+        return known
     for sharded in locate(module):
         if isinstance(sharded.tensor, InterceptingTensor):
             shard = shard_of(sharded)
@@ -65,29 +66,30 @@ def find(module: nn.Module, tensor: Any) -> Shard:
                 record.shard = weakref.ref(shard)
                 return shard
     raise NotImplementedError(
-        f"fully_shard: a weight that FSDP2 of torch {torch.__version__} holds is required, got one of "
-        f"{type(module).__name__} that it does not{f' ({MISSING})' if MISSING else ''}; use a torch from 2.11 to 2.13"
+        f"fully_shard: FSDP2 of torch {torch.__version__} does not know the weight of a "
+        f"{type(module).__name__} that it gathers{f' ({MISSING})' if MISSING else ''}; use a torch "
+        "from 2.11 to 2.13"
     )
 
 
-def _is_part(shard: Shard, tensor: Any) -> bool:
+def _is_part(shard: Shard, tensor: InterceptingTensor) -> bool:
     """Return whether a tensor is this rank's part, or a copy of it on another device."""
-    mine: Any = shard.sharded.tensor
-    return mine.record is tensor.record or (
-        mine.layer is tensor.layer and mine.shape == tensor.shape
+    mine = shard.sharded.tensor
+    return isinstance(mine, InterceptingTensor) and (
+        mine.record is tensor.record or (mine.layer is tensor.layer and mine.shape == tensor.shape)
     )
 
 
 def shard_of_part(part: HybridTensor) -> Shard | None:
-    """Return what FSDP2 shards, if this is a rank's part of a persistent weight or an alias of it;
-    else None.
+    """Return the shard whose part this is, a persistent weight or an alias of it; None if FSDP2
+    does not shard it.
     """
     if part.taken is not whole:
         return None
     record = part.record
-    known = None if record.shard is None else record.shard()
+    known: Shard | None = None if record.shard is None else record.shard()
     if known is not None and _record_of(known.sharded) is record:
-        return known  # type: ignore[no-any-return]
+        return known
     for sharded in everything():
         if _record_of(sharded) is record:
             shard = shard_of(sharded)
@@ -102,11 +104,17 @@ def _record_of(sharded: Sharded) -> WeightRecord | None:
 
 
 class _Gathering:
-    """The two hooks; see ``InterceptingTensor``."""
+    """The two hooks; see ``InterceptingTensor``.
+
+    FSDP2 calls them through its private extension point, ``fsdp_pre_all_gather`` and
+    ``fsdp_post_all_gather``, and hands what the first returns beside the tensors to the second.
+    """
 
     @staticmethod
-    def pre_all_gather(tensor: Any, module: nn.Module) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends, and what the second half needs."""
+    def pre_all_gather(
+        tensor: Any, module: nn.Module
+    ) -> tuple[tuple[Tensor, ...], tuple[Shard, Sent]]:
+        """Return the tensor that this rank sends, and the shard and record for the second half."""
         shard = find(module, tensor)
         with torch.no_grad():
             flat, sent = shard.send(tensor)
@@ -114,12 +122,15 @@ class _Gathering:
 
     @staticmethod
     def post_all_gather(
-        tensor: Any, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Any
+        tensor: Any,
+        outputs: tuple[Tensor, ...],
+        metadata: tuple[Shard, Sent],
+        dtype: torch.dtype,
+        out: Any,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gathered weight, and what memory it takes."""
+        """Return the gathered weight, and the tensors whose memory it takes."""
         shard, sent = metadata
-        weight = shard.receive(tensor, outputs[0], sent, dtype, None if out is None else local(out))
-        return weight, shard.faces.needed(*sent.wanted)
+        return shard.receive(tensor, outputs[0], sent, dtype, None if out is None else local(out))
 
     @staticmethod
     def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
@@ -128,7 +139,7 @@ class _Gathering:
         num_ranks = -(-weight.shape[dim] // size)
         if num_ranks > 1:
             check_persistent(
-                make_plan(weight.config, (rows, columns), num_ranks, dim), (rows, columns)
+                make_plan(weight.recipe, (rows, columns), num_ranks, dim), (rows, columns)
             )
 
     @staticmethod
@@ -143,7 +154,7 @@ class _Gathering:
                 return False
             found.append((shard, values))
         for (shard, _), (part, _) in zip(found, pairs, strict=True):
-            shard.adopt(part.config)
+            shard.adopt(part.recipe)
         with torch.no_grad():
             refresh_parts(found)
         return True
@@ -162,7 +173,12 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             [(shard, values) for shard, values in waiting if shard.sharded.process_group is group]
         )
     for shard, values in pairs:
-        part: Any = shard.sharded.tensor
+        part = shard.sharded.tensor
+        if not isinstance(part, HybridTensor):
+            raise TypeError(
+                f"MasterWeights.step: FSDP2 holds {type(part).__name__} where a persistent weight "
+                "was; call fully_shard after quantize_"
+            )
         columnwise = part.columnwise is not None
         made, first = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
         for face, dim, fresh in zip((part.rowwise, part.columnwise), (0, 1), made, strict=True):
@@ -179,15 +195,16 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         note_overwritten(part)
 
 
-def _tensors(face: QuantizedTensor | IdentityTensor) -> list[Tensor]:
+def _tensors(face: FaceTensor) -> list[Tensor]:
     """Return the plain tensors of a face that holds its own values."""
     if isinstance(face, IdentityTensor):
         return [face.source]
     return [tensor for tensor in (face.qdata, face.scale, face.tensor_scale) if tensor is not None]
 
 
-def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
-    """Return what FSDP2 shards ``part`` as, with another recipe, or None if it does not.
+def sharded_as(part: HybridTensor, config: HybridConfig) -> Shard | None:
+    """Return the shard whose part ``part`` is, after checking another recipe; None if FSDP2 does
+    not shard it.
 
     Raises:
         ValueError: If a persistent weight cannot be sharded with that recipe.
@@ -196,11 +213,11 @@ def sharded_as(part: HybridTensor, config: Any) -> Shard | None:
     if shard is None:
         return None
     size = shard.sharded.size
-    check_persistent(shard.plan_of(config), (size[0], size[1]))
+    check_persistent(plan_of(shard.sharded, config), (size[0], size[1]))
     return shard
 
 
-def remake_(part: HybridTensor, values: Tensor, config: Any) -> bool:
+def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     """Give a part of a persistent weight the faces of another recipe, all ranks together; False if
     it is none.
     """
@@ -246,12 +263,12 @@ class Gathers(NamedTuple):
 
 
 def gathers(module: nn.Module) -> Gathers | None:
-    """Return what FSDP2 sends of the converted weight of ``module``, or None if it sends nothing."""
+    """Return in words what FSDP2 sends of the converted weight of ``module``; None if nothing."""
     for sharded in locate(module):
-        tensor: Any = sharded.tensor
+        tensor = sharded.tensor
         if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
             continue
-        plan = plan_of(sharded, tensor.config)
+        plan = plan_of(sharded, tensor.recipe)
         reasons = [plan.whole, plan.row.reason, plan.column.reason]
         if sharded.reshards_to_fewer_ranks:
             reasons.append(
@@ -268,7 +285,7 @@ def gathers(module: nn.Module) -> Gathers | None:
 
 
 def _sent(plan: Plan, wanted: tuple[bool, bool], dtype: torch.dtype, master: torch.dtype) -> str:
-    """Return in words what travels."""
+    """Return the faces and formats, or the dtype of the values, that travel."""
     words = {
         "whole": f"values, {_name(plan.whole_dtype(dtype, master))}",
         "values": f"values, {_name(dtype)}",

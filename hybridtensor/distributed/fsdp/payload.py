@@ -14,12 +14,12 @@ import functools
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.agreement import place_of
+from hybridtensor.distributed.fsdp.agreement import Place, place_of
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.ops import CastInputs, Face, PreparedCast
@@ -42,7 +42,7 @@ class Wire:
     nbytes: int
 
     def stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
-        """Return where the parts of neighbouring names begin and end."""
+        """Return begin and end of the parts of neighbouring names, in bytes."""
         begins = [begin for name, _, begin in self.parts if name in names]
         after = [begin for name, _, begin in self.parts if begin > begins[-1]]
         return begins[0], after[0] if after else self.nbytes
@@ -53,9 +53,9 @@ def wire(plan: Plan, sent: tuple[str, ...], dtype: torch.dtype) -> Wire:
     """Lay out what ``plan.sends`` named; values have ``dtype``."""
     parts, begin = [], 0
     for name in sent:
-        of_face = (Piece(0, (plan.rows, plan.columns), dtype, 0),)
+        of_face: tuple[Piece, ...] = (Piece(0, (plan.rows, plan.columns), dtype, 0),)
         if name != "values":
-            of_face = pieces(plan.face(name).format, name, plan.rows, plan.columns)  # type: ignore[assignment]
+            of_face = pieces(plan.face(name).format, name, plan.rows, plan.columns)
         for piece in of_face:
             parts.append((name, piece, begin))
             begin += math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
@@ -121,7 +121,7 @@ class Payload:
         self, plan: Plan, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan, self.names, self.dtype = plan, names, dtype
-        self.key: Any = None
+        self.key: tuple[object, ...] | None = None
         self.tensors: dict[str, list[Tensor]] = {}
         self.alike: dict[tuple[str, int], Tensor] = {}
         self._layout = wire(plan, names, dtype)
@@ -129,7 +129,7 @@ class Payload:
         self._stretches: dict[tuple[str, ...], Tensor] = {}
         self._order = StreamOrder()
         self._again: Remake | None = None
-        self._inputs: tuple[Any, tuple[Any, ...]] = None, ()
+        self._inputs: tuple[Place | None, tuple[object, ...]] = None, ()
         for name in names:
             self.tensors[name] = list(self._travelling(name))
             if name in _DIRECTIONS:
@@ -156,7 +156,7 @@ class Payload:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
-    def remake(self, part: Tensor, others: tuple[Any, ...]) -> bool:
+    def remake(self, part: Tensor, others: tuple[object, ...]) -> bool:
         """Make the bytes of ``part`` again; False if they were not kept for it and ``others``."""
         known, inputs = self._inputs
         same = (
@@ -169,7 +169,7 @@ class Payload:
         self._again.run(part)
         return True
 
-    def keep(self, again: Remake | None, part: Tensor, others: tuple[Any, ...]) -> None:
+    def keep(self, again: Remake | None, part: Tensor, others: tuple[object, ...]) -> None:
         """Keep what made the bytes of ``part`` and ``others``.
 
         The part is not kept alive: it is the rank's high-precision weight, which may be moved to

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from hybridtensor.quantizers import (
     OneFormatQuantizer,
     Quantizer,
 )
+from hybridtensor.recipes.config import HybridConfig
 
 ROW, COLUMN = "rowwise", "columnwise"
 
@@ -110,8 +110,8 @@ class Plan:
         return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
 
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        """Return what travels for the faces wanted: ``"whole"``, or of ``"rowwise"``,
-        ``"columnwise"``, ``"values"``.
+        """Return the names of what travels for the faces wanted: ``"whole"`` alone, or some of
+        ``"rowwise"``, ``"columnwise"``, ``"values"``.
 
         A face in high precision is ``"values"``, whichever it is.
         """
@@ -169,7 +169,7 @@ class Piece:
 
 @functools.lru_cache(maxsize=1024)
 def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece, ...]:
-    """Return the tensors that travel of a face of a shard ``[rows, columns]``; those that all
+    """Return the pieces of a face of a shard ``[rows, columns]`` that travel; tensors that all
     shards share do not.
     """
     matrix, dim = ((rows, columns), 0) if direction == ROW else ((columns, rows), 1)
@@ -191,12 +191,12 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    config: Any, size: tuple[int, int], num_ranks: int, dim: int, reader: str = ""
+    config: HybridConfig, size: tuple[int, int], num_ranks: int, dim: int, reader: str = ""
 ) -> Plan:
-    """Return how a weight with the recipe ``config`` is gathered.
+    """Return the plan by which a weight with the recipe ``config`` is gathered.
 
     Args:
-        config: A ``HybridConfig``.
+        config: The recipe.
         size: ``(N, K)``.
         num_ranks: ``R``.
         dim: The dimension that is sharded.
@@ -242,7 +242,7 @@ def _by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
 
 
 def _face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
-    """Return how one face is gathered, on its own."""
+    """Return the plan of one face, on its own."""
     fmt = quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
     if isinstance(quantizer, IdentityQuantizer):
         return FacePlan("values", fmt)
@@ -304,7 +304,7 @@ def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
 
 
 def _of_rowwise(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
-    """Return how a columnwise face of what the rowwise one holds is gathered."""
+    """Return the plan of a columnwise face that is made of what the rowwise one holds."""
     if column.kind == "values":
         return (
             column if row.kind == "values" else FacePlan("held", column.format, reason=row.reason)
@@ -320,8 +320,8 @@ def _of_rowwise(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> Fa
 
 
 def rows_together(plan: Plan) -> int:
-    """Return how many rows both faces quantize together: a shard plus what goes with it is a
-    multiple of that.
+    """Return the number of rows that both faces quantize together: a shard plus what goes with it
+    is a multiple of that.
     """
     extents = [1]
     for face, along_rows in ((plan.row, 0), (plan.column, 1)):
@@ -347,6 +347,6 @@ def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
         raise ValueError(
-            f"fully_shard: a persistent weight in parts of whole rows and blocks is required, got {size}: {reason}; "
+            f"fully_shard: a persistent weight {size} is cut inside a row or block: {reason}; "
             "use another number of ranks or recipe, or quantize_ without persistent=True"
         )

@@ -85,8 +85,8 @@ class Part(NamedTuple):
 
 
 def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return what each face is scaled by, of the tensor ``[1]`` or of its rows ``[K]``; None for
-    scales of its own.
+    """Return the amaxes of each face, of the tensor ``[1]`` or of its rows ``[K]``; None for a face
+    whose scales need no other rank.
     """
     flat = amaxes.view(-1)
     row, column = (

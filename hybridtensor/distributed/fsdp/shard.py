@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,20 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_amaxes
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
-from hybridtensor.distributed.fsdp.payload import Payload, Remake, wire
+from hybridtensor.distributed.fsdp.payload import Payload, Remake
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
 from hybridtensor.distributed.fsdp.scales import Part
+from hybridtensor.distributed.fsdp.sending import (
+    Weight,
+    fill,
+    note_training_use,
+    whole_values,
+)
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
-from hybridtensor.distributed.fsdp.unpack import fillers
 from hybridtensor.ops.library import is_recorded
-from hybridtensor.state import Context, LayerState
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
@@ -47,88 +53,83 @@ class Shard:
 
     Attributes:
         sharded: The same.
-        config: Recipe of the last gather.
+        config: Recipe of the last gather; from the first ``adopt`` on, as is ``plan``.
         plan: How the weight is gathered.
+        has_recipe: Whether a recipe was adopted.
         faces: Of the gathered weight, after the first gather.
         amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
         order: Of streams that use the magnitudes, or None.
         reductions: How often magnitudes were reduced.
-        exchange: What reduced the magnitudes of all shards, of which this is the first; or None.
+        exchange: Reduces the magnitudes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
         recompute: Whether a backward may run the forward again, which needs the rowwise face: None
             is to find out.
-        recomputed: Whether one did.
+        recomputed: Whether a backward did.
         traced: Whether ``torch.compile`` has seen the gathered weight.
     """
 
     def __init__(self, sharded: Sharded) -> None:
         self.sharded = sharded
-        self.config: Any = None
-        self.plan: Any = None
+        self.config: HybridConfig
+        self.plan: Plan
+        self.has_recipe = False
         self.faces: GatheredFaces | None = None
         self.amaxes: Tensor | None = None
         self.order: StreamOrder | None = None
         self.reductions = 0
         self.exchange: Exchange | None = None
-        self.agreed: Any = None
-        self.reduced: Any = None
+        self.agreed: HybridConfig | None = None
+        self.reduced: tuple[object, ...] | None = None
         self.recompute: bool | None = None
         self.recomputed = False
         self.traced = False
-        self._made_for: Any = None
+        self._made_for: tuple[Plan, torch.dtype] | None = None
         self._kept: Payload | None = None
         self._kept_of: weakref.ref[Tensor] | None = None
-        self._fillers: dict[Any, list[Any]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the computation."""
         return self.sharded.dtype
 
-    def adopt(self, config: Any) -> None:
+    def adopt(self, config: HybridConfig) -> None:
         """Take a recipe."""
-        if self.config is not config:
-            self.config, self.plan = config, self.plan_of(config)
+        if not self.has_recipe or self.config is not config:
+            self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
             if isinstance(self.sharded.tensor, HybridTensor):
                 check_persistent(self.plan, (self.sharded.size[0], self.sharded.size[1]))
 
-    def plan_of(self, config: Any) -> Plan:
-        """Return how the weight is gathered with a recipe."""
-        return plan_of(self.sharded, config)
-
     @property
-    def needs_amaxes(self) -> bool:
-        """Whether a gather quantizes, and needs the largest magnitudes of other ranks for it."""
-        return self.plan.reduce is not None and isinstance(self.sharded.tensor, MasterWeight)
+    def measured(self) -> MasterWeight | None:
+        """This rank's part, if a gather quantizes it with the amaxes of other ranks."""
+        tensor = self.sharded.tensor
+        return tensor if self.plan.reduce is not None and isinstance(tensor, MasterWeight) else None
 
-    def written(self) -> Any:
-        """Return what changes with every counted write to this rank's part, on all ranks alike:
-        they then reduce.
+    def written(self, part: MasterWeight) -> tuple[object, ...]:
+        """Return a key that changes with every counted write to this rank's part, on all ranks
+        alike: they then reduce.
 
         That memory was handed out does not count: one rank may do that alone, and would wait for
         the others.
         """
-        tensor: Any = self.sharded.tensor
-        return tensor.record, self.sharded.version, tensor.written, self.config
+        return part.record, self.sharded.version, part.written, self.config
 
-    def version(self) -> Any:
-        """Return what changes with every write to this rank's part that may have happened."""
-        tensor: Any = self.sharded.tensor
+    def version(self, part: MasterWeight) -> tuple[object, ...]:
+        """Return a key that changes with every write to this rank's part that may have happened."""
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
         # graphs increment
-        return tensor.record, self.sharded.version, tensor.version, self.config
+        return part.record, self.sharded.version, part.version, self.config
 
     # -- before the gather
-    # --------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Any) -> tuple[Tensor, Sent]:
-        """Return what this rank sends: bytes, or ``[n, K]`` values that travel whole."""
+    def send(self, tensor: Weight) -> tuple[Tensor, Sent]:
+        """Return the bytes that this rank sends, or ``[n, K]`` values that travel whole."""
         sharded = self.sharded
         if (
-            not sharded.before_backward or self.config is None
+            not sharded.before_backward or not self.has_recipe
         ):  # a backward finishes with the recipe of its forward
-            self.adopt(tensor.config)
+            self.adopt(tensor.recipe)
             note_training_use(tensor)
         self._agree()
         sharded.reshard_to_all_ranks()
@@ -138,7 +139,8 @@ class Shard:
             sharded.free_on_reshard(self.faces.needed(*wanted))
         sent = self.plan.sends(*wanted)
         if sent == ("whole",):
-            return self._whole(tensor), Sent(wanted, sent, None)
+            dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
+            return whole_values(tensor, dtype, sharded.padded_size), Sent(wanted, sent, None)
         payload = self._payload(tensor, sent)
         return payload.sent(sent), Sent(wanted, sent, payload)
 
@@ -153,14 +155,17 @@ class Shard:
             if self.agreed != self.config:
                 check_recipes(self._with_all())
             self.agreed = self.config
-        if self.needs_amaxes and self.reduced != self.written():
+        mine = self.measured
+        if mine is not None and self.reduced != self.written(mine):
             group = self.sharded.process_group
-            shards = [
-                s for s in self._with_all() if s.sharded.process_group is group and s.needs_amaxes
+            found = [
+                (shard, part)
+                for shard in self._with_all()
+                if shard.sharded.process_group is group and (part := shard.measured) is not None
             ]
-            reduce_amaxes([(shard, shard.sharded.tensor.plain) for shard in shards])  # type: ignore[attr-defined]
-            for shard in shards:
-                shard.reduced = shard.written()
+            reduce_amaxes([(shard, part.plain) for shard, part in found])
+            for shard, part in found:
+                shard.reduced = shard.written(part)
 
     def _with_all(self) -> list[Shard]:
         """Return all converted weights under the same root, with their present recipes."""
@@ -169,25 +174,13 @@ class Shard:
             tensor = sharded.tensor
             if isinstance(tensor, InterceptingTensor):
                 shard = shard_of(sharded)
-                if shard.config is None or not self.sharded.before_backward:
-                    shard.adopt(tensor.config)
+                if not shard.has_recipe or not self.sharded.before_backward:
+                    shard.adopt(tensor.recipe)
                 found.append(shard)
         return found
 
-    def _whole(self, tensor: Any) -> Tensor:
-        """Return the values of this rank's part, padded as FSDP2 wants them."""
-        dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
-        values = (
-            tensor.plain.to(dtype) if isinstance(tensor, MasterWeight) else tensor.dequantize(dtype)
-        ).detach()
-        if tuple(values.shape) != self.sharded.padded_size:
-            padded: Tensor = values.new_zeros(self.sharded.padded_size)
-            padded[: values.shape[0]] = values
-            return padded
-        return values.contiguous()
-
-    def _payload(self, tensor: Any, sent: tuple[str, ...]) -> Payload:
-        """Return what this rank sends, made when the shard was last written, or now."""
+    def _payload(self, tensor: Weight, sent: tuple[str, ...]) -> Payload:
+        """Return the bytes of this rank's part, made when the part was last written, or now."""
         dtype, device = self.dtype, self.sharded.device
         if not self._keeps(tensor, sent):
             if "values" not in sent and not is_recorded():
@@ -200,7 +193,12 @@ class Shard:
         # Reductions: another rank may have written its part of the weight
         kept, key = (
             self._kept,
-            (self.version(), self.reductions, tensor.layer, getattr(tensor.layer, "version", None)),
+            (
+                self.version(tensor),
+                self.reductions,
+                tensor.layer,
+                getattr(tensor.layer, "version", None),
+            ),
         )
         asked = set(sent)
         if (
@@ -236,7 +234,7 @@ class Shard:
         if dead is self._kept_of:
             self._kept = None
 
-    def _keeps(self, tensor: Any, sent: tuple[str, ...]) -> bool:
+    def _keeps(self, tensor: Weight, sent: tuple[str, ...]) -> TypeGuard[MasterWeight]:
         """Whether what is sent is made of this rank's part, quantized, and can be sent again until
         that is written.
         """
@@ -249,43 +247,29 @@ class Shard:
             )
         )
 
-    def _fill_payload(self, payload: Payload, tensor: Any) -> Remake | None:
+    def _fill_payload(self, payload: Payload, tensor: Weight) -> Remake | None:
         """Make what is sent of this rank's part; return the cast that makes it again, if one cast
         does.
         """
-        if "values" in payload.names:
-            payload.tensors["values"][0].copy_(_values(tensor, self.plan, payload.dtype))
-        rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
-        if not rowwise and not columnwise:
-            return None
-        if isinstance(tensor, HybridTensor):
-            made, first = tensor.faces(rowwise=rowwise, columnwise=columnwise, dtype=self.dtype), 0
-        else:
-            part = self.part(tensor.plain, tensor.state)
-            out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
-            prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
-            if prepared is not None:
-                again = Remake(*prepared, out)
-                again.run(tensor.plain)
-                return again
-            made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
-        for direction, face in zip(_DIRECTIONS, made, strict=True):
-            if face is not None and not face.follows_rowwise and direction in payload.names:
-                payload.fill(direction, face, first, tensor.shape[0])
-        return None
+        return fill(payload, tensor, self.part)
 
-    def part(self, values: Tensor, state: Any) -> Part:
+    def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return values of this rank's part with all that they are quantized by."""
         config, rank = self.config, self.sharded.rank
         return Part(values, config.weight, self.plan, rank, self.amaxes, state, self.dtype)
 
     # -- after the gather
-    # ---------------------------------------------------------------------------------------------
 
     def receive(
-        self, tensor: Any, received: Tensor, sent: Sent, dtype: torch.dtype, out: Any
-    ) -> HybridTensor:
-        """Return the gathered weight: ``out`` if there is one, with its faces filled.
+        self,
+        tensor: Weight,
+        received: Tensor,
+        sent: Sent,
+        dtype: torch.dtype,
+        out: HybridTensor | None,
+    ) -> tuple[HybridTensor, list[Tensor]]:
+        """Return the gathered weight, ``out`` if there is one, and the tensors that have memory
+        now.
 
         Args:
             tensor: This rank's part.
@@ -296,13 +280,9 @@ class Shard:
         """
         if self.faces is None or self._made_for != (self.plan, dtype):
             with torch.inference_mode(False):
-                self.faces = GatheredFaces(
-                    self.plan,
-                    (self.sharded.size[0], self.sharded.size[1]),
-                    dtype,
-                    self.sharded.device,
-                )
-            self._made_for, self._fillers = (self.plan, dtype), {}
+                size = self.sharded.size[0], self.sharded.size[1]
+                self.faces = GatheredFaces(self.plan, size, dtype, self.sharded.device)
+            self._made_for = self.plan, dtype
             if out is not None:
                 out.rowwise, out.columnwise = self.faces.row, self.faces.column
         if out is None:
@@ -314,33 +294,26 @@ class Shard:
             free_storage(other)
         for one in needed:
             alloc_storage(one)
+        # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
+        # tensors in forward, and would take the gather before backward for a write in place
         with torch.no_grad(), preserve_versions(tuple(needed)):
-            self._fill(tensor, received, sent)
+            self._fill(self.faces, tensor, received, sent)
         self.sharded.free_on_reshard(needed)
         self.sharded.drop_outputs()
-        return out  # type: ignore[no-any-return]
+        return out, needed
 
-    def _fill(self, tensor: Any, received: Tensor, sent: Sent) -> None:
-        faces, which = self.faces, (sent.names, sent.wanted)
-        if faces is None:
-            return
+    def _fill(self, faces: GatheredFaces, tensor: Weight, received: Tensor, sent: Sent) -> None:
         if sent.payload is None:
-            self._fill_from_values(tensor, received, sent.wanted)
+            self._fill_from_values(faces, tensor, received, sent.wanted)
             return
-        if which not in self._fillers:
-            with torch.inference_mode(False):
-                layout = wire(self.plan, sent.names, faces.dtype)
-                self._fillers[which] = fillers(self.plan, layout, faces.tensors, sent.wanted)
-        received = received.view(-1)
-        for fill in self._fillers[which]:
-            fill(received)
+        faces.fill(received, sent.names, sent.wanted)
         faces.take_alike(sent.payload, sent.names, sent.wanted)
 
-    def _fill_from_values(self, tensor: Any, received: Tensor, wanted: tuple[bool, bool]) -> None:
+    def _fill_from_values(
+        self, faces: GatheredFaces, tensor: Weight, received: Tensor, wanted: tuple[bool, bool]
+    ) -> None:
         """Quantize what was gathered whole."""
-        size, faces = self.sharded.size, self.faces
-        if faces is None:
-            return
+        size = self.sharded.size
         values = received.view(-1)[: size[0] * size[1]].view(size)
         held = self.plan.column.kind == "held"
         made = self.config.weight.faces(
@@ -352,7 +325,6 @@ class Shard:
             faces.values.copy_(values)
 
     # -- in between
-    # ---------------------------------------------------------------------------------------------------
 
     def note_traced(self) -> None:
         """Take note that a compiled graph holds the faces.
@@ -362,8 +334,9 @@ class Shard:
         """
         if self.plan.read:
             raise NotImplementedError(
-                f"fully_shard: a weight of linear layers alone is required in compiled code, got {self.sharded.size}: "
-                f"{self.plan.whole}; leave these layers out of torch.compile, or the weight out of quantize_"
+                "fully_shard: compiled code cannot read the values of a weight "
+                f"{self.sharded.size}: {self.plan.whole}; leave these layers out of torch.compile, "
+                "or the weight out of quantize_"
             )
         self.traced = True
 
@@ -385,15 +358,17 @@ class Shard:
         From then on, backward gathers both faces.
 
         Raises:
-            RuntimeError: If recomputation was said not to happen.
+            RuntimeError: If it is not there, and cannot be gathered now, or recomputation was said
+                not to happen.
         """
         if self.is_there(direction):
             return
         if self.recompute is False or not self.sharded.before_backward:
             raise RuntimeError(
-                f"fully_shard: the {direction} face of a weight {self.sharded.size} is required, got a gather of the "
-                "other one; say expect_recompute_(model, True) if backward runs the forward again, or multiply by "
-                "F.linear, or keep the weight with reshard_after_forward=False"
+                f"fully_shard: the {direction} face of a weight {self.sharded.size} was not "
+                "gathered, only the other one was; say expect_recompute_(model, True) if backward "
+                "runs the forward again, or multiply by F.linear, or keep the weight with "
+                "reshard_after_forward=False"
             )
         for sharded in self.sharded.under_the_same_root():
             if sharded.group is self.sharded.group and isinstance(
@@ -403,8 +378,8 @@ class Shard:
         self.sharded.gather_again()
 
 
-def plan_of(sharded: Sharded, config: Any) -> Plan:
-    """Return how a weight is gathered with a recipe."""
+def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
+    """Return the plan by which a weight is gathered with a recipe."""
     others = [
         type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
     ]
@@ -414,29 +389,11 @@ def plan_of(sharded: Sharded, config: Any) -> Plan:
     )
 
 
-def note_training_use(tensor: Any) -> None:
-    """Let the layer's state check that it was advanced with the weight; see
-    ``LayerState.note_training_use``.
-    """
-    if (
-        isinstance(tensor, MasterWeight)
-        and isinstance(tensor.layer, LayerState)
-        and not tensor.layer.is_empty
-    ):
-        tensor.layer.note_training_use(tensor.record, tensor.written)
-
-
-def _values(tensor: Any, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
-    if isinstance(tensor, HybridTensor):
-        face = tensor.rowwise if plan.row.kind == "values" else tensor.columnwise
-        return face.dequantize(dtype)  # type: ignore[union-attr]
-    return tensor.plain  # type: ignore[no-any-return]
-
-
 def shard_of(sharded: Sharded) -> Shard:
-    """Return what is kept of a sharded parameter."""
-    shard = getattr(sharded.param, "_hybridtensor_shard", None)
+    """Return the shard of a parameter that FSDP2 holds, made at the first call."""
+    # An attribute of FSDP2's own record, so that both end together: a table of ours, even a weak
+    # one, would keep the record alive through ``Shard.sharded``
+    shard: Shard | None = getattr(sharded.param, "_hybridtensor_shard", None)
     if shard is None:
         shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
     return shard

@@ -8,13 +8,16 @@ one of these names.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtensor.dtensor import local
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
 MISSING = ""  # the name that this torch lacks
 try:
@@ -56,7 +59,7 @@ class Sharded(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """This rank's part."""
-        return local(self.param.sharded_param)  # type: ignore[no-any-return]
+        return local(self.param.sharded_param)
 
     @property
     def version(self) -> int:
@@ -124,8 +127,10 @@ class Sharded(NamedTuple):
         return groups
 
     @property
-    def context(self) -> Any:
+    def context(self) -> FSDPStateContext[FSDPState]:
         """What all wrapped modules under one root share."""
+        # Filled by the root's first forward. Without it, weights under one root could not be found
+        # in the same order on every rank, and their collectives would hang.
         return self.state._state_ctx
 
     def under_the_same_root(self) -> Iterator[Sharded]:
@@ -144,6 +149,9 @@ class Sharded(NamedTuple):
         one only if the next forward gathers again. Whatever else gathers (recomputation,
         ``unshard()``) may need either.
         """
+        # FSDP2 says nowhere publicly what a gather is for: ``_training_state`` is set around its
+        # hooks, and autograd's task id is -1 outside of a backward. Another meaning in a later
+        # torch would leave a layer without its face, which ``Shard.require`` raises for.
         state, in_backward = self.group._training_state, torch._C._current_graph_task_id() != -1
         if state == TrainingState.FORWARD and self.group._reshard_after_forward and not in_backward:
             return True, False
@@ -168,6 +176,8 @@ class Sharded(NamedTuple):
         """Give up resharding to fewer ranks after forward: gathering from them is not defined for
         extensions.
         """
+        # ``_use_post_forward_mesh`` is whether the two meshes differ: made equal, FSDP2 reshards to
+        # all ranks as for ``reshard_after_forward=True``
         if self.group._use_post_forward_mesh:
             self.group.post_forward_mesh_info = self.group.mesh_info  # type: ignore[assignment]
             self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
@@ -178,21 +188,30 @@ class Sharded(NamedTuple):
         FSDP2 would write the next gather into it whatever its size: with other sizes, silently the
         wrong bytes.
         """
+        # FSDP2 makes new buffers only where this list is empty (``init_all_gather_outputs``)
         self.param.all_gather_outputs = []
 
     def free_on_reshard(self, tensors: list[Tensor]) -> None:
         """Say what takes memory while the parameter is gathered: FSDP2 frees it, and allocates it
         before a gather.
         """
+        # The list that FSDP2 fills from ``fsdp_post_all_gather`` once; set anew here because the
+        # faces wanted change from gather to gather. If torch ignored it, gathered memory would
+        # stay.
         self.param._unsharded_inner_tensors = tensors
 
     def let_go(self) -> None:
         """Undo the gather if nothing is under way: the next use gathers anew."""
+        # What ``FSDPModule.reshard`` does, for one group; in the middle of a forward or backward it
+        # would free memory that a layer reads
         if self.group.is_unsharded and self.group._training_state == TrainingState.IDLE:
             self.group._to_sharded()
 
     def gather_again(self) -> None:
         """Gather the group now, in the middle of a backward, for whatever is needed."""
+        # FSDP2 gathers only what is sharded, and ``wants`` answers both faces in the state IDLE. A
+        # torch whose ``unshard`` checks for a running backward would raise here, on activation
+        # checkpointing.
         self.group._to_sharded()
         with self.group.use_training_state(TrainingState.IDLE):
             self.group.unshard()
@@ -211,7 +230,7 @@ def _parameters(state: FSDPState) -> Iterator[Sharded]:
 
 
 def locate(module: nn.Module) -> list[Sharded]:
-    """Return what FSDP2 holds of the parameters of ``module`` itself."""
+    """Return the parameters of ``module`` itself that FSDP2 holds."""
     found = []
     for sharded in everything():
         if any(reader is module for reader in sharded.readers):
@@ -220,9 +239,11 @@ def locate(module: nn.Module) -> list[Sharded]:
 
 
 def everything() -> Iterator[Sharded]:
-    """Yield what FSDP2 holds of all modules of this process."""
+    """Yield all parameters that FSDP2 holds in this process."""
     if MISSING:
         return
+    # torch's private table from modules to their FSDP states: parameters say nowhere which state
+    # holds them. Where it lacks a weight, ``hooks.find`` raises at the first gather.
     references = list(_module_state_mapping.values())
     states = [ref if isinstance(ref, FSDPState) else ref() for ref in references]
     for state in dict.fromkeys(state for state in states if isinstance(state, FSDPState)):

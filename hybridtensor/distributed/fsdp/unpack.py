@@ -20,6 +20,9 @@ from hybridtensor.distributed.fsdp.payload import Wire, bytewise
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan
 from hybridtensor.ops import transpose
 
+Filler = Callable[[Tensor], object]
+"""Copies some of the bytes that all ranks sent to where they belong in a face."""
+
 _WORD = torch.int64
 
 
@@ -53,9 +56,9 @@ class _View(NamedTuple):
 
 def fillers(
     plan: Plan, layout: Wire, tensors: dict[str, list[Tensor]], wanted: tuple[bool, bool]
-) -> list[Callable[[Tensor], object]]:
-    """Return what fills the faces from the bytes, uint8 ``[R * layout.nbytes]``, one call after the
-    other.
+) -> list[Filler]:
+    """Return functions that fill the faces from the bytes, uint8 ``[R * layout.nbytes]``, one after
+    the other.
 
     Args:
         plan: How the weight is gathered.
@@ -63,7 +66,7 @@ def fillers(
         tensors: Of each face, with memory; they may lose it afterwards, and get other memory.
         wanted: Whether the rowwise face is filled, and the columnwise one.
     """
-    found: list[Callable[[Tensor], object]] = []
+    found: list[Filler] = []
     for name, piece, begin in layout.parts:
         turns = name == ROW and plan.transposed and wanted[1]
         if turns and piece.index == 0:
@@ -87,9 +90,9 @@ def _transposer(
     begin: int,
     tensors: dict[str, list[Tensor]],
     copied: bool,
-) -> Callable[[Tensor], object]:
-    """Return what writes the transpose of elements, and the elements themselves if they are
-    ``copied``.
+) -> Filler:
+    """Return a function that writes the transpose of elements, and the elements themselves if they
+    are ``copied``.
     """
     rows, width = piece.shape
     view = _View(torch.uint8, (plan.num_ranks, rows, width), (layout.nbytes, width, 1), begin)
@@ -100,8 +103,8 @@ def _transposer(
 
 def _filler(
     plan: Plan, layout: Wire, piece: Piece, begin: int, whole: Tensor, *, turned: bool
-) -> Callable[[Tensor], object]:
-    """Return what copies one tensor of all ranks, or its transpose."""
+) -> Filler:
+    """Return a function that copies one tensor of all ranks, or its transpose."""
     if piece.rows_per_block:
         return _filler_of_blocks(plan, layout, piece, begin, whole, turned)
     view, target = _views(plan, layout, piece, begin, whole, turned)
@@ -114,8 +117,8 @@ def _filler(
 def _views(
     plan: Plan, layout: Wire, piece: Piece, begin: int, whole: Tensor, turned: bool
 ) -> tuple[_View, Tensor]:
-    """Return where the parts are in what was gathered, and in the whole tensor: of one size, in the
-    order of memory.
+    """Return a view of the parts in what was gathered, and one of the whole tensor: of one size, in
+    the order of memory.
     """
     whole, ranks = bytewise(whole), plan.num_ranks
     size = whole.itemsize
@@ -134,8 +137,10 @@ def _views(
 
 def _filler_of_blocks(
     plan: Plan, layout: Wire, piece: Piece, begin: int, whole: Tensor, turned: bool
-) -> Callable[[Tensor], object]:
-    """Return what copies scales of blocks that shards cut: each from the rank of its first row."""
+) -> Filler:
+    """Return a function that copies scales of blocks that shards cut, each from the rank of its
+    first row.
+    """
     whole = bytewise(whole.t() if turned else whole)
     size, (rows, columns) = whole.itemsize, piece.shape
     strides = (layout.nbytes // size, *piece.strides)
@@ -155,7 +160,7 @@ def _filler_of_blocks(
 
 @functools.lru_cache(maxsize=1024)
 def _positions(rows: int, num_ranks: int, piece: Piece, device: torch.device) -> Tensor:
-    """Return where the scale of each block is among those that all ranks sent; of a cut block all
+    """Return the position of each block's scale among those that all ranks sent; of a cut block all
     have the same.
     """
     block, most = piece.rows_per_block, piece.shape[piece.dim]

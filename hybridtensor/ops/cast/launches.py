@@ -43,7 +43,7 @@ class FaceOutput:
 
     @classmethod
     def of(cls, cast: Cast | None, other: int, contraction: int) -> FaceOutput:
-        """Return what a cast to an ``[other, contraction]`` face writes."""
+        """Return the output of a cast to an ``[other, contraction]`` face."""
         if cast is None:
             return cls(None, ())
         return cls(FaceKind(cast.format), numeric_layouts(cast.format, other, contraction))

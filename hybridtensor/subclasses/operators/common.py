@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ def alias(tensor: Tensor) -> Tensor:
     return tensor.map_inner(alias).alias_of(tensor)
 
 
-SliceAlong = Callable[[Any, int, int, int, int], Tensor]
+W = TypeVar("W", bound=WrapperTensor)
+SliceAlong = Callable[[W, int, int, int, int], Tensor]
 """A class's slice: ``(tensor, dim, start, stop, step)``, with the bounds normalized."""
 
 
-def bound(args: Args, kwargs: Kwargs, *names_and_defaults: tuple[str, Any]) -> list[Any]:
+def bound(args: Args, kwargs: Kwargs, *names_and_defaults: tuple[str, object]) -> list[Any]:
     """Return the operands after the first, by position or name, with defaults for those not given."""
     given = dict(zip((name for name, _ in names_and_defaults), args[1:], strict=False)) | kwargs
     return [given.get(name, default) for name, default in names_and_defaults]
@@ -56,7 +57,7 @@ def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
     return dim, start, max(start, stop), step
 
 
-def register_common(table: OpTable, slice_: SliceAlong) -> None:
+def register_common(table: OpTable, slice_: SliceAlong[W]) -> None:
     """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain
     ``*_like``.
     """
@@ -99,10 +100,11 @@ def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     }
     kwargs.pop("memory_format", None)
     shaped = torch.empty(x.shape, dtype=kwargs["dtype"], device=kwargs["device"])
-    return func(shaped, *args[1:], **kwargs)  # type: ignore[no-any-return]
+    made: Tensor = func(shaped, *args[1:], **kwargs)
+    return made
 
 
-def _register_slicing(table: OpTable, slice_: SliceAlong) -> None:
+def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
     @table.register(aten.slice.Tensor)
     def _slice(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dim, start, stop, step = slice_bounds(args, kwargs)
@@ -150,10 +152,11 @@ def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
         raise NotImplementedError(
             f"transpose: only a matrix can be transposed, got dimensions {dims} of {x!r}"
         )
-    return table.call(aten.t.default, (x,), {})  # type: ignore[no-any-return]
+    transposed: Tensor = table.call(aten.t.default, (x,), {})
+    return transposed
 
 
-def to_copy_options(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, dict[str, Any]]:
+def to_copy_options(x: Tensor, kwargs: Kwargs) -> tuple[torch.dtype, Kwargs]:
     """Split the operands of ``aten._to_copy`` into the new nominal dtype and what the inner tensors
     get.
 

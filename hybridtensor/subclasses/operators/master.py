@@ -10,7 +10,7 @@ only from below autograd.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
             aten.mv.default]  # fmt: skip
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap(value: object) -> object:
     """Replace master weights by their plain tensors, in lists too (there is no deeper nesting in
     aten).
     """
@@ -90,13 +90,14 @@ def _run(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 @table.register(*VIEWS)
-def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _view(func: Func, args: Args, kwargs: Kwargs) -> MasterWeight | list[MasterWeight]:
+    x: MasterWeight = args[0]
     if func in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
-        return args[0].alias(args[0].plain)  # the same tensor object: one version counter for all
+        return x.alias(x.plain)  # the same tensor object: one version counter for all
     out = _run(func, args, kwargs)
     if isinstance(out, (list, tuple)):
-        return [args[0].alias(piece) for piece in out]
-    return args[0].alias(out)
+        return [x.alias(piece) for piece in out]
+    return x.alias(out)
 
 
 @table.register(*COPIES)
@@ -106,10 +107,11 @@ def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 @table.register(*WRITES)
-def _write(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in place and note the write on every master weight that the schema says is written."""
     _run(func, args, kwargs)
     written = []
+    # ``_schema`` is private; nothing else says which arguments an operator writes.
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -122,7 +124,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 @table.register(*COLLECTIVES)
-def _collective(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Communicate the plain tensors. Schemas of collectives are silent about what they write: it
     may be any argument.
     """
@@ -132,7 +134,7 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
-def _weights(value: Any) -> Iterator[MasterWeight]:
+def _weights(value: object) -> Iterator[MasterWeight]:
     """Yield the master weights in an argument, in lists too."""
     if isinstance(value, MasterWeight):
         yield value
@@ -142,12 +144,12 @@ def _weights(value: Any) -> Iterator[MasterWeight]:
 
 
 @table.register(*READS)
-def _read(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return _run(func, args, kwargs)
 
 
 @table.register(*PRODUCTS)
-def _product(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _product(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
     raise NotImplementedError(
         f"MasterWeight: {func} came from below autograd, where only some of a layer's products could be quantized; "
         "call F.linear, or x @ weight.t(), or leave this module out of quantize_"

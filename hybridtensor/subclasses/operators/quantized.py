@@ -6,18 +6,19 @@ import math
 
 import torch
 from torch import Tensor
-from torch._prims_common import infer_size
+from torch._prims_common import infer_size  # private; works out -1 as ``aten.view`` does
 
 from hybridtensor.formats import Format
-from hybridtensor.subclasses.common_ops import (
+from hybridtensor.ops import Face
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.operators.common import (
     alias,
     bound,
     register_common,
     to_copy_options,
     to_copy_stride,
 )
-from hybridtensor.subclasses.matmul import register_matmul
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.operators.matmul import register_matmul
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -71,9 +72,8 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
         x.format.elements_per_byte if stored_axis == 1 else 1
     )  # whole blocks: the bounds are even
     qdata = aten.slice.Tensor(x.qdata, stored_axis, start // packed, stop // packed, step)
-    return QuantizedTensor(
-        qdata, scale, tensor_scale, x.format, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts
-    )
+    face = Face(qdata, scale, tensor_scale, x.format)
+    return QuantizedTensor(face, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)
 
 
 register_common(table, _slice)
@@ -125,20 +125,25 @@ def _to_copy(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     x: QuantizedTensor = args[0]
     dtype, options = to_copy_options(x, kwargs)
     stride = to_copy_stride(x, kwargs.get("memory_format"))
-    changes = {"nominal_dtype": dtype, "cuts_group": False}
     return x.map_inner(
-        lambda t: aten._to_copy(t, **options), size=x.shape, stride=stride, **changes
+        lambda t: aten._to_copy(t, **options),
+        size=x.shape,
+        stride=stride,
+        nominal_dtype=dtype,
+        cuts_group=False,
     )
 
 
 @table.register(aten._pin_memory.default)
 def _pin_memory(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    return args[0].map_inner(lambda t: t.pin_memory())  # type: ignore[no-any-return]
+    x: QuantizedTensor = args[0]
+    return x.map_inner(lambda t: t.pin_memory())
 
 
 @table.register(aten.is_pinned.default)
 def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    return args[0].qdata.is_pinned()  # type: ignore[no-any-return]
+    x: QuantizedTensor = args[0]
+    return x.qdata.is_pinned()
 
 
 @table.register(aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
@@ -161,7 +166,7 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor_scale = None if of_tensor is None else make(of_tensor, dtype=torch.float32, **options)
     if tensor_scale is not None and func is aten.new_zeros.default:
         tensor_scale.fill_(x.format.tensor_scale_max)
-    return QuantizedTensor(qdata, scale, tensor_scale, x.format, x.axis, dtype, size)
+    return QuantizedTensor(Face(qdata, scale, tensor_scale, x.format), x.axis, dtype, size)
 
 
 def stored_shape(fmt: Format, matrix: tuple[int, int]) -> tuple[int, int]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.matmul import register_matmul
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
+from hybridtensor.subclasses.operators.common import bound, register_common
+from hybridtensor.subclasses.operators.matmul import register_matmul
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -42,7 +42,8 @@ def _on_source(func: Func, args: Args, kwargs: Kwargs) -> IdentityTensor:
 
 @table.register(aten.is_pinned.default)
 def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    return args[0].source.is_pinned()  # type: ignore[no-any-return]
+    x: IdentityTensor = args[0]
+    return x.source.is_pinned()
 
 
 @table.register(aten.copy_.default)

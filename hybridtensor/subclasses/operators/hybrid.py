@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridtensor.subclasses.common_ops import bound, register_common
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.matmul import register_matmul
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
+from hybridtensor.subclasses.operators.common import bound, register_common
+from hybridtensor.subclasses.operators.matmul import register_matmul
 from hybridtensor.subclasses.quantizing import note_overwritten, refresh_
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
 table = HybridTensor.ops
+T = TypeVar("T", bound=Tensor)
+
+
+class _OnTensor(Protocol):
+    """An operator whose result is of its operand's class."""
+
+    def __call__(self, tensor: T, /) -> T: ...
 
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
@@ -25,18 +32,17 @@ def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> Hybri
     return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
 
 
-def _view(x: HybridTensor, fn: Any) -> HybridTensor:
+def _view(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
     return _on_faces(x, fn).view_of(x, fn)
 
 
-def _on_faces(x: HybridTensor, fn: Any) -> HybridTensor:
+def _on_faces(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
     row, column = x.rowwise, x.columnwise
-    if is_of(
-        column, row
-    ):  # what one face is of the other, it stays: one memory, and one write for both
+    # what one face is of the other, it stays: one memory, and one write for both
+    if row is not None and is_of(column, row):
         row = fn(row)
         column = IdentityTensor(row)
-    elif is_of(row, column):
+    elif column is not None and is_of(row, column):
         column = fn(column)
         row = IdentityTensor(column)
     else:
@@ -64,8 +70,9 @@ _COPIES = (aten.clone.default, aten._pin_memory.default, aten._to_copy.default)
 
 @table.register(*_COPIES, aten.new_zeros.default, aten.empty_like.default)
 def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
-    def copy(tensor: Tensor) -> Tensor:
-        return func(tensor, *args[1:], **kwargs)  # type: ignore[no-any-return]
+    def copy(tensor: T) -> T:
+        copied: T = func(tensor, *args[1:], **kwargs)
+        return copied
 
     x: HybridTensor = args[0]
     made = _on_faces(x, copy)
@@ -125,7 +132,7 @@ def _same_kind(dst: HybridTensor, src: HybridTensor) -> bool:
     return dst.shape == src.shape
 
 
-def _kind(face: Tensor) -> tuple[Any, ...]:
+def _kind(face: Tensor) -> tuple[object, ...]:
     source = getattr(face, "source", None)
     return type(face), getattr(face, "format", None), None if source is None else _kind(source)
 

@@ -70,7 +70,7 @@ def operand_face(face: FaceTensor | Tensor, side: str, axis: int, gemm: str) -> 
             f"{gemm}: the {side} operand is a flattened view {tuple(face.shape)} of a {face.matrix_shape} matrix, "
             "whose contraction axis is gone; view it back"
         )
-    return ops.Face(face.qdata, face.scale, face.tensor_scale, face.format)
+    return face.face
 
 
 def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> FaceTensor | Tensor:

@@ -1,0 +1,278 @@
+"""From a checkpoint back to modules, optimizers and other objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.distributed.checkpoint.manifest import Manifest
+from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
+from hybridtensor.distributed.checkpoint.planners import Opaque
+from hybridtensor.distributed.checkpoint.training import Training, has_parts
+from hybridtensor.dtensor import local
+from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.quantizing import refresh_
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Keys and indices that lead to a value in a nested state, the name of an entry first."""
+
+_STATE = "quantization_state"
+
+
+class Restoration:
+    """How a checkpoint becomes the state of a training.
+
+    Args:
+        training: What is loaded into.
+        manifest: Of the checkpoint.
+        metadata: Of the checkpoint.
+
+    Attributes:
+        target: What the planner loads into, mostly the memory of the state itself.
+    """
+
+    def __init__(self, training: Training, manifest: Manifest, metadata: Metadata) -> None:
+        self.training = training
+        self._stored = set(metadata.state_dict_metadata)
+        named = [flat.partition(".masters.") for flat in self._stored if ".masters." in flat]
+        self._masters = {
+            name: entry for entry, _, name in named if manifest.entries.get(entry) == "optimizer"
+        }
+        self._with_faces = {
+            flat.rpartition(f".{d}.")[0] for flat in self._stored for d in ("rowwise", "columnwise")
+        }
+        self._weights = manifest.weights
+        self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
+        self._after: list[Callable[[], None]] = []
+        self.target: StateDict = {}
+        for name, optimizer in training.optimizers.items():
+            self.target[name] = optimizer.target(metadata)
+            masters = {
+                n: m for n, m in optimizer.masters.items() if f"{name}.masters.{n}" in self._stored
+            }
+            self.target[name]["masters"] = masters
+        for entry, values in training._values.items():
+            self.target[entry], self._loaded[entry] = {}, {}
+            for name, value in values.items():
+                self._add(entry, name, value)
+        for entry, kind in training.kinds.items():
+            if kind in ("stateful", "data"):
+                self.target[entry] = self._other(entry, kind, metadata)
+
+    def _other(self, entry: str, kind: str, metadata: Metadata) -> object:
+        """Return memory for an object with a state dict, or for data."""
+        value = self.training.state[entry]
+        own = value.state_dict() if kind == "stateful" else value
+        # ``planner_data`` is private to torch's planners: the path of each flat name. Without it
+        # only the keys that the entry has now would be loaded.
+        paths = {
+            n: p
+            for n, p in (metadata.planner_data or {}).items()
+            if p[0] == entry and n in self._stored
+        }
+        if entry in paths or not paths:
+            return own if has_parts(own) else Opaque(None)
+        return _with_room(
+            own, entry, {n: (p, metadata.state_dict_metadata[n]) for n, p in paths.items()}
+        )
+
+    def _same(self, full: str) -> bool:
+        return self._weights.get(full) == self.training.weights.get(full)
+
+    def _add(self, entry: str, name: str, value: object) -> None:
+        """Plan one tensor of a module."""
+        layer, _, rest = name.rpartition(f"{_STATE}.")
+        if rest and not self._same(f"{entry}.{layer}weight"):
+            return  # load_state_dict starts it afresh
+        if isinstance(value, Tensor) and isinstance(local(value), HybridTensor):
+            self._add_persistent(entry, name, value)
+            return
+        self._loaded[entry][name] = value
+        if isinstance(value, Tensor):
+            self._add_values(entry, name, value)
+        else:
+            self.target[entry][name] = value
+
+    def _add_values(self, entry: str, name: str, value: Tensor) -> None:
+        """Load high-precision values: as they are stored, or from a master."""
+        master = self._stored_master(entry, name)
+        if f"{entry}.{name}" in self._stored or master is None:
+            self.target[entry][name] = value
+        else:
+            optimizer, stepped = master
+            self.target.setdefault(optimizer, {}).setdefault("masters", {})[stepped] = value
+
+    def _stored_master(self, entry: str, name: str) -> tuple[str, str] | None:
+        """Return the optimizer, and the name in it, under which a master of a weight is stored."""
+        stepped = self.training._name_of.get(id(self.training._parameters[entry].get(name)))
+        candidates = (name, f"{entry}.{name}", stepped)
+        return next(
+            ((self._masters[n], n) for n in sorted(self._masters.keys() & candidates)), None
+        )
+
+    def _add_persistent(self, entry: str, name: str, value: Tensor) -> None:
+        """Load the faces, or rebuild them from masters or other values."""
+        full = f"{entry}.{name}"
+        parameter = self.training._parameters[entry][name]
+        master = self.training._master(entry, name)
+        if self._same(full) and full in self._with_faces:
+            self.target[entry][name] = value
+            self._loaded[entry][name] = value
+            self._after.append(_persistent(parameter).high_precision.let_go)
+        elif master is not None and any(
+            master is m for t in self.target.values() for m in _masters(t)
+        ):
+            self._after.append(lambda: _refresh(parameter, master))
+        else:
+            values = _memory_like(value, torch.float32 if master is not None else value.dtype)
+            self._add_values(entry, name, values)
+            self._after.append(lambda: _take_values(parameter, values, master))
+
+    def extra(self, metadata: Metadata, planned: set[str]) -> list[str]:
+        """Return the tensors that a checkpoint has of the modules that are loaded, and the modules
+        lack.
+        """
+        found = []
+        for flat in metadata.state_dict_metadata:
+            entry, _, name = flat.partition(".")
+            layer, _, state = name.rpartition(f"{_STATE}.")
+            weight = next((name[: -len(d) - 1 - len(tail)] for d, tail in _face_tails(name)), name)
+            skipped = (state and not self._same(f"{entry}.{layer}weight")) or not self._same(
+                f"{entry}.{weight}"
+            )
+            if entry in self._loaded and flat not in planned and not skipped:
+                found.append(flat)
+        return found
+
+    def finish(self) -> None:
+        """Have modules, optimizers and other objects take what was loaded."""
+        training = self.training
+        for entry, loaded in self._loaded.items():
+            if loaded:
+                set_model_state_dict(
+                    training._modules[entry], loaded, options=StateDictOptions(strict=False)
+                )
+        for name, optimizer in training.optimizers.items():
+            optimizer.restore(self.target[name])
+        with torch.no_grad():
+            for act in self._after:
+                act()
+        for entry, kind in training.kinds.items():
+            if kind == "stateful":
+                training.state[entry].load_state_dict(self.target[entry])
+            elif kind == "data":
+                training.state[entry] = self.target[entry]
+
+
+def _face_tails(name: str) -> Iterator[tuple[str, str]]:
+    """Yield direction and the rest where ``name`` is that of a tensor of a face."""
+    for direction in ("rowwise", "columnwise"):
+        weight, found, tail = name.rpartition(f".{direction}.")
+        if found and weight:
+            yield direction, f".{tail}"
+
+
+def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TYPES]]) -> object:
+    """Return the state of an entry, in place, with room for keys and items that are stored of it
+    and that it lacks.
+
+    Args:
+        own: What the entry has.
+        entry: Its name.
+        stored: Paths, which begin with the entry, and metadata of what is stored of it.
+    """
+    missing = [
+        (path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])
+    ]
+    if not missing:
+        return own
+    root = {entry: _containers(own)}
+    for path, found in missing:
+        room: Tensor | Opaque = Opaque(None)
+        if isinstance(found, TensorStorageMetadata):
+            room = torch.empty(found.size, dtype=found.properties.dtype)
+        _place(root, path, room)
+    return root[entry]
+
+
+def _leads_to_value(value: object, path: Path) -> bool:
+    """Whether there is something other than a container where a path leads."""
+    for key in path:
+        if isinstance(value, (list, tuple)):
+            if not isinstance(key, int) or key >= len(value):
+                return False
+            value = value[key]
+        elif isinstance(value, Mapping) and key in value:
+            value = value[key]
+        else:
+            return False
+    return not isinstance(value, (Mapping, list, tuple))
+
+
+def _containers(value: object) -> object:
+    """Return new containers of the same values."""
+    if isinstance(value, Mapping):
+        return {key: _containers(inner) for key, inner in value.items()}
+    return [_containers(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _place(holder: Any, path: Path, value: object) -> None:
+    """Put a value where a path leads, and make the dictionaries and lists on the way."""
+    key, *rest = path
+    if isinstance(holder, list) and isinstance(key, int):
+        holder.extend([None] * (key + 1 - len(holder)))
+    if not rest:
+        holder[key] = value
+        return
+    kind = dict if isinstance(rest[0], str) else list
+    inner = holder.get(key) if isinstance(holder, dict) else holder[key]
+    if not isinstance(inner, kind):
+        inner = holder[key] = kind()
+    _place(inner, tuple(rest), value)
+
+
+def _masters(target: object) -> Iterator[object]:
+    """Yield the masters among what is loaded into one entry."""
+    if isinstance(target, dict) and isinstance(target.get("masters"), dict):
+        yield from target["masters"].values()
+
+
+def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for the values of a persistent weight."""
+    own = local(value)
+    mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
+    return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
+
+
+def _persistent(parameter: nn.Parameter) -> HybridTensor:
+    """Return this rank's part of a persistent weight."""
+    weight = local(parameter)
+    if not isinstance(weight, HybridTensor):
+        raise TypeError(
+            f"checkpoint.load: a persistent weight became {type(weight).__name__} while it was "
+            "loaded"
+        )
+    return weight
+
+
+def _refresh(parameter: nn.Parameter, master: Tensor) -> None:
+    """Quantize a persistent weight from its master."""
+    refresh_(_persistent(parameter), local(master))
+
+
+def _take_values(parameter: nn.Parameter, values: Tensor, master: Tensor | None) -> None:
+    """Quantize a persistent weight from values, which its master gets too."""
+    weight, own = _persistent(parameter), local(values)
+    if master is not None:
+        local(master).copy_(own)
+    refresh_(weight, own)

@@ -1,0 +1,169 @@
+"""This rank's fragments of fp32 masters, and what all ranks check of theirs before they quantize.
+
+Shape letters: ``N, K`` a weight; ``W`` weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtensor.formats import Format
+from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor
+
+ROW, COLUMN = "rowwise", "columnwise"
+_WHO = "quantize_master_weights"
+
+
+class Fragment(NamedTuple):
+    """This rank's fragment of one master.
+
+    Attributes:
+        weight: What is quantized.
+        values: fp32, flat; empty if there is none.
+        offset: Where it begins in the flattened master.
+    """
+
+    weight: HybridTensor
+    values: Tensor
+    offset: int
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer of the weight."""
+        return self.weight.recipe.weight
+
+    @property
+    def context(self) -> Context:
+        """What is quantized, with the layer's state."""
+        return Context("weight", self.weight.state)
+
+    def matrix(self) -> Tensor:
+        """Return the master ``[N, K]`` with zeros where it is not here."""
+        whole = self.values.new_zeros(self.weight.numel())
+        whole[self.offset : self.offset + self.values.numel()] = self.values
+        return whole.view(self.weight.shape)
+
+    def own(self) -> Tensor:
+        """Return a mask of the fragment, bool ``[N, K]``."""
+        whole = torch.zeros(self.weight.numel(), dtype=torch.bool, device=self.values.device)
+        whole[self.offset : self.offset + self.values.numel()] = True
+        return whole.view(self.weight.shape)
+
+    def directions(self) -> list[str]:
+        """Return the faces that are quantized from the master: others come from the rowwise one."""
+        made = [ROW] if self.weight.rowwise is not None or self._of_rowwise() else []
+        return made if self.weight.columnwise is None or self._of_rowwise() else [*made, COLUMN]
+
+    def _of_rowwise(self) -> bool:
+        quantizer = self.quantizer
+        of_rowwise = (
+            isinstance(quantizer, HybridQuantizer)
+            and quantizer.columnwise_source == "rowwise_dequantized"
+        )
+        return of_rowwise and self.weight.columnwise is not None
+
+    def format(self, direction: str) -> Format:
+        """Return the format of a face."""
+        quantizer = self.quantizer
+        return quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
+
+
+def fragments(
+    weights: Sequence[HybridTensor], shards: Sequence[Tensor | None], offsets: Sequence[int | None]
+) -> tuple[list[Fragment], Exception | None]:
+    """Return this rank's fragments, or the error that it will raise with all ranks."""
+    who = _WHO
+    if not len(weights) == len(shards) == len(offsets):
+        counts = f"{len(weights)}, {len(shards)} and {len(offsets)}"
+        return [], ValueError(
+            f"{who}: as many weights as fragments and offsets are required, got {counts}"
+        )
+    parts = []
+    for index, (weight, shard, offset) in enumerate(zip(weights, shards, offsets, strict=True)):
+        if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
+            return [], TypeError(
+                f"{who}: persistent weights are required, got {weight!r} at {index}; see quantize_"
+            )
+        values = (
+            torch.zeros(0, device=weight.device) if shard is None else shard.detach().reshape(-1)
+        )
+        if values.dtype != torch.float32:
+            return [], TypeError(
+                f"{who}: fp32 masters are required, got {values.dtype} at {index}; cast them"
+            )
+        if values.device != weight.device:
+            where = f"{values.device} for a weight on {weight.device} at {index}"
+            return [], ValueError(
+                f"{who}: masters on their weights' devices are required, got {where}; move them"
+            )
+        if (offset is None and values.numel()) or (offset or 0) < 0:
+            return [], ValueError(
+                f"{who}: an offset of at least 0 is required, got {offset} at {index}"
+            )
+        if (offset or 0) + values.numel() > weight.numel():
+            what = f"{values.numel()} from {offset} on, of {weight.numel()} at {index}"
+            return [], ValueError(
+                f"{who}: a fragment inside its weight is required, got elements {what}"
+            )
+        parts.append(Fragment(weight, values, offset or 0))
+    return parts, None
+
+
+def agree(parts: list[Fragment], error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if one has an error, or other weights."""
+    what = "\n".join(
+        f"{tuple(p.weight.shape)} {p.directions()} {p.weight.recipe.fingerprint()}" for p in parts
+    )
+    number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little")
+    device = _device(group)
+    extremes = torch.tensor([number, -number, error is not None], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest, failed = extremes.tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"{_WHO}: another rank found an error in its fragments; see its message")
+    if largest != -smallest:
+        raise RuntimeError(
+            f"{_WHO}: rank {dist.get_rank(group)} and another one differ in weights or recipes; "
+            "pass the same weights in the same order everywhere"
+        )
+
+
+def check_cover(parts: list[Fragment], group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless the fragments are the whole of every weight, each element once."""
+    ranges = torch.tensor(
+        [[p.offset, p.offset + p.values.numel()] for p in parts], device=_device(group)
+    )
+    everywhere = [torch.empty_like(ranges) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everywhere, ranges, group=group)
+    for index, part in enumerate(parts):
+        held = sorted(tuple(of_rank[index].tolist()) for of_rank in everywhere)
+        position = 0
+        for begin, end in (h for h in held if h[0] < h[1]):
+            if begin != position:
+                break
+            position = end
+        else:
+            if position == part.weight.numel():
+                continue
+        raise RuntimeError(
+            f"{_WHO}: the fragments of all ranks are not the whole of weight {index}, each element "
+            f"once: they are {held} of {part.weight.numel()} elements; pass ranges that meet"
+        )
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else torch.device("cpu")
+    )

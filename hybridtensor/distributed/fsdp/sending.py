@@ -1,0 +1,86 @@
+"""What a rank sends of its part of a weight: values, or faces in a payload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybridtensor.distributed.fsdp.payload import Payload, Remake
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
+from hybridtensor.distributed.fsdp.scales import Part
+from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+Weight: TypeAlias = MasterWeight | HybridTensor
+"""A rank's part of a converted weight, or the weight that FSDP2 gathered."""
+
+_DIRECTIONS = (ROW, COLUMN)
+
+
+def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...]) -> Tensor:
+    """Return the values of this rank's part in ``dtype``, padded as FSDP2 wants them."""
+    values = (
+        tensor.plain.to(dtype) if isinstance(tensor, MasterWeight) else tensor.dequantize(dtype)
+    ).detach()
+    if tuple(values.shape) != padded_size:
+        padded = values.new_zeros(padded_size)
+        padded[: values.shape[0]] = values
+        return padded
+    return values.contiguous()
+
+
+def fill(
+    payload: Payload,
+    tensor: Weight,
+    part_of: Callable[[Tensor, StateTensors | None], Part],
+) -> Remake | None:
+    """Make the bytes of this rank's part; return the cast that makes them again, if one cast does.
+
+    Args:
+        payload: Holds the bytes.
+        tensor: This rank's part.
+        part_of: Gives values all that they are quantized by.
+    """
+    if "values" in payload.names:
+        payload.tensors["values"][0].copy_(_values(tensor, payload.plan, payload.dtype))
+    rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
+    if not rowwise and not columnwise:
+        return None
+    if isinstance(tensor, HybridTensor):
+        made, first = tensor.faces(rowwise=rowwise, columnwise=columnwise, dtype=payload.dtype), 0
+    else:
+        part = part_of(tensor.plain, tensor.state)
+        out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
+        prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
+        if prepared is not None:
+            again = Remake(*prepared, out)
+            again.run(tensor.plain)
+            return again
+        made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
+    for direction, face in zip(_DIRECTIONS, made, strict=True):
+        if face is not None and not face.follows_rowwise and direction in payload.names:
+            payload.fill(direction, face, first, tensor.shape[0])
+    return None
+
+
+def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
+    if isinstance(tensor, MasterWeight):
+        return tensor.plain
+    direction = ROW if plan.row.kind == "values" else COLUMN
+    return tensor.require_face(direction, name="weight", gemm="fully_shard").dequantize(dtype)
+
+
+def note_training_use(tensor: Weight) -> None:
+    """Let the layer's state check that it was advanced with the weight; see
+    ``LayerState.note_training_use``.
+    """
+    if (
+        isinstance(tensor, MasterWeight)
+        and isinstance(tensor.layer, LayerState)
+        and not tensor.layer.is_empty
+    ):
+        tensor.layer.note_training_use(tensor.record, tensor.written)
