@@ -12,72 +12,87 @@ import torch
 from common import arguments, report, time_alternating
 from torch import Tensor
 
-from hybridtensor.ops import Cast, Hint, quantize, quantize_into, transpose
+from hybridtensor.formats import get_format
+from hybridtensor.ops import Cast, CastInputs, CastRequest, Faces, Hint, quantize, quantize_into, transpose
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 SHAPES = {"cuda": [(16384, 8192), (16384, 4096), (8192, 28672)], "cpu": [(512, 1024)]}
 RANKS = 8  # that sent a gathered face
 FACES = {
-    "per tensor, scale given": (Cast("fp8_e4m3_tensor", slot=0), Cast("fp8_e4m3_tensor", slot=0)),
-    "per tensor, current": (Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_tensor")),
-    "1x128": (Cast("fp8_e4m3_1x128"), Cast("fp8_e4m3_1x128")),
-    "128x128": (Cast("fp8_e4m3_128x128"), Cast("fp8_e4m3_128x128")),
-    "per row and per column": (Cast("fp8_e4m3_row"), Cast("fp8_e4m3_row")),
-    "MXFP8": (Cast("mxfp8_e4m3"), Cast("mxfp8_e4m3")),
-    "NVFP4 row, MXFP8 column": (Cast("nvfp4"), Cast("mxfp8_e4m3")),
-    "NVFP4, Hadamard on the column": (Cast("nvfp4"), Cast("nvfp4_hadamard")),
-    "1x128, row only": (Cast("fp8_e4m3_1x128"), None),
-    "1x128, column only": (None, Cast("fp8_e4m3_1x128")),
+    "per tensor, scale given": (
+        Cast(get_format("fp8_e4m3_tensor"), slot=0),
+        Cast(get_format("fp8_e4m3_tensor"), slot=0),
+    ),
+    "per tensor, current": (Cast(get_format("fp8_e4m3_tensor")), Cast(get_format("fp8_e4m3_tensor"))),
+    "1x128": (Cast(get_format("fp8_e4m3_1x128")), Cast(get_format("fp8_e4m3_1x128"))),
+    "128x128": (Cast(get_format("fp8_e4m3_128x128")), Cast(get_format("fp8_e4m3_128x128"))),
+    "per row and per column": (Cast(get_format("fp8_e4m3_row")), Cast(get_format("fp8_e4m3_row"))),
+    "MXFP8": (Cast(get_format("mxfp8_e4m3")), Cast(get_format("mxfp8_e4m3"))),
+    "NVFP4 row, MXFP8 column": (Cast(get_format("nvfp4")), Cast(get_format("mxfp8_e4m3"))),
+    "NVFP4, Hadamard on the column": (Cast(get_format("nvfp4")), Cast(get_format("nvfp4_hadamard"))),
+    "1x128, row only": (Cast(get_format("fp8_e4m3_1x128")), None),
+    "1x128, column only": (None, Cast(get_format("fp8_e4m3_1x128"))),
 }
 OF_ROWWISE = {
-    "128x128, 1x128 of it": (Cast("fp8_e4m3_128x128"), Cast("fp8_e4m3_1x128")),
-    "per tensor, per tensor of it": (Cast("fp8_e4m3_tensor"), Cast("fp8_e4m3_tensor")),
-    "NVFP4, MXFP8 of it": (Cast("nvfp4"), Cast("mxfp8_e4m3")),
-    "MXFP8, per column of it": (Cast("mxfp8_e4m3"), Cast("fp8_e4m3_row")),
+    "128x128, 1x128 of it": (Cast(get_format("fp8_e4m3_128x128")), Cast(get_format("fp8_e4m3_1x128"))),
+    "per tensor, per tensor of it": (Cast(get_format("fp8_e4m3_tensor")), Cast(get_format("fp8_e4m3_tensor"))),
+    "NVFP4, MXFP8 of it": (Cast(get_format("nvfp4")), Cast(get_format("mxfp8_e4m3"))),
+    "MXFP8, per column of it": (Cast(get_format("mxfp8_e4m3")), Cast(get_format("fp8_e4m3_row"))),
 }
 INTO = ("1x128", "128x128", "MXFP8")
 BY_HINT = {"per tensor, power of two, as the last time": True, "per tensor, power of two, another one": False}
 
 
-def cast(x: Tensor, row: Cast | None, column: Cast | None, factors: Tensor) -> Callable[[], list[Tensor]]:
+def cast(x: Tensor, row: Cast | None, column: Cast | None, scales: Tensor) -> Callable[[], Faces]:
     """Return what casts ``x``."""
-    return lambda: quantize(x, row=row, column=column, factors=factors)
+    request, inputs = CastRequest(row, column), CastInputs(encode_scale=scales)
+    return lambda: quantize(x, request, inputs)
 
 
-def cast_into(x: Tensor, row: Cast | None, column: Cast | None) -> Callable[[], list[Tensor]]:
+def tensors_of(faces: Faces) -> list[Tensor]:
+    """Return the tensors of both faces."""
+    return [tensor for face in faces if face is not None for tensor in face.tensors()]
+
+
+def cast_into(x: Tensor, row: Cast | None, column: Cast | None) -> Callable[[], Faces]:
     """Return what casts ``x`` into faces that are there."""
-    out = quantize(x, row=row, column=column)
+    request = CastRequest(row, column)
+    faces = quantize(x, request)
+    out = tensors_of(faces)
 
-    def run() -> list[Tensor]:
-        quantize_into(x, out, row=row, column=column)
-        return out
+    def run() -> Faces:
+        quantize_into(x, out, request)
+        return faces
 
     return run
 
 
-def cast_by_hint(x: Tensor, holds: bool) -> Callable[[], list[Tensor]]:
+def cast_by_hint(x: Tensor, holds: bool) -> Callable[[], Faces]:
     """Return what casts ``x`` as a layer does in every step, with the scale of the step before or with another one."""
-    hint, face, other = Hint(), Cast("fp8_e4m3_tensor", pow2_scale=True), torch.full((1,), 1e3, device=x.device)
-    quantize(x, row=face, column=face, hint=hint)
+    face, other = Cast(get_format("fp8_e4m3_tensor"), pow2_scale=True), torch.full((1,), 1e3, device=x.device)
+    hint, request = Hint(), CastRequest(face, face)
+    inputs = CastInputs(hint=hint)
+    quantize(x, request, inputs)
 
-    def run() -> list[Tensor]:
+    def run() -> Faces:
         if not holds:
             hint.amax = other
-        return quantize(x, row=face, column=face, hint=hint)
+        return quantize(x, request, inputs)
 
     return run
 
 
-def cast_of_rowwise(x: Tensor, row: Cast, column: Cast) -> Callable[[], list[Tensor]]:
+def cast_of_rowwise(x: Tensor, row: Cast, column: Cast) -> Callable[[], Faces]:
     """Return what casts ``x``, the columnwise face from what the rowwise one holds."""
-    return lambda: quantize(x, row=row, column=column, source=row)
+    request = CastRequest(row, column, row)
+    return lambda: quantize(x, request)
 
 
 def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per pair of faces for one shape."""
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    factors, copied = torch.ones(1, device=device), torch.empty_like(x)
-    variants = {name: cast(x, *faces, factors) for name, faces in FACES.items()}
+    scales, copied = torch.ones(1, device=device), torch.empty_like(x)
+    variants = {name: cast(x, *faces, scales) for name, faces in FACES.items()}
     variants |= {name: cast_by_hint(x, holds) for name, holds in BY_HINT.items()}
     variants |= {name: cast_of_rowwise(x, *faces) for name, faces in OF_ROWWISE.items()}
     variants |= {f"{name}, into existing faces": cast_into(x, *FACES[name]) for name in INTO}
@@ -85,7 +100,7 @@ def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str,
     copy_speed = 2 * x.nbytes / times["copy"]
     rows = [{"shape": "x".join(map(str, shape)), "faces": "copy", "ms": times["copy"], "of copy": 1.0}]
     for name, run in variants.items():
-        useful = x.nbytes + sum(t.nbytes for t in run())
+        useful = x.nbytes + sum(t.nbytes for t in tensors_of(run()))
         rows.append({**rows[0], "faces": name, "ms": times[name], "of copy": useful / times[name] / copy_speed})
     return rows
 
