@@ -9,6 +9,7 @@ import pytest
 from tiers import long
 
 ROOT = Path(__file__).parent.parent
+SLOW = ["linear", "linear_details", "end_to_end", "memory"]
 ONCE = ["--device", "cpu", "--repeats", "1", "--out"]
 
 
@@ -21,16 +22,10 @@ def run(name, tmp_path, *options):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["cast", "linear"])
+@pytest.mark.parametrize("name", ["cast", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)])
 def test_runs(name, tmp_path):
     run(name, tmp_path, *ONCE, tmp_path)
     assert [path.suffix for path in tmp_path.glob(f"{name}_*")] == [".json"]
-
-
-@long("whole steps and details take a minute")
-@pytest.mark.parametrize("name", ["linear_details", "end_to_end", "memory"])
-def test_of_whole_steps_runs(name, tmp_path):
-    run(name, tmp_path, *ONCE, tmp_path)
 
 
 def test_of_host_time_runs(tmp_path):

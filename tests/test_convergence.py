@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from scripts import called, refused
+from tiers import long
 
 import hybridtensor as ht
 
@@ -61,6 +62,9 @@ def text(tmp_path_factory):
     return folder
 
 
+of_a_whole_benchmark = long("training seven small models in processes of their own takes a minute")
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory, text):
     """The folder of one whole benchmark."""
@@ -70,6 +74,7 @@ def smoke(tmp_path_factory, text):
     return folder
 
 
+@of_a_whole_benchmark
 def test_every_run_leaves_a_file(smoke):
     assert set(files(smoke)) == RUNS
     for run in runs(smoke).values():
@@ -81,6 +86,7 @@ def test_every_run_leaves_a_file(smoke):
         assert min(run["tokens_per_second"], run["seconds"], run["parameters"]) > 0
 
 
+@of_a_whole_benchmark
 def test_runs_of_a_seed_share_weights_and_batches(smoke):
     found = runs(smoke)
     first = {name: run["losses"][0] for name, run in found.items()}
@@ -91,6 +97,7 @@ def test_runs_of_a_seed_share_weights_and_batches(smoke):
         assert found[name]["losses"] != found[baseline]["losses"], "low precision really ran"
 
 
+@of_a_whole_benchmark
 def test_replicas_differ_by_next_to_nothing(smoke):
     found = runs(smoke)
     losses = [found[name]["losses"] for name in ("bf16-0", "bf16-0-replica1", "bf16-0-replica2")]
@@ -99,6 +106,7 @@ def test_replicas_differ_by_next_to_nothing(smoke):
         assert replica == pytest.approx(losses[0], rel=1e-3)
 
 
+@of_a_whole_benchmark
 def test_text_has_no_file_twice_and_holds_some_out(smoke, text):
     parts = [(smoke / "out" / f"{name}.bin").read_bytes() for name in ("train", "validation")]
     assert sum(map(len, parts)) == sum(file.stat().st_size for file in text.glob("[0-9]*.txt"))
@@ -106,6 +114,7 @@ def test_text_has_no_file_twice_and_holds_some_out(smoke, text):
     assert not set(parts[0].splitlines()) & set(parts[1].splitlines())
 
 
+@of_a_whole_benchmark
 def test_gaps_follow_from_the_losses(smoke):
     found, made = runs(smoke), record(smoke)
     last = {name: run["losses"][-1] for name, run in found.items()}  # the last tenth of four steps is one
@@ -136,6 +145,7 @@ def test_a_verdict_is_above_only_beyond_the_noise(monkeypatch):
     assert made == ["within", "within", "noise", "above", "above", "above", "above"]
 
 
+@of_a_whole_benchmark
 def test_finished_runs_are_not_repeated(smoke, text, monkeypatch):
     before = {name: file.stat().st_mtime_ns for name, file in files(smoke).items()}
     rows = record(smoke)["rows"]

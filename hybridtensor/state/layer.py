@@ -224,6 +224,12 @@ class LayerState(nn.Module):
             self._key = int(drawn)
         rounding.copy_(torch.tensor([self._key, 0], device="cpu"))
 
+    def count_step(self, replayed: bool) -> None:
+        """Count a step, which went into a CUDA graph if it is ``replayed``."""
+        own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
+        own["version"] += 1
+        own["replayed"] = own["replayed"] or replayed
+
     def take_name(self, name: str) -> None:
         """Be called ``name`` from now on, unless there is a name or a key already."""
         if not self.name and self._key is None:
@@ -285,11 +291,8 @@ class LayerState(nn.Module):
         """Copy all but the group, which is shared, and what was seen of a weight that stays."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        own = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("group", "_seen", "hints")
-        }
+        others = ("group", "_seen", "hints")
+        own = {name: value for name, value in self.__dict__.items() if name not in others}
         new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None, hints={})
         return new
 
@@ -376,13 +379,10 @@ class LayerState(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what is kept."""
-        random = ["stochastic rounding"] if self.rounding is not None else []
-        return ", ".join(
-            [
-                *(f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)),
-                *random,
-            ]
-        )
+        kept = [f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)]
+        if self.rounding is not None:
+            kept.append("stochastic rounding")
+        return ", ".join(kept)
 
 
 def _hash(text: str) -> int:

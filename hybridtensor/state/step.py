@@ -43,9 +43,9 @@ def step_(model: nn.Module) -> nn.Module:
             torch._foreach_add_(counters, 1)
         for group in dict.fromkeys(state.group for state in states) or [None]:
             _update_scales(model, [state for state in states if state.group is group], group)
+    captured = is_captured()
     for state in states:
-        state.version += 1
-        state.replayed = state.replayed or is_captured()
+        state.count_step(captured)
     return model
 
 
