@@ -71,6 +71,7 @@ def test_accepts_every_recipe(demo_here, tmp_path, capsys):
     assert len({tuple(r["losses"]) for r in record["results"]}) > len(names) // 2  # some share a forward
 
 
+@tiers.long("starting eight ranks takes most of a minute; what they do is tested in tests/distributed")
 def test_shards_over_ranks_and_resumes_without_them(demo_here, tmp_path):
     """A digest of all weights as they were when saved equals that of what is loaded without ranks."""
     options = ["--size", "tiny", "--steps", 2, "--data", TRAIN.parent, "--recipes", "fp8_delayed", "--out", tmp_path]
