@@ -38,6 +38,7 @@ def test_a_factor_without_values_is_an_error():
 
 
 def test_values_take_turns(monkeypatch):
+    monkeypatch.setattr(tiers, "LONG", False)
     assert tiers.in_turn("abcd", (1, 2, 3)) == [("a", 1), ("b", 2), ("c", 3), ("d", 1)]
     assert [row[0] for row in tiers.by_group(("ab", "c"), (1, 2))] == ["a", "b", "c", "c"]
     with pytest.raises(ValueError, match=r"a row for every member is required, got too few for \['abc'\]; split"):
