@@ -11,9 +11,15 @@ T = TypeVar("T", bound=Tensor)
 
 
 @overload
-def local(tensor: DTensor) -> Tensor: ...
+def local(tensor: DTensor) -> Tensor:
+    """Return this rank's part."""
+
+
 @overload
-def local(tensor: T) -> T: ...
+def local(tensor: T) -> T:
+    """Return the tensor itself."""
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or the tensor itself."""
     # The private ``_local_tensor``: the public ``to_local`` would be recorded by autograd, and

@@ -124,6 +124,17 @@ def test_the_kernel_updates_as_the_reference_does(device, reduced):
             assert not state.amax.any()
 
 
+def test_an_update_counts_as_a_write(device):
+    """As every write in place: autograd notices one of what it saved."""
+    layers = several_layers(device)
+    tensors = [t for state in layers for t in (state.amax, state.encode_scale, state.amax_history)]
+    for state in layers:
+        state.amax.fill_(3.0)
+    before = [tensor._version for tensor in tensors]
+    ht.step_(torch.nn.ModuleList(layers))
+    assert all(tensor._version > version for tensor, version in zip(tensors, before, strict=True))
+
+
 def of(state, slot):
     """Return scale, amax and history of one slot."""
     i = state.slots.index(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import is_captured, runs_directly
@@ -30,6 +31,7 @@ def update_scales(states: list[LayerState], reduced: Tensor | None) -> None:
     slots = _slots_of(states) if _kernel_runs_on(states) else None
     if slots is not None:
         slots.update(reduced)
+        increment_version(_written(states))  # kernels write where autograd does not look
         return
     last = torch.cat([required(state.amax) for state in states]) if reduced is None else reduced
     by_layer = last.split([len(state.slots) for state in states])
@@ -131,9 +133,15 @@ _KNOWN: dict[tuple[object, ...], Slots] = {}
 _MOST_KNOWN = 256
 
 
+def _written(states: list[LayerState]) -> list[Tensor]:
+    """Return the tensors that an update writes: of each layer amaxes, scales and history."""
+    written = [(s.amax, s.encode_scale, s.amax_history) for s in states]
+    return [required(tensor) for of_layer in written for tensor in of_layer]
+
+
 def _kernel_runs_on(states: list[LayerState]) -> bool:
     """Return whether a kernel can update the scales of layers on one device."""
-    tensors = [t for s in states for t in (s.amax, s.encode_scale, s.amax_history) if t is not None]
+    tensors = _written(states)
     return (
         tensors[0].is_cuda and runs_directly(tensors[0]) and all(t.is_contiguous() for t in tensors)
     )
@@ -143,8 +151,7 @@ def _slots_of(states: list[LayerState]) -> Slots | None:
     """Return the scales as the kernel takes them; None if they are new while a CUDA graph is
     captured.
     """
-    tensors = [(s.amax, s.encode_scale, s.amax_history) for s in states]
-    addresses = [required(tensor).data_ptr() for of_layer in tensors for tensor in of_layer]
+    addresses = [tensor.data_ptr() for tensor in _written(states)]
     key = (required(states[0].amax).device, *addresses, *(state.rules for state in states))
     slots = _KNOWN.get(key)
     if slots is None and not is_captured():

@@ -59,10 +59,6 @@ class OpTable:
 
         return add
 
-    def get(self, func: Func) -> Handler | None:
-        """Return the handler of ``func``, or None."""
-        return self.handlers.get(func)
-
     def call(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run the handler of ``func``.
 

@@ -206,6 +206,25 @@ def test_native_products_run_and_padding_is_exact(left, right, out_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("k", [16, 64, 80, 144, 272])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="native products need a CUDA device")
+def test_hardware_reads_a_partial_block_and_nothing_that_is_appended_to_scales(k):
+    """What ``native_mm`` relies on. Oracle: the same product of elements that zeros pad to whole blocks."""
+    blocks = -(-k // 128)
+    left, right = (torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for n in (64, 256))
+    scale = torch.rand(blocks, 64, device="cuda").as_strided((64, blocks), (1, 64))
+    squares = torch.full((2, -(-blocks // 4) * 4), torch.nan, device="cuda")
+    squares[:, :blocks] = torch.rand(2, blocks, device="cuda")
+    kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+
+    def product(a, b, of_squares):
+        return F.scaled_mm(a, b.t(), scale, kinds[0], of_squares.t(), kinds[1], output_dtype=torch.float32)
+
+    whole = (F.pad(t.view(torch.uint8), (0, -k % 128)).view(t.dtype) for t in (left, right))
+    assert torch.equal(product(left, right, squares), product(*whole, squares.nan_to_num()))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("columns", [64, 50, 256], ids=str)
 @pytest.mark.parametrize(
     ("left", "right"), [(BLOCKS, SQUARES), (BLOCKS, BLOCKS), (TENSOR, TENSOR), (ROW, ROW)], ids=str

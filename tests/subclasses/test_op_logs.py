@@ -119,63 +119,33 @@ def logged_sharding(log, mesh, persistent):
     return wrapping, log.take()
 
 
-def test_fsdp2(log, mesh):
-    wrapping, step = logged_sharding(log, mesh, persistent=False)
+@pytest.mark.parametrize("name", ["MasterWeight", "HybridTensor"])
+def test_fsdp2(log, mesh, name):
+    """Wrapping a persistent weight calls what wrapping a master weight does; so does a step."""
+    wrapping, step = logged_sharding(log, mesh, persistent=name == "HybridTensor")
     equals(
-        wrapping,
+        wrapping.replace(name, "the weight"),
         """\
-MasterWeight: aten.split.Tensor
-MasterWeight: aten.new_zeros.default
-MasterWeight: aten.slice.Tensor
-MasterWeight: aten.copy_.default
-MasterWeight: aten.view.default
-MasterWeight: aten.slice.Tensor
-MasterWeight: aten.detach.default
-MasterWeight: aten.split.Tensor x 2
-MasterWeight: aten.new_zeros.default
-MasterWeight: aten.slice.Tensor
-MasterWeight: aten.copy_.default
-MasterWeight: aten.view.default
-MasterWeight: aten.slice.Tensor
-MasterWeight: aten.detach.default
-MasterWeight: aten.split.Tensor""",
+the weight: aten.split.Tensor
+the weight: aten.new_zeros.default
+the weight: aten.slice.Tensor
+the weight: aten.copy_.default
+the weight: aten.view.default
+the weight: aten.slice.Tensor
+the weight: aten.detach.default
+the weight: aten.split.Tensor x 2
+the weight: aten.new_zeros.default
+the weight: aten.slice.Tensor
+the weight: aten.copy_.default
+the weight: aten.view.default
+the weight: aten.slice.Tensor
+the weight: aten.detach.default
+the weight: aten.split.Tensor""",
     )
     equals(
-        step,
+        step.replace(f"{name}: aten.view", "the weight: aten.view"),
         """\
-MasterWeight: aten.view.default x 2
-HybridTensor: aten.as_strided.default
-HybridTensor: aten.detach.default
-HybridTensor: aten.as_strided.default
-HybridTensor: aten.detach.default""",
-    )
-
-
-def test_fsdp2_of_persistent_weights(log, mesh):
-    wrapping, step = logged_sharding(log, mesh, persistent=True)
-    equals(
-        wrapping,
-        """\
-HybridTensor: aten.split.Tensor
-HybridTensor: aten.new_zeros.default
-HybridTensor: aten.slice.Tensor
-HybridTensor: aten.copy_.default
-HybridTensor: aten.view.default
-HybridTensor: aten.slice.Tensor
-HybridTensor: aten.detach.default
-HybridTensor: aten.split.Tensor x 2
-HybridTensor: aten.new_zeros.default
-HybridTensor: aten.slice.Tensor
-HybridTensor: aten.copy_.default
-HybridTensor: aten.view.default
-HybridTensor: aten.slice.Tensor
-HybridTensor: aten.detach.default
-HybridTensor: aten.split.Tensor""",
-    )
-    equals(
-        step,
-        """\
-HybridTensor: aten.view.default x 2
+the weight: aten.view.default x 2
 HybridTensor: aten.as_strided.default
 HybridTensor: aten.detach.default
 HybridTensor: aten.as_strided.default
