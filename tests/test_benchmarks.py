@@ -35,6 +35,7 @@ def test_runs(name, run, tmp_path):
     assert (tmp_path / f"{name}_cpu.json").stat().st_size > 100
 
 
+@long("compiles what it measures")
 def test_of_host_time_runs(run, capfd):
     run("host", "--rounds", 1, "--count", 1, "--recipes", "fp8")
     assert '"fp8": ' in capfd.readouterr().out

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -237,7 +238,7 @@ torch.save(results, out)
 @pytest.mark.usefixtures("default_device")
 def test_a_new_process_goes_on_bit_for_bit(tmp_path, device):
     """With delayed scales, random rounding and the optimizer's state."""
-    cases = [(spec, p) for spec in ("fp8_delayed", "nvfp4", "fp8/mxfp8/bf16") for p in (False, True)]
+    cases = tiers.in_turn(("fp8_delayed", "nvfp4", "fp8/mxfp8/bf16", "fp8_delayed/mxfp8/bf16"), (False, True))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = {}
