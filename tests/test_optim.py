@@ -247,9 +247,11 @@ def test_bad_input():
         ValueError, match=r"masters of \[\(32, 16\), \(8, 32\)\] are required, got \[\(32, 16\), None\]"
     ):
         optimizer.load_state_dict(state)
-    direct = torch.optim.SGD(ours.parameters(), lr=0.1, foreach=False)
+    direct = torch.optim.SGD(ours.parameters(), lr=0.1, foreach=True)
     set_grads(ours.parameters(), 0)
-    with pytest.raises(NotImplementedError, match=r"HybridTensor: aten\.add_.* step it through .*MasterWeights"):
+    with pytest.raises(
+        NotImplementedError, match=r"HybridTensor: aten\._foreach_add_.* step it through .*MasterWeights"
+    ):
         direct.step()
 
 

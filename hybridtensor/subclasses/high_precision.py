@@ -96,6 +96,27 @@ class HighPrecisionValues:
         self._follows = False
         return made
 
+    def replaced(self, values: Tensor, *, follows: bool) -> HighPrecisionValues:
+        """Return the values for a weight that takes others of any shape; an optimizer's master gets
+        them.
+
+        Raises:
+            RuntimeError: If the master has another shape.
+        """
+        master = None if self._master is None else self._master()
+        if master is None:
+            return HighPrecisionValues(values, follows)
+        if master.shape != values.shape:
+            raise RuntimeError(
+                f"HybridTensor.data: an optimizer holds the master of this weight, of shape "
+                f"{tuple(master.shape)}, and got values of {tuple(values.shape)}; make the "
+                "optimizer anew"
+            )
+        made = self.moved()
+        made._take(values, whole, follows=follows)
+        made.loaded = False
+        return made
+
     def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool]]:
         return HighPrecisionValues, (self.original, self._follows and self.original is not None)
 

@@ -154,6 +154,31 @@ class MasterWeight(InterceptingTensor):
             self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
 
+    def take_memory(self, plain: Tensor) -> None:
+        """Be ``plain`` from now on, of any shape, dtype and device, with the same recipe and layer.
+
+        Aliases and views so far keep the memory that they have.
+        """
+        made = type(self)(plain, self.config)
+        # torch's own setter: it gives this object, where there is no Python, the shape, dtype and
+        # device of another of its class.
+        Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+        self.plain, self.record, self._seen = plain, self.record.successor(), version_of(self)
+        self.record.add_holder(plain)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as a numpy array in the same memory, as the plain tensor would.
+
+        Raises:
+            RuntimeError: If a gradient is required, unless ``force``.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "MasterWeight: numpy() of a weight without gradient is required, got one that "
+                "requires it; call detach().numpy()"
+            )
+        return self.master.numpy(force=force)
+
     def __get_tensor_shard__(self, index: object) -> Tensor:
         """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of
         quantization.

@@ -16,6 +16,7 @@ from hybridtensor.ops.library import is_traced, require_float
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
 from hybridtensor.state import Context
+from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor, face_tensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
@@ -177,6 +178,50 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
         update_(weight.recipe.weight, weight, values, context=Context("weight", weight.state))
     weight.high_precision.note_quantized(values, weight.taken)
+
+
+def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
+    """Give a persistent weight the faces of new values, of any shape, dtype and device.
+
+    Aliases and views so far keep the faces that they have, and a copy of the high-precision values.
+
+    Args:
+        weight: The weight.
+        value: What it is assigned. The faces of another weight of the same recipe are shared.
+        values: Its values.
+    """
+    config, follows = weight.recipe, True
+    if isinstance(value, HybridTensor) and value.config == config and _has_faces_of(value, weight):
+        made, follows = value, value.high_precision.follows
+    else:
+        context = Context("weight", weight.state)
+        made = quantize(config.weight, values, context=context)
+        made.config = config
+    before, known = weight.record, weight.record.values
+    copied = None if known is None else known.copied(torch.clone, _all, same=True)
+    replaced = None if known is None else known.replaced(values, follows=follows)
+    Tensor.data.__set__(weight, made)  # type: ignore[attr-defined]  # see MasterWeight.take_memory
+    weight.rowwise, weight.columnwise = made.rowwise, made.columnwise
+    weight.taken, weight.swapped = whole, False
+    weight.record = before.successor()
+    before.values, weight.record.values = copied, replaced
+
+
+def _all(values: Tensor) -> Tensor:
+    """Return all of the present values: as the view ``whole`` is, without standing for the original
+    alone.
+    """
+    return values
+
+
+def _has_faces_of(value: HybridTensor, weight: HybridTensor) -> bool:
+    """Return whether ``value`` is no view, and has the faces that ``weight`` has."""
+    mine = [getattr(weight, name) is None for name in weight.inner_names]
+    return (
+        value.taken is whole
+        and not value.swapped
+        and mine == [getattr(value, name) is None for name in value.inner_names]
+    )
 
 
 def _plain(who: str, x: Tensor) -> Tensor:

@@ -122,6 +122,12 @@ class WeightRecord:
         made.values, made.shard, made.gathered = values, self.shard, self.gathered
         return made
 
+    def successor(self) -> WeightRecord:
+        """Return a record of the weight with other memory, which aliases so far do not share."""
+        made = WeightRecord(self.layer)
+        made.writes, made.handed = self.writes + 1, self.handed
+        return made
+
     # -- writes
     # -------------------------------------------------------------------------------------------------------
 

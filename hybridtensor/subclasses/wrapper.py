@@ -284,10 +284,8 @@ class WrapperTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__}: assigning .data would leave the payload behind, got a {type(value).__name__}; "
-            "use copy_(), or torch.utils.swap_tensors"
-        )
+        """Replace the memory, where the class has a handler of ``aten.set_data``."""
+        self.ops.call(torch.ops.aten.set_data.default, (self, value), {})
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the dequantized values as fp32 numpy array (``force=True``), as plain tensors do."""
@@ -296,6 +294,11 @@ class WrapperTensor(Tensor):
                 f"{type(self).__name__}: numpy() needs plain memory; call dequantize() or numpy(force=True)"
             )
         return self.dequantize().float().cpu().numpy()
+
+    def tolist(self) -> list[Any]:
+        """Return the values as nested lists of numbers."""
+        values: list[Any] = self.dequantize().tolist()
+        return values
 
 
 @functools.cache

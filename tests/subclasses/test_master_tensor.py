@@ -182,6 +182,7 @@ def test_views_and_copies_are_master_weights_with_the_plain_result(op):
         assert shares == (op in operators.VIEWS)
 
 
+ZERO, ROWS = torch.tensor([[0]]), torch.full((6,), 0.1)
 READS = {
     "abs": torch.abs, "add": lambda w: w + 1, "mul": lambda w: 2 * w, "sub": lambda w: 1 - w, "div": lambda w: w / 2,
     "neg": lambda w: -w, "pow": lambda w: w**2, "norm": torch.linalg.vector_norm, "norm2": lambda w: w.norm(),
@@ -192,6 +193,19 @@ READS = {
     "embedding": lambda w: nn.functional.embedding(torch.tensor([1, 2]), w),
     "item": lambda w: torch.tensor(w.sum().item()),
     "zeros_like": torch.zeros_like, "ones_like": torch.ones_like, "foreach_norm": lambda w: torch._foreach_norm([w])[0],
+    "histc": lambda w: w.histc(4), "median": lambda w: w.median(), "median of rows": lambda w: w.median(0)[0],
+    "roll": lambda w: w.roll((1, 2), (0, 1)), "softmax": lambda w: w.softmax(-1),
+    "log_softmax": lambda w: w.log_softmax(-1), "var_mean": lambda w: torch.var_mean(w)[0],
+    "mv": lambda w: w.mv(torch.ones(8)), "mv of t": lambda w: torch.mv(w.t(), torch.ones(6)),
+    "weight_norm": lambda w: torch._weight_norm(w, torch.ones(6, 1)),
+    "embedding_bag": lambda w: nn.functional.embedding_bag(torch.tensor([[1, 2]]), w),
+    "mask": lambda w: w[w > 0], "rows": lambda w: w[[0, 2]], "tolist": lambda w: torch.tensor(w.tolist()),
+    "numpy": lambda w: torch.tensor(w.numpy()), "quantile": lambda w: w.quantile(0.5), "unique": lambda w: w.unique(),
+    "flip": lambda w: w.flip(0), "repeat": lambda w: w.repeat(2, 1), "pad": lambda w: nn.functional.pad(w, (1, 1)),
+    "mse": lambda w: nn.functional.mse_loss(w, torch.ones(6, 8)), "scatter": lambda w: w.scatter(0, ZERO, 1.0),
+    "norm of columns": lambda w: torch.norm_except_dim(w, 2, 0), "trace": torch.trace, "argmax": torch.argmax,
+    "fake_quantize": lambda w: torch.fake_quantize_per_tensor_affine(w, 0.1, 0, -128, 127),
+    "fake_quantize of rows": lambda w: torch.fake_quantize_per_channel_affine(w, ROWS, ROWS.int() * 0, 0, -128, 127),
     "to_int": lambda w: w.to(torch.int32), "allclose": lambda w: torch.tensor(torch.allclose(w, w)),
     "vector": lambda w: nn.utils.parameters_to_vector([w]),
 }  # fmt: skip
@@ -271,8 +285,6 @@ def test_a_write_between_forward_and_backward_is_an_error_where_the_value_was_sa
 
 def test_refusals():
     w = nn.Parameter(weight())
-    with pytest.raises(NotImplementedError, match=r"assigning \.data"):
-        w.data = torch.zeros(6, 8)
     with pytest.raises(NotImplementedError, match="share_memory_"):
         w.share_memory_()
     assert w.data_ptr() == w.master.data_ptr()

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hybridtensor.ops.library import is_captured
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
@@ -185,3 +188,36 @@ def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tupl
     raise ValueError(
         f"{type(x).__name__}: contiguous or preserved strides are possible, got {memory_format}"
     )
+
+
+def assignable(weight: InterceptingTensor, value: object) -> Tensor:
+    """Return the plain values of what ``weight.data`` is assigned; those of a weight of ours are in
+    its memory.
+
+    Raises:
+        TypeError: If it is no floating-point tensor on one device.
+        RuntimeError: If FSDP2 manages the memory of the weight, or a CUDA graph is being captured.
+    """
+    who = f"{type(weight).__name__}.data"
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{who}: a floating-point tensor is required, got {got}; cast it")
+    record = weight.record
+    if record.shard is not None or record.gathered is not None:
+        raise RuntimeError(
+            f"{who}: FSDP2 manages the memory of this weight, and would go on with what it has; "
+            "write values with copy_() instead"
+        )
+    if is_captured():
+        raise RuntimeError(
+            f"{who}: a CUDA graph is being captured, whose replays would use the former memory; "
+            "write values with copy_() instead"
+        )
+    if isinstance(value, WrapperTensor):
+        return value.plain if isinstance(value, MasterWeight) else value.dequantize()
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        raise TypeError(
+            f"{who}: a plain dense tensor is required, got {type(value).__name__} "
+            f"({value.layout}); convert it"
+        )
+    return value.detach()

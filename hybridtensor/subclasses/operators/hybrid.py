@@ -10,9 +10,9 @@ from torch import Tensor
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
-from hybridtensor.subclasses.operators.common import bound, register_common
+from hybridtensor.subclasses.operators.common import assignable, bound, register_common
 from hybridtensor.subclasses.operators.matmul import register_matmul
-from hybridtensor.subclasses.quantizing import note_overwritten, refresh_
+from hybridtensor.subclasses.quantizing import note_overwritten, refresh_, take_values_
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
@@ -147,6 +147,64 @@ def _requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
     return dst
 
 
+@table.register(aten.set_data.default)
+def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Take other faces, as ``weight.data = values`` takes other memory; the master follows."""
+    weight, value = args
+    if weight.config is None:
+        raise NotImplementedError(
+            f"HybridTensor.data: a weight with a recipe is required, got {weight!r}; use copy_()"
+        )
+    values = assignable(weight, value)
+    if not isinstance(value, HybridTensor):
+        take_values_(weight, value, values)
+    elif value.record is not weight.record:
+        known = _known_values(value)
+        take_values_(weight, value, values if known is None else known)
+
+
+def _known_values(weight: HybridTensor) -> Tensor | None:
+    """Return what there is of a weight in high precision, in memory that may change; or None."""
+    current = None if weight.record.values is None else weight.high_precision.current
+    return None if current is None else weight.taken(current)
+
+
+UPDATES = overloads(
+    aten.add_, aten.addcdiv_, aten.addcmul_, aten.clamp_, aten.clamp_max_, aten.clamp_min_, aten.div_, aten.lerp_,
+    aten.masked_fill_, aten.mul_, aten.neg_, aten.sub_,
+)  # fmt: skip
+
+
+@table.register(*UPDATES)
+def _update_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Change the values in high precision, then quantize.
+
+    Those of a frozen weight are what its faces hold. A trainable weight needs better ones: in its
+    faces, small changes would be lost.
+    """
+    dst, *others = args
+    if not isinstance(dst, HybridTensor) or any(isinstance(t, WrapperTensor) for t in others):
+        raise NotImplementedError(
+            f"HybridTensor: {func} of a weight and plain tensors is required, got "
+            f"{', '.join(type(t).__name__ for t in args)}; call dequantize() first"
+        )
+    return _requantize_(dst, func(_present_values(dst, str(func)), *others, **kwargs))
+
+
+def _present_values(weight: HybridTensor, who: str) -> Tensor:
+    """Return a copy of the best values that there are of a weight which is about to change."""
+    known = _known_values(weight)
+    if known is not None:
+        return known.clone()
+    if weight.requires_grad or weight.record.values is not None:
+        raise NotImplementedError(
+            f"HybridTensor: {who} of a trainable weight needs its values in high precision, got "
+            "faces only, in which small changes are lost; step it through "
+            "hybridtensor.optim.MasterWeights"
+        )
+    return weight.dequantize()
+
+
 @table.register(*overloads(aten.fill_, aten.zero_, aten.uniform_, aten.normal_))
 def _fill_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw or fill in high precision, then quantize."""
@@ -168,3 +226,41 @@ def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
         if mine is not None and not torch.equal(mine, theirs):
             return False
     return True
+
+
+def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Send the bytes of the faces, so that all ranks have the same."""
+    (weight,), *others = args
+    out, changed = None, False
+    for tensor in flatten(weight)[0]:
+        own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+        before = own.clone()
+        out = func([own], *others, **kwargs)
+        out[1].wait()
+        changed = changed or not torch.equal(own, before)
+    if changed:  # the rank that sends keeps its values in high precision
+        note_overwritten(weight)
+        weight.high_precision.note_copied(weight.dequantize, weight.taken)
+    return out
+
+
+def _allreduce_(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Reduce values in high precision, then quantize."""
+    weights, *others = args
+    values = [
+        _present_values(t, "allreduce_") if isinstance(t, HybridTensor) else t for t in weights
+    ]
+    out = func(values, *others, **kwargs)
+    out[1].wait()
+    for weight, reduced in zip(weights, values, strict=True):
+        if isinstance(weight, HybridTensor):
+            _requantize_(weight, reduced)
+    return out
+
+
+COLLECTIVES = {}
+if torch.distributed.is_available():
+    c10d = torch.ops.c10d
+    COLLECTIVES = {c10d.broadcast_.default: _broadcast_, c10d.allreduce_.default: _allreduce_}
+for collective, handler in COLLECTIVES.items():
+    table.register(collective)(handler)

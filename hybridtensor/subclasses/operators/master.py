@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
+from hybridtensor.subclasses.operators.common import assignable
 
 aten = torch.ops.aten
 table = MasterWeight.ops
@@ -46,17 +47,34 @@ WRITES = [aten.eye.m_out, *overloads(
 )]  # fmt: skip
 
 READS = [op for op in overloads(
-    aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.bernoulli,
-    aten.cat, aten.clamp, aten.clamp_max, aten.clamp_min, aten.count_nonzero, aten.cumsum, aten.div,
-    aten.dot, aten.embedding, aten.eq, aten.equal, aten.exp, aten.frobenius_norm, aten.full_like, aten.gather,
-    aten.ge, aten.gt, aten.index, aten.index_select, aten.is_pinned, aten.is_same_size, aten.isclose, aten.isfinite,
-    aten.isinf, aten.isnan, aten.le, aten.lerp, aten.linalg_qr, aten.linalg_svd, aten._linalg_svd,
-    aten.linalg_vector_norm, aten.log, aten.lt, aten.masked_select, aten.max, aten.maximum, aten.mean, aten.min,
-    aten.minimum, aten.mul, aten.ne, aten.neg, aten.norm, aten.ones_like, aten.pow, aten.rand_like, aten.randn_like,
-    aten.reciprocal, aten.rsqrt, aten.rsub, aten.sign, aten.sort, aten.sqrt, aten.stack, aten.std, aten.sub, aten.sum,
-    aten.topk, aten.tril, aten.triu, aten.var, aten.where, aten.zeros_like, aten._local_scalar_dense,
-    aten._foreach_abs, aten._foreach_add, aten._foreach_div, aten._foreach_lerp, aten._foreach_mul,
-    aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt, aten._foreach_sub,
+    aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.argmax,
+    aten.argmin, aten.argsort, aten.bernoulli, aten.bincount, aten.bucketize, aten.cat, aten.ceil, aten.clamp,
+    aten.clamp_max, aten.clamp_min, aten.constant_pad_nd, aten.copysign, aten.cos, aten.count_nonzero, aten.cummax,
+    aten.cummin, aten.cumprod, aten.cumsum, aten.diag_embed, aten.div, aten.dot, aten.embedding, aten.eq, aten.equal,
+    aten.erf, aten.exp, aten.expm1, aten.flip, aten.floor, aten.fmod, aten.frobenius_norm, aten.full_like,
+    aten.gather, aten.ge, aten.gt, aten.histc, aten.histogram, aten.index, aten.index_select, aten.is_pinned,
+    aten.is_same_size, aten.isclose, aten.isfinite, aten.isinf, aten.isnan, aten.kthvalue, aten.le, aten.lerp,
+    aten.linalg_eigh, aten.linalg_norm, aten.linalg_qr, aten.linalg_svd, aten._linalg_svd, aten.linalg_vector_norm,
+    aten.log, aten.log1p, aten.log2, aten.logsumexp, aten.lt, aten.masked_fill, aten.masked_select, aten.max,
+    aten.maximum, aten.mean, aten.median, aten.min, aten.minimum, aten.mode, aten.mul, aten.nan_to_num,
+    aten.nanmean, aten.nanmedian, aten.nansum, aten.ne, aten.neg, aten.nonzero, aten.norm, aten.ones_like, aten.pow,
+    aten.prod, aten.quantile, aten.rand_like, aten.randint_like, aten.randn_like, aten.reciprocal, aten.remainder,
+    aten.renorm, aten.repeat, aten.roll, aten.round, aten.rsqrt, aten.rsub, aten.sigmoid, aten.sign, aten.signbit,
+    aten.sin, aten.sort, aten.sqrt, aten.square, aten.stack, aten.std, aten.std_mean, aten.sub, aten.sum,
+    aten.tanh, aten.topk, aten.trace, aten.tril, aten.triu, aten.trunc, aten.unfold, aten._unique2, aten.var,
+    aten.var_mean, aten.vdot, aten.where, aten.zeros_like, aten.isin, aten.mv,
+    aten._embedding_bag, aten._embedding_bag_forward_only, aten._fused_dropout, aten.native_dropout,
+    aten._local_scalar_dense, aten._log_softmax, aten._softmax, aten._weight_norm_interface,
+    aten.addcdiv, aten.addcmul, aten.atan2, aten.binary_cross_entropy_with_logits, aten._cdist_forward,
+    aten.deg2rad, aten.diagonal_copy, aten.dist, aten.elu, aten.frac, aten.gelu, aten.hypot, aten.huber_loss,
+    aten.index_add, aten.leaky_relu, aten._linalg_det, aten._linalg_eigh, aten.linalg_inv_ex, aten.linalg_pinv,
+    aten.logical_and, aten.logical_not, aten.logical_or, aten.logical_xor, aten.mse_loss, aten.native_layer_norm,
+    aten.put, aten.relu, aten.rot90, aten.scatter, aten.scatter_add, aten.silu, aten.smooth_l1_loss, aten.softplus,
+    aten.take, aten._to_sparse, aten.fake_quantize_per_channel_affine_cachemask,
+    aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
+    aten._foreach_abs, aten._foreach_add, aten._foreach_div, aten._foreach_lerp, aten._foreach_max,
+    aten._foreach_mul, aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt,
+    aten._foreach_sub,
 ) if not op._schema.is_mutable]  # fmt: skip
 
 COLLECTIVES = [
@@ -68,8 +86,29 @@ COLLECTIVES = [
     if torch.distributed.is_available()
 ]  # fmt: skip
 
-PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
-            aten.mv.default]  # fmt: skip
+FUNCTIONAL = [
+    getattr(torch.ops._c10d_functional, name).default
+    for name in (
+        "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce_coalesced",
+        "all_to_all_single", "broadcast", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
+    )
+    if torch.distributed.is_available()
+]  # fmt: skip
+"""Collectives whose results are tensors of their own: they read a weight."""
+
+FUNCTIONAL_WRITES = [
+    getattr(torch.ops._c10d_functional, name).default
+    for name in ("all_reduce_", "all_reduce_coalesced_", "broadcast_")
+    if torch.distributed.is_available()
+]
+
+PRODUCTS = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+]
 
 
 def _unwrap(value: object) -> object:
@@ -106,7 +145,18 @@ def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return MasterWeight(out, args[0].config).like(args[0]) if out.is_floating_point() else out
 
 
-@table.register(*WRITES)
+@table.register(aten.set_data.default)
+def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Take other memory, as ``weight.data = values`` does with plain tensors."""
+    weight, value = args
+    values = assignable(weight, value)
+    if values is weight.plain:
+        weight.note_write()
+    else:
+        weight.take_memory(values)
+
+
+@table.register(*WRITES, *FUNCTIONAL_WRITES)
 def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in place and note the write on every master weight that the schema says is written."""
     _run(func, args, kwargs)
@@ -134,6 +184,17 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     return out
 
 
+def _wait(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Wait for what a functional collective writes in place."""
+    _run(func, args, kwargs)
+    args[0].note_write()
+    return args[0]  # type: ignore[no-any-return]
+
+
+if torch.distributed.is_available():
+    table.register(torch.ops._c10d_functional.wait_tensor.default)(_wait)
+
+
 def _weights(value: object) -> Iterator[MasterWeight]:
     """Yield the master weights in an argument, in lists too."""
     if isinstance(value, MasterWeight):
@@ -143,7 +204,7 @@ def _weights(value: object) -> Iterator[MasterWeight]:
             yield from _weights(item)
 
 
-@table.register(*READS)
+@table.register(*READS, *FUNCTIONAL)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return _run(func, args, kwargs)
 

@@ -1,0 +1,273 @@
+"""``weight.data = values`` and in-place arithmetic: both kinds of weight take values as plain parameters do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import MasterWeight
+from hybridtensor.ops import library
+from hybridtensor.subclasses.operators import common
+
+RECIPES = ["fp8", "mxfp8", "fp8_block", "nvfp4", "fp8_delayed", "fp8+dequantized", "fp8+high_precision"]
+
+
+def layer(recipe="fp8", persistent=False, seed=0, dtype=torch.float32, out_features=128):
+    torch.manual_seed(seed)
+    made = nn.Linear(128, out_features, dtype=dtype)
+    return ht.quantize_(made, recipe, filter_fn=lambda *_: True, persistent=persistent, name="layer")
+
+
+def plain(seed, *shape, dtype=torch.float32):
+    return torch.randn(*(shape or (128, 128)), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def step(net, dtype=torch.float32):
+    """Return the output and the gradients of one step."""
+    x = plain(9, 32, 128, dtype=dtype).requires_grad_()
+    net.zero_grad()
+    out = net(x)
+    out.square().sum().backward()
+    return [out, x.grad, net.weight.grad]
+
+
+def assert_is_made_of(net, values, recipe, persistent):
+    """The layer computes bitwise as one that was converted with these values."""
+    fresh = nn.Linear(values.shape[1], values.shape[0], dtype=values.dtype)
+    fresh.weight.data, fresh.bias.data = values.clone(), net.bias.data.clone().to(values.dtype)
+    ht.quantize_(fresh, recipe, filter_fn=lambda *_: True, persistent=persistent, name="layer")
+    pairs = zip(step(net, values.dtype), step(fresh, values.dtype), strict=True)
+    assert all(torch.equal(got, expected) for got, expected in pairs)
+
+
+KINDS = pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+
+
+@KINDS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_are_taken_and_the_recipe_stays(recipe, persistent):
+    net = layer(recipe, persistent)
+    weight = net.weight
+    step(net)  # faces are kept
+    weight.data = plain(1)
+    assert net.weight is weight
+    assert weight.config == layer(recipe).weight.config
+    assert_is_made_of(net, plain(1), recipe, persistent)
+    weight.data += 1.0
+    assert_is_made_of(net, plain(1) + 1.0, recipe, persistent)
+
+
+@KINDS
+def test_another_shape_and_dtype(persistent):
+    net = layer(persistent=persistent)
+    step(net)
+    net.weight.data = plain(1, 64, 128, dtype=torch.bfloat16)
+    net.bias.data = net.bias.data[:64].bfloat16()
+    assert (net.weight.shape, net.weight.dtype) == ((64, 128), torch.bfloat16)
+    assert isinstance(net.weight, nn.Parameter)
+    assert net.weight.requires_grad
+    assert_is_made_of(net, plain(1, 64, 128, dtype=torch.bfloat16), "fp8", persistent)
+    assert net.weight.grad.shape == (64, 128)
+
+
+def test_the_memory_is_shared_as_that_of_plain_parameters():
+    net, values = layer(), plain(1)
+    net.weight.data = values
+    step(net)
+    values.mul_(3.0)  # as a bucket that is written
+    assert_is_made_of(net, 3 * plain(1), "fp8", False)
+    assert net.weight.master.data_ptr() == values.data_ptr()
+
+
+@KINDS
+def test_a_weight_of_ours_is_taken_as_its_values(persistent):
+    net, other = layer(persistent=persistent), layer(persistent=persistent, seed=1)
+    net.weight.data = other.weight
+    assert torch.equal(net.weight.dequantize(), other.weight.dequantize())
+    net.weight.data = layer("fp8_rowwise", not persistent, seed=2).weight
+    assert net.weight.config == other.weight.config
+    assert torch.equal(step(net)[0], step(net)[0])
+
+
+@KINDS
+def test_what_was_taken_before_keeps_its_values(persistent):
+    """As averaging of weights does: keep ``data``, assign other values, assign what was kept."""
+    net = layer(persistent=persistent)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, net.parameters(), lr=0.01) if persistent else None
+    before = step(net)
+    if optimizer is not None:
+        optimizer.step()
+        before = step(net)
+    master = None if optimizer is None else net.weight.high_precision.current.clone()
+    kept = net.weight.data
+    net.weight.data = plain(1)
+    assert not torch.equal(step(net)[0], before[0])
+    if optimizer is not None:
+        assert torch.equal(net.weight.high_precision.current, plain(1))
+    net.weight.data = kept
+    assert all(torch.equal(a, b) for a, b in zip(step(net), before, strict=True))
+    if optimizer is not None:
+        assert torch.equal(net.weight.high_precision.current, master)
+
+
+@KINDS
+def test_tied_layers_stay_tied_and_optimizers_go_on(persistent):
+    net = nn.Sequential(layer(persistent=persistent), layer(persistent=persistent))
+    net[1].weight = net[0].weight
+    make = ht.optim.MasterWeights if persistent else lambda cls, parameters, **kw: cls(parameters, **kw)
+    optimizer = make(torch.optim.AdamW, net.parameters(), lr=0.1)
+    net(plain(3)).sum().backward()
+    optimizer.step()
+    net[0].weight.data = plain(1)
+    assert net[1].weight is net[0].weight
+    before = net(plain(3))
+    net(plain(3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(net(plain(3)), before)
+    assert (net[0].weight.dequantize() - plain(1)).abs().max() < 0.5  # a step from what was assigned
+
+
+def test_hooks_of_the_parameter_stay():
+    net, seen = layer(), []
+    net.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    net.weight.data = plain(1, 64, 128)
+    net.bias = None
+    step(net)
+    assert seen == [(64, 128)]
+
+
+@KINDS
+def test_a_write_is_counted_for_the_layers_state(persistent):
+    """A layer with state notices that its weight changed and ``step_`` was not called."""
+    net = layer("fp8_delayed", persistent)
+    for seed in range(6):
+        step(net)
+        with torch.no_grad():
+            net.weight.add_(plain(seed)) if seed % 2 else net.weight.data.add_(plain(seed))
+        ht.step_(net)
+    step(net)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (3, TypeError, r"MasterWeight\.data: a floating-point tensor is required, got int"),
+        (torch.ones(4, 4, dtype=torch.int64), TypeError, "a floating-point tensor is required, got torch.int64"),
+        (torch.eye(4).to_sparse(), TypeError, "a plain dense tensor is required"),
+    ],
+    ids=["number", "integers", "sparse"],
+)
+def test_what_is_no_weight_is_refused(value, error, message):
+    net = layer()
+    before = step(net)
+    with pytest.raises(error, match=message):
+        net.weight.data = value
+    assert all(torch.equal(a, b) for a, b in zip(step(net), before, strict=True))
+
+
+@KINDS
+def test_a_capture_is_refused(persistent, monkeypatch):
+    net = layer(persistent=persistent)
+    monkeypatch.setattr(common, "is_captured", lambda: True)
+    with pytest.raises(RuntimeError, match=r"a CUDA graph is being captured, .* use the former memory"):
+        net.weight.data = plain(1)
+    assert library.is_captured() is False
+
+
+def test_a_master_of_another_shape_is_not_left_behind():
+    net = layer(persistent=True)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, net.parameters(), lr=0.1)
+    before = step(net)
+    with pytest.raises(
+        RuntimeError, match=r"master of this weight, of shape \(128, 128\), and got values of \(64, 128\)"
+    ):
+        net.weight.data = plain(1, 64, 128)
+    assert all(torch.equal(a, b) for a, b in zip(step(net), before, strict=True))
+    optimizer.step()
+
+
+def test_faces_on_their_own_have_no_data_to_replace():
+    faces = ht.Float8Quantizer().quantize(plain(0))
+    with pytest.raises(NotImplementedError, match=r"HybridTensor\.data: a weight with a recipe is required"):
+        faces.data = plain(1)
+    for leaf in (faces.rowwise, ht.IdentityTensor(plain(0))):
+        with pytest.raises(NotImplementedError, match=r"aten\.set_data\.default is not an operation"):
+            leaf.data = plain(1)
+
+
+UPDATES = {
+    "add_": lambda w: w.add_(plain(3), alpha=0.5),
+    "sub_": lambda w: w.sub_(plain(3)),
+    "mul_": lambda w: w.mul_(1.5),
+    "div_": lambda w: w.div_(plain(3).abs() + 1),
+    "lerp_": lambda w: w.lerp_(plain(3), 0.25),
+    "addcmul_": lambda w: w.addcmul_(plain(3), plain(4), value=0.5),
+    "addcdiv_": lambda w: w.addcdiv_(plain(3), plain(4).abs() + 1),
+    "clamp_": lambda w: w.clamp_(-0.5, 0.5),
+    "clamp_min_": lambda w: w.clamp_min_(0.0),
+    "clamp_max_": lambda w: w.clamp_max_(0.0),
+    "masked_fill_": lambda w: w.masked_fill_(plain(3) > 0, 2.0),
+    "neg_": lambda w: w.neg_(),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_frozen_persistent_weight_changes_by_what_its_faces_hold(name):
+    net = layer(persistent=True)
+    net.weight.requires_grad_(False)
+    frozen = copy.deepcopy(net)
+    frozen.weight.record.values = None
+    expected = UPDATES[name](frozen.weight.dequantize())
+    UPDATES[name](frozen.weight.data)
+    again = layer(persistent=True)
+    again.weight.data = expected
+    assert torch.equal(frozen.weight.dequantize(), again.weight.dequantize())
+    assert torch.equal(frozen.weight.columnwise.dequantize(), again.weight.columnwise.dequantize())
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_trainable_persistent_weight_changes_by_its_values(name):
+    """Many changes that are below the resolution of the faces add up."""
+    net, reference = layer(persistent=True), plain(0)
+    net.weight.data = reference.clone()
+    for _ in range(3):
+        with torch.no_grad():
+            UPDATES[name](net.weight)
+        UPDATES[name](reference)
+    assert torch.equal(net.weight.original, reference)
+    assert_is_made_of(net, reference, "fp8", True)
+
+
+def test_without_values_a_trainable_weight_is_not_changed():
+    net = layer(persistent=True)
+    net.weight.high_precision.let_go()
+    before = net.weight.dequantize()
+    with pytest.raises(NotImplementedError, match=r"faces only, in which small changes are lost; step it through"):
+        net.weight.data += 1.0
+    with pytest.raises(NotImplementedError, match="of a weight and plain tensors is required"):
+        net.weight.data.add_(layer(persistent=True, seed=1).weight.data)
+    assert torch.equal(net.weight.dequantize(), before)
+
+
+def test_views_change_the_part_that_they_are():
+    net = layer("mxfp8", persistent=True)
+    net.weight.data = plain(0)
+    net.weight.data[32:64] *= 2.0
+    expected = plain(0)
+    expected[32:64] *= 2.0
+    assert torch.equal(net.weight.original, expected)
+
+
+def test_arrays_share_the_memory():
+    net = layer()
+    step(net)
+    array = net.weight.detach().numpy()
+    array[:] = plain(1).numpy()
+    del array
+    assert_is_made_of(net, plain(1), "fp8", False)
+    with pytest.raises(RuntimeError, match=r"numpy\(\) of a weight without gradient is required"):
+        net.weight.numpy()
+    assert net.weight.tolist() == plain(1).tolist()
+    assert isinstance(net.weight, MasterWeight)
