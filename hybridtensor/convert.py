@@ -14,6 +14,7 @@ from hybridtensor.distributed.checkpoint.plain import plain_weight
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.dtensor import with_local
 from hybridtensor.linear.sharing import share_between_layers_of
+from hybridtensor.linear.stand_in import recipe_of, set_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, linear_modules
 from hybridtensor.state import Context, LayerState
@@ -73,7 +74,7 @@ def quantize_(
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
     _require_layers(plan, model, root)
     for layer, module, config in plan:  # everything is checked before anything changes
-        _check_weight(layer, module.weight, persistent)
+        _check_weight(layer, module, persistent)
         _check_sizes(layer, module.weight, config)
     for layer, module, config in plan:
         _convert(layer, module, config, persistent)
@@ -103,7 +104,9 @@ def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
             continue
         layers = [layer for layer in _called_by(caller) if id(layer) in converted]
         for layer in layers:
-            part_of(layer.weight).layer.parent = name
+            recipe = recipe_of(layer)
+            if recipe is not None:
+                recipe.state.parent = name
         if len(layers) > 1:
             share_between_layers_of(caller, name)
 
@@ -135,7 +138,9 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_config_: a module is required, got {type(model).__name__}")
     converted = {
-        id(module) for _, module in linear_modules(model) if is_converted(part_of(module.weight))
+        id(module)
+        for _, module in linear_modules(model)
+        if is_converted(part_of(module.weight)) or recipe_of(module) is not None
     }
     chosen = None if isinstance(recipe, FqnToConfig) else lambda module, _: id(module) in converted
     plan = [step for step in choose(model, recipe, chosen) if id(step[1]) in converted]
@@ -149,7 +154,8 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
     for name, module, config in plan:
-        let_go(module.weight)
+        if isinstance(module.weight, nn.Parameter):
+            let_go(module.weight)
         _convert(name, module, config, isinstance(part_of(module.weight), HybridTensor))
     return model
 
@@ -173,17 +179,18 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-def _check_weight(name: str, weight: object, persistent: bool) -> None:
-    where = f"quantize_: layer {name or '<root>'}"
-    if not isinstance(weight, nn.Parameter):
+def _check_weight(name: str, module: nn.Linear, persistent: bool) -> None:
+    where, weight = f"quantize_: layer {name or '<root>'}", module.weight
+    if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
+        kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
         raise TypeError(
-            f"{where}: a Parameter is required as weight, got {type(weight).__name__}; remove what computes it"
+            f"{where}: {kind} is required as weight, got {type(weight).__name__}; remove what computes it"
         )
     if isinstance(weight, HybridTensor) and not persistent:
         raise ValueError(
             f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
         )
-    if not is_converted(weight) and type(weight) is not nn.Parameter:
+    if not is_converted(weight) and type(weight) not in (nn.Parameter, Tensor):
         raise TypeError(
             f"{where}: a plain Parameter is required, got {type(weight).__name__}; quantize the model first"
         )
@@ -216,6 +223,9 @@ def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: boo
     """
     weight: Any = part_of(module.weight)
     layer = _attach_state(name, module, config)
+    set_recipe(module, config, layer)
+    if not isinstance(module.weight, nn.Parameter):
+        return  # computed by a parametrization, say: see ``linear.stand_in``
     if isinstance(weight, MasterWeight) and not persistent:
         weight.config = config
     elif isinstance(weight, HybridTensor):
@@ -260,7 +270,8 @@ def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerSt
     holds anything.
     """
     weight: Any = part_of(module.weight)
-    known = weight.layer if is_converted(weight) else None
+    recipe = recipe_of(module)
+    known = weight.layer if is_converted(weight) else recipe and recipe.state
     layer = known if isinstance(known, LayerState) else LayerState(name or None)
     if name:
         layer.take_name(name)
@@ -370,7 +381,7 @@ def _torchao_handler(
             f"quantize_: HybridConfig converts the weight of linear layers, got {parameter_name} of "
             f"{type(module).__name__}; choose linear layers with filter_fn"
         )
-    _check_weight(type(module).__name__, module.weight, isinstance(module.weight, HybridTensor))
+    _check_weight(type(module).__name__, module, isinstance(module.weight, HybridTensor))
     _check_sizes(type(module).__name__, module.weight, config)
     _convert("", module, config, isinstance(module.weight, HybridTensor))
     return module

@@ -447,7 +447,7 @@ class TestBadInput:
         assert not isinstance(model[0].weight, MasterWeight)
         computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         with pytest.raises(TypeError, match="a Parameter is required as weight"):
-            ht.quantize_(computed, "fp8")
+            ht.quantize_(computed, "fp8", persistent=True)
         foreign = nn.Linear(4, 4)
         foreign.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
         with pytest.raises(TypeError, match="a plain Parameter is required, got TwoTensor"):

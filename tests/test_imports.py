@@ -15,15 +15,15 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses", "linear",
-    "dtensor", "optim", "offload", "distributed", "selection", "convert", "explain", "export", "verify",
+    "version", "dtensor", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses",
+    "linear", "optim", "offload", "distributed", "selection", "convert", "explain", "export", "verify",
     "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
     "identity_tensor", "hybrid_tensor", "followers", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
-OPERATOR_LAYERS = ["matmul", "common", "quantized", "identity", "hybrid", "master"]
+OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]
 
 
 def imports(path):

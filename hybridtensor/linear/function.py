@@ -70,10 +70,12 @@ def linear(
         ``[..., out_features]``, in the weight's dtype (under autocast: in autocast's).
 
     Raises:
+        NotImplementedError: In a ``torch.func`` transform.
         TypeError: If the input is not a floating-point tensor.
         ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
             there.
     """
+    require_plain_autograd()
     autocast = torch.is_autocast_enabled(weight.device.type)
     dtype = weight.dtype
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
@@ -102,6 +104,15 @@ def linear(
     if context.state is not None and isinstance(weight, MasterWeight):
         _note_training_use(weight)
     return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def require_plain_autograd() -> None:
+    """Raise NotImplementedError in a ``torch.func`` transform."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "linear: plain autograd is required, got a torch.func transform (vmap, grad, jvp), for "
+            "which no quantized product has a rule; call plain_ on a copy of the model, or loop"
+        )
 
 
 def _forward(

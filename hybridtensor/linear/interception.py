@@ -52,6 +52,18 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return linear(**operands)
 
 
+class _Values(torch.autograd.Function):
+    """The values of a weight; their gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: MasterWeight | HybridTensor) -> Tensor:
+        return weight.dequantize().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
 class _Rows(torch.autograd.Function):
     """What an embedding reads of a weight; its gradient is the weight's."""
 
@@ -93,10 +105,12 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 @_intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all
-    three products.
+    three products. Two weights are no layer's product, and are multiplied as values.
     """
     operands = [*args, *kwargs.values()]
     left, right = reversed(operands) if func is Tensor.__rmatmul__ else operands
+    if _is_weight(left) and _is_weight(right):
+        return torch.matmul(_Values.apply(left), _Values.apply(right))  # type: ignore[no-untyped-call]
     if _is_weight(right):
         return linear(left, right.t())
     if _is_weight(left):

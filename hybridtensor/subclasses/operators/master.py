@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 from hybridtensor.subclasses.operators.common import assignable
+from hybridtensor.subclasses.operators.reads import READS
 
 aten = torch.ops.aten
 table = MasterWeight.ops
@@ -46,36 +47,6 @@ WRITES = [aten.eye.m_out, *overloads(
     aten._amp_foreach_non_finite_check_and_unscale_,
 )]  # fmt: skip
 
-READS = [op for op in overloads(
-    aten.abs, aten.add, aten.all, aten.allclose, aten.amax, aten.amin, aten.aminmax, aten.any, aten.argmax,
-    aten.argmin, aten.argsort, aten.bernoulli, aten.bincount, aten.bucketize, aten.cat, aten.ceil, aten.clamp,
-    aten.clamp_max, aten.clamp_min, aten.constant_pad_nd, aten.copysign, aten.cos, aten.count_nonzero, aten.cummax,
-    aten.cummin, aten.cumprod, aten.cumsum, aten.diag_embed, aten.div, aten.dot, aten.embedding, aten.eq, aten.equal,
-    aten.erf, aten.exp, aten.expm1, aten.flip, aten.floor, aten.fmod, aten.frobenius_norm, aten.full_like,
-    aten.gather, aten.ge, aten.gt, aten.histc, aten.histogram, aten.index, aten.index_select, aten.is_pinned,
-    aten.is_same_size, aten.isclose, aten.isfinite, aten.isinf, aten.isnan, aten.kthvalue, aten.le, aten.lerp,
-    aten.linalg_eigh, aten.linalg_norm, aten.linalg_qr, aten.linalg_svd, aten._linalg_svd, aten.linalg_vector_norm,
-    aten.log, aten.log1p, aten.log2, aten.logsumexp, aten.lt, aten.masked_fill, aten.masked_select, aten.max,
-    aten.maximum, aten.mean, aten.median, aten.min, aten.minimum, aten.mode, aten.mul, aten.nan_to_num,
-    aten.nanmean, aten.nanmedian, aten.nansum, aten.ne, aten.neg, aten.nonzero, aten.norm, aten.ones_like, aten.pow,
-    aten.prod, aten.quantile, aten.rand_like, aten.randint_like, aten.randn_like, aten.reciprocal, aten.remainder,
-    aten.renorm, aten.repeat, aten.roll, aten.round, aten.rsqrt, aten.rsub, aten.sigmoid, aten.sign, aten.signbit,
-    aten.sin, aten.sort, aten.sqrt, aten.square, aten.stack, aten.std, aten.std_mean, aten.sub, aten.sum,
-    aten.tanh, aten.topk, aten.trace, aten.tril, aten.triu, aten.trunc, aten.unfold, aten._unique2, aten.var,
-    aten.var_mean, aten.vdot, aten.where, aten.zeros_like, aten.isin, aten.mv,
-    aten._embedding_bag, aten._embedding_bag_forward_only, aten._fused_dropout, aten.native_dropout,
-    aten._local_scalar_dense, aten._log_softmax, aten._softmax, aten._weight_norm_interface,
-    aten.addcdiv, aten.addcmul, aten.atan2, aten.binary_cross_entropy_with_logits, aten._cdist_forward,
-    aten.deg2rad, aten.diagonal_copy, aten.dist, aten.elu, aten.frac, aten.gelu, aten.hypot, aten.huber_loss,
-    aten.index_add, aten.leaky_relu, aten._linalg_det, aten._linalg_eigh, aten.linalg_inv_ex, aten.linalg_pinv,
-    aten.logical_and, aten.logical_not, aten.logical_or, aten.logical_xor, aten.mse_loss, aten.native_layer_norm,
-    aten.put, aten.relu, aten.rot90, aten.scatter, aten.scatter_add, aten.silu, aten.smooth_l1_loss, aten.softplus,
-    aten.take, aten._to_sparse, aten.fake_quantize_per_channel_affine_cachemask,
-    aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-    aten._foreach_abs, aten._foreach_add, aten._foreach_div, aten._foreach_lerp, aten._foreach_max,
-    aten._foreach_mul, aten._foreach_neg, aten._foreach_norm, aten._foreach_sign, aten._foreach_sqrt,
-    aten._foreach_sub,
-) if not op._schema.is_mutable]  # fmt: skip
 
 COLLECTIVES = [
     getattr(torch.ops.c10d, name).default

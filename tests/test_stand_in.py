@@ -1,0 +1,175 @@
+"""A converted layer applies its recipe to whatever tensor stands at ``weight``; transforms raise."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.utils as utils
+from torch import nn
+from torch.func import functional_call, stack_module_state
+from torch.nn.utils import parametrizations, prune
+
+import hybridtensor as ht
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(4))
+
+
+def model(recipe=None, seed=0):
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+    return made if recipe is None else ht.quantize_(made, recipe)
+
+
+def grads(parameters):
+    return [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8", "fp8_delayed", "mxfp8", "nvfp4", "fp8+dequantized", "fp8+save_original_input"]
+)
+def test_functional_call(recipe):
+    """Bitwise the layers with these weights: outputs, gradients of what was put there, state."""
+    ours, plain, same = model(recipe), model(seed=1), model(seed=1)
+    ht.quantize_(same, recipe)
+    for _ in range(2):
+        expected, got = same(X), functional_call(ours, dict(plain.named_parameters()), X)
+        assert torch.equal(got, expected)
+        for out, net in ((expected, same), (got, plain)):
+            net.zero_grad()
+            out.square().sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(grads(plain.parameters()), grads(same.parameters()), strict=True))
+        for net in (ours, same):
+            ht.step_(net)
+    assert torch.equal(functional_call(ours, ours.state_dict(), X), ours(X))
+    assert not torch.equal(ours(X), same(X))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of an input that goes on after a graph break
+def test_functional_call_in_a_compiled_function():
+    ours, plain = model("fp8"), model(seed=1)
+    call = torch.compile(lambda weights, x: functional_call(ours, weights, x), backend="aot_eager")
+    expected = ht.quantize_(copy.deepcopy(plain), "fp8")(X)
+    assert torch.equal(call(dict(plain.named_parameters()), X), expected)
+
+
+COMPUTED = {
+    "weight_norm": utils.weight_norm, "spectral_norm": utils.spectral_norm,
+    "parametrized weight_norm": parametrizations.weight_norm,
+    "parametrized spectral_norm": parametrizations.spectral_norm, "orthogonal": parametrizations.orthogonal,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_computed_weights(kind, order):
+    """Before and after conversion: the layer computes bitwise as one with the computed values."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    steps = [lambda: ht.quantize_(layer, "fp8"), lambda: COMPUTED[kind](layer)]
+    for act in steps if order == "after" else steps[::-1]:
+        act()
+    trained = [p for name, p in layer.named_parameters() if name != "bias"]
+    for _ in range(2):
+        layer.zero_grad()
+        layer(X).square().sum().backward()
+        assert all(p.grad is not None for p in trained)
+        with torch.no_grad():
+            for p in trained:
+                p.add_(p.grad, alpha=-1e-4)
+    layer.eval()
+    out = layer(X)
+    fresh = ht.quantize_(nn.Linear(64, 64), "fp8")
+    fresh.weight.data, fresh.bias.data = layer.weight.detach().clone(), layer.bias.data
+    assert type(layer.weight) is torch.Tensor
+    assert torch.equal(out, fresh(X))
+    assert not torch.equal(out, nn.functional.linear(X, layer.weight, layer.bias))
+
+
+def test_prune_and_remove():
+    layer = ht.quantize_(nn.Linear(64, 64), "fp8")
+    prune.l1_unstructured(layer, "weight", 0.5)
+    layer(X)
+    expected = layer.weight.detach().clone()
+    prune.remove(layer, "weight")
+    assert isinstance(layer.weight, ht.MasterWeight)
+    assert torch.equal(layer.weight.dequantize(), expected)
+    fresh = ht.quantize_(nn.Linear(64, 64), "fp8")
+    fresh.weight.data, fresh.bias.data = expected, layer.bias.data
+    assert torch.equal(layer(X), fresh(X))
+
+
+def test_the_recipe_of_a_computed_weight_changes_and_is_copied():
+    layer = parametrizations.weight_norm(nn.Linear(64, 64))
+    ht.quantize_(layer, "fp8_delayed", name="layer")
+    assert set(layer.quantization_state.slots) == {"input", "weight", "grad_output"}
+    copied = copy.deepcopy(layer)
+    ht.set_config_(layer, "mxfp8")
+    fresh = ht.quantize_(nn.Linear(64, 64), "mxfp8")
+    fresh.weight.data, fresh.bias.data = layer.weight.detach().clone(), layer.bias.data
+    assert torch.equal(layer(X), fresh(X))
+    copied(X).sum().backward()
+    assert copied.quantization_state.amax.min() > 0
+    assert not hasattr(layer, "quantization_state")
+
+
+def test_other_products_of_a_layer_are_its_own():
+    class Adapted(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 64)
+            self.other = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight) + nn.functional.linear(x, self.other)
+
+    torch.manual_seed(0)
+    layer = ht.quantize_(Adapted(), "fp8")
+    weights = {"weight": layer.weight.dequantize().clone(), "other": layer.other.detach()}
+    assert torch.equal(functional_call(layer, weights, X), layer(X))
+
+
+def test_an_input_by_name():
+    layer, weights = ht.quantize_(nn.Linear(64, 64), "fp8"), nn.Linear(64, 64)
+    values = dict(weights.named_parameters())
+    assert torch.equal(functional_call(layer, values, (), {"input": X}), functional_call(layer, values, X))
+
+
+def test_an_input_that_is_quantized_is_refused():
+    layer = ht.quantize_(nn.Linear(64, 64), "fp8")
+    quantized = ht.Float8Quantizer().quantize(X)
+    with pytest.raises(
+        NotImplementedError, match="a plain input is required where a plain tensor stands at a converted"
+    ):
+        functional_call(layer, dict(nn.Linear(64, 64).named_parameters()), quantized)
+
+
+TRANSFORMS = {
+    "an ensemble": lambda m, p: torch.vmap(lambda w: functional_call(m, w, X))(
+        stack_module_state([model(seed=s) for s in range(2)])[0]
+    ),
+    "vmap": lambda m, p: torch.vmap(m)(X),
+    "grad": lambda m, p: torch.func.grad(lambda w: functional_call(m, w, X).sum())(p),
+    "jvp": lambda m, p: torch.func.jvp(m, (X,), (X,)),
+    "jacrev": lambda m, p: torch.func.jacrev(m)(X),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_raise(name):
+    with pytest.raises(NotImplementedError, match=r"linear: plain autograd is required, got a torch\.func transform"):
+        TRANSFORMS[name](model("fp8"), dict(model().named_parameters()))
+
+
+def test_persistent_weights_are_parameters():
+    layer = parametrizations.weight_norm(nn.Linear(64, 64))
+    with pytest.raises(TypeError, match="a Parameter is required as weight, got Tensor; remove what computes it"):
+        ht.quantize_(layer, "fp8", persistent=True)
+
+
+def test_two_weights_are_multiplied_as_values():
+    a, b = model("fp8")[0].weight, model("fp8", seed=1)[0].weight
+    product = a @ b
+    product.sum().backward()
+    assert torch.equal(product, a.dequantize() @ b.dequantize())
+    assert torch.equal(a.grad, torch.ones(64, 64) @ b.dequantize().t())
