@@ -6,6 +6,7 @@ from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
 from hybridtensor.linear import share_inputs
+from hybridtensor.plain import plain_, plain_state_dict
 from hybridtensor.quantizers import (
     DelayedFloat8Quantizer,
     Float8Quantizer,
@@ -46,6 +47,8 @@ __all__ = [
     "load_safetensors",
     "offload",
     "optim",
+    "plain_",
+    "plain_state_dict",
     "quantize_",
     "recipes",
     "set_config_",

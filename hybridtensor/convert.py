@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.distributed.checkpoint.plain import plain_weight
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
-from hybridtensor.dtensor import with_local
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.stand_in import recipe_of, set_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, linear_modules
 from hybridtensor.state import Context, LayerState
-from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.high_precision import HighPrecisionValues
-from hybridtensor.subclasses.quantizing import quantize
+from hybridtensor.state_dicts import give_plain_values_, keep_recipe_on_assign_
+from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
+from hybridtensor.subclasses.quantizing import persistent_weight, quantize
+from hybridtensor.swap import swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
 
@@ -160,11 +159,6 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def is_converted(weight: object) -> bool:
-    """Whether ``weight`` is one of ours."""
-    return isinstance(weight, (MasterWeight, HybridTensor))
-
-
 def _checked_name(name: str | None) -> str:
     """Return the prefix of all names, ``""`` for none."""
     if name is None:
@@ -235,34 +229,11 @@ def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: boo
         values = weight.plain if isinstance(weight, MasterWeight) else weight.data
         new: Any = MasterWeight(values, config)
         if persistent:
-            new = _persistent(values, config, weight.requires_grad, layer)
+            new = persistent_weight(values, config, weight.requires_grad, layer)
         new.layer = layer
-        _swap(weight, new)
-    if not getattr(module, "_hybridtensor_load_hook", False):
-        module.register_load_state_dict_pre_hook(_keep_recipe_on_assign)
-        module._hybridtensor_load_hook = True  # type: ignore[assignment]
+        swap("quantize_", weight, new)
+    keep_recipe_on_assign_(module)
     give_plain_values_(module)
-
-
-def give_plain_values_(module: nn.Module) -> None:
-    """Have ``module.state_dict()`` give the plain tensors of master weights, in the same memory."""
-    if not getattr(module, "_hybridtensor_save_hook", False):
-        module.register_state_dict_post_hook(_plain_values)
-        module._hybridtensor_save_hook = True  # type: ignore[assignment]
-
-
-def _plain_values(
-    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, object]
-) -> None:
-    """Replace master weights by their plain tensors, so that no way of saving knows of
-    quantization.
-    """
-    for name in module._parameters:
-        value = state_dict.get(prefix + name)
-        if value is not None and not isinstance(
-            value, nn.Parameter
-        ):  # keep_vars=True asks for the parameters
-            state_dict[prefix + name] = plain_weight(value)
 
 
 def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerState:
@@ -283,17 +254,6 @@ def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerSt
     return layer
 
 
-def _persistent(
-    values: Tensor, config: HybridConfig, trainable: bool, layer: LayerState
-) -> HybridTensor:
-    made = quantize(config.weight, values, context=Context("weight", layer.tensors()))
-    weight = HybridTensor(made.rowwise, made.columnwise, config)
-    weight.layer = layer
-    if trainable:
-        weight.record.values = HighPrecisionValues(values, follows=True)
-    return weight
-
-
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     """Replace the faces of a persistent weight by those of another recipe."""
     current = weight.high_precision.current
@@ -306,69 +266,6 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
         weight.high_precision.moved()
     )  # aliases hold the faces so far
     weight.high_precision.note_quantized(values)
-
-
-def _swap(parameter: nn.Parameter, new: Tensor) -> None:
-    """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the
-    new weight.
-    """
-    kept = {name: value for name, value in parameter.__dict__.items() if name not in new.__dict__}
-    hooks = {
-        name: getattr(parameter, name)
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-    }
-    replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
-    replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
-    grad, parameter.grad = parameter.grad, None
-    try:
-        torch.utils.swap_tensors(parameter, replacement)
-    except RuntimeError as error:
-        parameter.grad = grad
-        raise RuntimeError(
-            "quantize_: the weight is referenced by a live graph or a weak reference and cannot be swapped; "
-            f"convert the model before compiling it and outside of forward/backward ({error})"
-        ) from error
-    parameter.grad = grad
-    for name, registered in hooks.items():
-        if registered:  # they went with what the parameter was
-            setattr(parameter, name, None)
-            setattr(parameter, name, registered)
-
-
-def _keep_recipe_on_assign(
-    module: nn.Linear,
-    state_dict: dict[str, Tensor],
-    prefix: str,
-    local_metadata: dict[str, object],
-    *_: object,
-) -> None:
-    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the
-    weight's place.
-
-    The values belong to the checkpoint, the recipe to the model.
-    """
-    key = f"{prefix}weight"
-    weight: Any = part_of(module.weight)
-    if (
-        not local_metadata.get("assign_to_params_buffers")
-        or key not in state_dict
-        or not is_converted(weight)
-    ):
-        return
-    value = state_dict[key].detach()
-    part: Any = part_of(value)
-    config = weight.config
-    if isinstance(weight.layer, LayerState):
-        weight.layer.materialize_(part.device)
-    if isinstance(weight, MasterWeight):
-        plain = part.dequantize() if is_converted(part) else part
-        made: Any = MasterWeight(plain, config).like(weight)
-    elif isinstance(part, HybridTensor) and part.config == config:
-        made = part.like(weight)
-    else:
-        plain = part.dequantize() if is_converted(part) else part
-        made = _persistent(plain, config, weight.requires_grad, weight.layer)
-    state_dict[key] = with_local(value, made)
 
 
 @register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]

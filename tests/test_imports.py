@@ -16,8 +16,8 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
     "version", "dtensor", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses",
-    "linear", "optim", "offload", "distributed", "selection", "convert", "explain", "export", "verify",
-    "former_names", "testing",
+    "linear", "optim", "offload", "distributed", "selection", "swap", "state_dicts", "convert", "plain",
+    "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",

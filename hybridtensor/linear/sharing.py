@@ -137,6 +137,20 @@ def share_between_layers_of(module: nn.Module, parent: str) -> None:
     module.register_forward_hook(_leave, always_call=True)
 
 
+def forget(module: nn.Module) -> None:
+    """Undo ``share_between_layers_of``."""
+    if module.__dict__.pop("_hybridtensor_shares", None) is None:
+        return
+    # torch's private tables: a handle of each hook would be one more thing that is copied with it
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, partial) and hook.func is _enter:
+            del module._forward_pre_hooks[key]
+    for key, hook in list(module._forward_hooks.items()):
+        if hook is _leave:
+            del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
 def _enter(parent: str, module: nn.Module, args: object) -> None:
     if not is_traced():
         _thread.scope = _Scope(module, parent, _thread.scope)

@@ -14,4 +14,10 @@ __all__ = [
     "MasterWeight",
     "OpTable",
     "QuantizedTensor",
+    "is_converted",
 ]
+
+
+def is_converted(weight: object) -> bool:
+    """Whether ``weight`` is one of ours."""
+    return isinstance(weight, (MasterWeight, HybridTensor))

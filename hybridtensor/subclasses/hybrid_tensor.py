@@ -14,7 +14,8 @@ from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.record import Gathered, WeightRecord
+from hybridtensor.subclasses.record import Gathered, WeightRecord, version_of
+from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class HybridTensor(InterceptingTensor):
             high-precision values.
         swapped: Whether this is the transpose of that weight, so that its rowwise face is the
             weight's columnwise one.
+        is_saved: Whether this is of a state dict: savers that ask for its memory, as safetensors do,
+            get that of its values.
     """
 
     ops = OpTable(
@@ -48,13 +51,21 @@ class HybridTensor(InterceptingTensor):
     functions = OpTable("HybridTensor", "")
     inner_names = ("rowwise", "columnwise")
     metadata_names = ("config",)
-    transient_names = (*InterceptingTensor.transient_names, "taken", "swapped")
+    transient_names = (
+        *InterceptingTensor.transient_names,
+        "taken",
+        "swapped",
+        "is_saved",
+        "_plain",
+    )
 
     rowwise: FaceTensor | None
     columnwise: FaceTensor | None
     config: HybridConfig | None
     taken: View
     swapped: bool
+    is_saved: bool
+    _plain: tuple[tuple[int, ...], Tensor] | None
 
     @staticmethod
     def __new__(
@@ -85,6 +96,7 @@ class HybridTensor(InterceptingTensor):
     ) -> None:
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
         self.record, self.taken, self.swapped = WeightRecord(), whole, False
+        self.is_saved, self._plain = False, None
 
     @property
     def high_precision(self) -> HighPrecisionValues:
@@ -208,6 +220,21 @@ class HybridTensor(InterceptingTensor):
         for name in ("kept", "values"):
             self.record.values = own.pop(name, self.record.values)
         super()._take_attributes(own)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """See ``WrapperTensor.untyped_storage``; of a state dict's tensor, that of its values."""
+        return self._saved().untyped_storage() if self.is_saved else super().untyped_storage()
+
+    def data_ptr(self) -> int:
+        """See ``WrapperTensor.data_ptr``; of a state dict's tensor, that of its values."""
+        return self._saved().data_ptr() if self.is_saved else super().data_ptr()
+
+    def _saved(self) -> Tensor:
+        """Return the values as a plain tensor, which stays until they are written."""
+        versions = tuple(version_of(tensor) for tensor in flatten(self)[0])
+        if self._plain is None or self._plain[0] != versions:
+            self._plain = versions, self.dequantize().contiguous()
+        return self._plain[1]
 
     def check_shards(self, size: int, dim: int) -> None:
         """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be

@@ -6,6 +6,8 @@ added to them here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -15,14 +17,17 @@ from hybridtensor.ops import Cast, Faces
 from hybridtensor.ops.library import is_traced, require_float
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
-from hybridtensor.state import Context
-from hybridtensor.subclasses.high_precision import whole
+from hybridtensor.state import Context, LayerState
+from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
 from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor, face_tensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
+
+if TYPE_CHECKING:
+    from hybridtensor.recipes.config import HybridConfig
 
 
 def quantize(
@@ -83,6 +88,25 @@ def face_tensors(
     ``dtype``.
     """
     return face_tensor(faces[0], -1, shape, dtype), face_tensor(faces[1], 0, shape, dtype)
+
+
+def persistent_weight(
+    values: Tensor, config: HybridConfig, trainable: bool, layer: LayerState
+) -> HybridTensor:
+    """Return the persistent weight that values become.
+
+    Args:
+        values: Plain, in the dtype of the weight.
+        config: The recipe.
+        trainable: Whether to hold on to the values until an optimizer takes them.
+        layer: State of the layer.
+    """
+    made = quantize(config.weight, values, context=Context("weight", layer.tensors()))
+    weight = HybridTensor(made.rowwise, made.columnwise, config)
+    weight.layer = layer
+    if trainable:
+        weight.record.values = HighPrecisionValues(values, follows=True)
+    return weight
 
 
 def update_(

@@ -203,9 +203,13 @@ class WrapperTensor(Tensor):
     # -- copying and pickling
     # -----------------------------------------------------------------------------------
 
+    def own_names(self) -> set[str]:
+        """Return the names of the attributes that are of the class, not of whoever holds the object."""
+        return {*self.inner_names, *self.metadata_names, *self.transient_names}
+
     def _user_attributes(self) -> Attributes:
         """Return the attributes that others put on the object, such as the mark that makes it a Parameter."""
-        own = {*self.inner_names, *self.metadata_names, *self.transient_names}
+        own = self.own_names()
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _take_attributes(self, attributes: Attributes) -> None:

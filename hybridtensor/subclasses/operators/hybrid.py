@@ -78,6 +78,7 @@ def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTe
     made = _on_faces(x, copy)
     if x.record.values is not None:
         made.record.values = x.high_precision.copied(copy, x.taken, same=func in _COPIES)
+    made.is_saved = x.is_saved and func in _COPIES
     return made
 
 

@@ -1,0 +1,108 @@
+"""The way back: plain models, and state dicts that plain models load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.distributed.checkpoint.plain import as_part_of
+from hybridtensor.dtensor import local
+from hybridtensor.linear import sharing, stand_in
+from hybridtensor.state import LayerState
+from hybridtensor.state_dicts import drop_hooks
+from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
+from hybridtensor.swap import swap
+
+STATE = "quantization_state"
+
+
+def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make a converted model plain again, in place: ``quantize_`` undone.
+
+    The parameter objects stay, so that optimizers, tied weights and hooks of the user go on. Master
+    weights keep their memory; persistent weights get the high-precision values that there are (an
+    optimizer's master, or the original), or else what their faces hold. State of quantizers and
+    this library's hooks go.
+
+    Args:
+        model: A model; parts that are not converted stay as they are.
+        dtype: Dtype of the weights that were converted; by default that which they had.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        RuntimeError: If FSDP2 shards the model, or something refers to a weight that is to be
+            swapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plain_: a module is required, got {type(model).__name__}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"plain_: a floating-point dtype is required, got {dtype!r}")
+    converted = [p for p in model.parameters() if is_converted(local(p))]
+    for parameter in converted:
+        if isinstance(parameter, DTensor):
+            raise RuntimeError(
+                "plain_: FSDP2 shards this model, and would go on with the weights that it has; "
+                "load plain_state_dict(model) into a plain model"
+            )
+    for parameter in converted:
+        values = high_precision_values(parameter)
+        swap("plain_", parameter, values.to(dtype or parameter.dtype))
+    for module in model.modules():
+        _forget(module)
+    return model
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return a state dict that a plain model loads strictly: values in high precision, no state of
+    quantizers.
+
+    Args:
+        model: A model, converted or not, sharded or not. Names are those of ``model.state_dict()``.
+
+    Returns:
+        Names to tensors. Master weights share their memory; persistent weights give the
+        high-precision values that there are (an optimizer's master, or the original), or else
+        what their faces hold, in the dtype of the parameter. Of a weight that FSDP2 shards, DTensors.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plain_state_dict: a module is required, got {type(model).__name__}")
+    state = model.state_dict()
+    return {name: _plain(value) for name, value in state.items() if STATE not in name.split(".")}
+
+
+def _plain(value: object) -> object:
+    if not isinstance(value, Tensor) or not is_converted(local(value)):
+        return value
+    values = high_precision_values(local(value)).to(value.dtype)
+    if isinstance(value, DTensor):
+        return as_part_of(value, values, tuple(value.shape), value.placements)
+    return values
+
+
+def high_precision_values(weight: Tensor) -> Tensor:
+    """Return the best values that there are of a weight, or of a rank's part of it, plain."""
+    if isinstance(weight, MasterWeight):
+        return weight.plain.detach()
+    if not isinstance(weight, HybridTensor):
+        return weight.detach()
+    known = None if weight.record.values is None else weight.high_precision.current
+    return weight.dequantize() if known is None else weight.taken(known).detach()
+
+
+def _forget(module: nn.Module) -> None:
+    """Take this library's hooks and attributes off a module."""
+    if isinstance(module, nn.Linear):
+        stand_in.drop_recipe(module)
+    if isinstance(module._modules.get(STATE), LayerState):
+        del module._modules[STATE]
+    sharing.forget(module)
+    drop_hooks(module)

@@ -1,0 +1,92 @@
+"""What state dicts of converted layers give, and what loading them keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridtensor.distributed.checkpoint.plain import plain_weight
+from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.dtensor import local, with_local
+from hybridtensor.state import LayerState
+from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
+from hybridtensor.subclasses.quantizing import persistent_weight
+
+
+def give_plain_values_(module: nn.Module) -> None:
+    """Have ``module.state_dict()`` give the plain tensors of master weights, in the same memory."""
+    if not getattr(module, "_hybridtensor_save_hook", False):
+        module.register_state_dict_post_hook(_plain_values)
+        module._hybridtensor_save_hook = True  # type: ignore[assignment]
+
+
+def _plain_values(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, object]
+) -> None:
+    """Replace master weights by their plain tensors, so that no way of saving knows of
+    quantization; have persistent ones give their values to savers that ask for memory.
+    """
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if value is not None and not isinstance(
+            value, nn.Parameter
+        ):  # keep_vars=True asks for the parameters
+            own = local(value)
+            if isinstance(own, HybridTensor):
+                own.is_saved = True
+            state_dict[prefix + name] = plain_weight(value)
+
+
+def keep_recipe_on_assign_(module: nn.Linear) -> None:
+    """Have ``load_state_dict(assign=True)`` keep the recipe of a layer's weight."""
+    if not getattr(module, "_hybridtensor_load_hook", False):
+        module.register_load_state_dict_pre_hook(_keep_recipe_on_assign)
+        module._hybridtensor_load_hook = True  # type: ignore[assignment]
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take both hooks off a module."""
+    # torch's private tables: a handle of each hook would be one more thing that is copied with it
+    for table in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(table.items()):
+            if getattr(hook, "hook", hook) in (_plain_values, _keep_recipe_on_assign):
+                del table[key]
+    for name in ("_hybridtensor_save_hook", "_hybridtensor_load_hook"):
+        module.__dict__.pop(name, None)
+
+
+def _keep_recipe_on_assign(
+    module: nn.Linear,
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    local_metadata: dict[str, object],
+    *_: object,
+) -> None:
+    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the
+    weight's place.
+
+    The values belong to the checkpoint, the recipe to the model.
+    """
+    key = f"{prefix}weight"
+    weight: Any = part_of(module.weight)
+    if (
+        not local_metadata.get("assign_to_params_buffers")
+        or key not in state_dict
+        or not is_converted(weight)
+    ):
+        return
+    value = state_dict[key].detach()
+    part: Any = part_of(value)
+    config = weight.config
+    if isinstance(weight.layer, LayerState):
+        weight.layer.materialize_(part.device)
+    if isinstance(weight, MasterWeight):
+        plain = part.dequantize() if is_converted(part) else part
+        made: Any = MasterWeight(plain, config).like(weight)
+    elif isinstance(part, HybridTensor) and part.config == config:
+        made = part.like(weight)
+    else:
+        plain = part.dequantize() if is_converted(part) else part
+        made = persistent_weight(plain, config, weight.requires_grad, weight.layer)
+    state_dict[key] = with_local(value, made)
