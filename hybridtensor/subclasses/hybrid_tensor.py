@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -235,6 +235,24 @@ class HybridTensor(InterceptingTensor):
         if self._plain is None or self._plain[0] != versions:
             self._plain = versions, self.dequantize().contiguous()
         return self._plain[1]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values of a weight as a numpy array that cannot be written: it is a copy.
+
+        Raises:
+            TypeError: If this is no weight, unless ``force``.
+            RuntimeError: If a gradient is required, unless ``force``.
+        """
+        if self.config is None or force:
+            return super().numpy(force=force)
+        if self.requires_grad:
+            raise RuntimeError(
+                "HybridTensor: numpy() of a weight without gradient is required, got one that "
+                "requires it; call detach().numpy()"
+            )
+        values = self.dequantize().numpy()
+        values.flags.writeable = False
+        return values
 
     def check_shards(self, size: int, dim: int) -> None:
         """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be

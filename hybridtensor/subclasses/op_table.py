@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -67,10 +67,14 @@ class OpTable:
         """
         handler = self.handlers.get(func)
         if handler is None:
-            raise NotImplementedError(
-                f"{self._owner}: {func} is not an operation of this class; {self._advice}"
-            )
+            self.refuse(func)
         return handler(func, args, kwargs)
+
+    def refuse(self, func: Func) -> NoReturn:
+        """Raise NotImplementedError for an operator that the class does not answer."""
+        raise NotImplementedError(
+            f"{self._owner}: {func} is not an operation of this class; {self._advice}"
+        )
 
     def __iter__(self) -> Iterator[Func]:
         return iter(self.handlers)

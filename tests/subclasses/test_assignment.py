@@ -271,3 +271,34 @@ def test_arrays_share_the_memory():
         net.weight.numpy()
     assert net.weight.tolist() == plain(1).tolist()
     assert isinstance(net.weight, MasterWeight)
+
+
+READS = {
+    "svd": lambda w: torch.linalg.svd(w, full_matrices=False)[1], "qr": lambda w: torch.linalg.qr(w)[1],
+    "mean": lambda w: w.mean(dim=0), "sub": lambda w: w - w.mean(dim=0), "norm": torch.linalg.vector_norm,
+    "mul": lambda w: 2 * w, "isfinite": torch.isfinite, "histc": lambda w: w.histc(8),
+    "cat": lambda w: torch.cat([w, w]), "max": torch.max, "tolist": lambda w: torch.tensor(w.tolist()), "numpy": lambda w: torch.tensor(w.numpy()),
+    "rows": lambda w: w[torch.tensor([1, 3])], "median": torch.median,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_of_a_persistent_weights_data_give_its_values(name):
+    """A parameter itself is not read: a model that does would compute in high precision without a word."""
+    net = layer(persistent=True)
+    assert torch.equal(READS[name](net.weight.data), READS[name](net.weight.dequantize()))
+    if name not in ("tolist", "numpy"):
+        with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
+            READS[name](net.weight)
+        with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
+            READS[name](net.weight.t().detach().requires_grad_())
+        with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
+            READS[name](ht.Float8Quantizer().quantize(plain(0)))
+
+
+def test_arrays_of_persistent_weights_are_not_written():
+    net = layer(persistent=True)
+    with pytest.raises(RuntimeError, match=r"numpy\(\) of a weight without gradient is required"):
+        net.weight.numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        net.weight.data.numpy()[0] = 1.0

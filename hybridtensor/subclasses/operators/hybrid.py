@@ -12,6 +12,7 @@ from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 from hybridtensor.subclasses.operators.common import assignable, bound, register_common
 from hybridtensor.subclasses.operators.matmul import register_matmul
+from hybridtensor.subclasses.operators.reads import READS
 from hybridtensor.subclasses.quantizing import note_overwritten, refresh_, take_values_
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
@@ -227,6 +228,29 @@ def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
         if mine is not None and not torch.equal(mine, theirs):
             return False
     return True
+
+
+READS_OF_WEIGHTS = [op for op in READS if op not in table]
+
+
+@table.register(*READS_OF_WEIGHTS)
+def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Give plain values of a weight's ``data``, as merging and initializing adapters read it.
+
+    A parameter itself raises: a model that computes with it would do so in high precision without a
+    word.
+    """
+
+    def values(item: object) -> object:
+        if isinstance(item, (list, tuple)):
+            return [values(inner) for inner in item]
+        if not isinstance(item, HybridTensor):
+            return item
+        if item.config is None or item.requires_grad or isinstance(item, torch.nn.Parameter):
+            table.refuse(func)
+        return item.dequantize()
+
+    return func(*map(values, args), **{name: values(item) for name, item in kwargs.items()})
 
 
 def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
