@@ -18,7 +18,7 @@ from hybridtensor.quantizers import (
 )
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import Context, LayerState
-from hybridtensor.state.step import set_data_parallel_group_, step_
+from hybridtensor.state.step import set_data_parallel_group_, step_, step_after
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
 
@@ -55,4 +55,5 @@ __all__ = [
     "set_data_parallel_group_",
     "share_inputs",
     "step_",
+    "step_after",
 ]

@@ -16,7 +16,8 @@ from hybridtensor.linear.stand_in import recipe_of, set_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, linear_modules
 from hybridtensor.state import Context, LayerState
-from hybridtensor.state_dicts import give_plain_values_, keep_recipe_on_assign_
+from hybridtensor.state.watch import watch
+from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.subclasses.quantizing import persistent_weight, quantize
 from hybridtensor.swap import swap
@@ -78,6 +79,7 @@ def quantize_(
     for layer, module, config in plan:
         _convert(layer, module, config, persistent)
     _share_inputs(model, plan, root)
+    watch(model)
     for owner in model.modules():  # an embedding may be tied to a layer
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
@@ -156,6 +158,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         if isinstance(module.weight, nn.Parameter):
             let_go(module.weight)
         _convert(name, module, config, isinstance(part_of(module.weight), HybridTensor))
+    watch(model)
     return model
 
 
@@ -232,7 +235,7 @@ def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: boo
             new = persistent_weight(values, config, weight.requires_grad, layer)
         new.layer = layer
         swap("quantize_", weight, new)
-    keep_recipe_on_assign_(module)
+    keep_recipe_(module)
     give_plain_values_(module)
 
 
@@ -281,4 +284,5 @@ def _torchao_handler(
     _check_weight(type(module).__name__, module, isinstance(module.weight, HybridTensor))
     _check_sizes(type(module).__name__, module.weight, config)
     _convert("", module, config, isinstance(module.weight, HybridTensor))
+    watch(module)
     return module

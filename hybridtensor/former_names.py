@@ -1,4 +1,4 @@
-"""Former names of classes: a pickle names a class by the path that it had when written.
+"""Former names of classes and hooks: a pickle names them by the path that it had when written.
 
 ``torch.load(weights_only=True)`` looks a path up among what was allowed, so a class that moved is
 allowed under its former path too. Other pickles import the module of the path. A module that is
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from hybridtensor import state_dicts
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import DelayedRule, LayerState, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
@@ -24,6 +25,8 @@ from hybridtensor.subclasses.high_precision import HighPrecisionValues
 FORMER_NAMES: dict[str, Callable[..., object]] = {
     "hybridtensor.config.HybridConfig": HybridConfig,
     "hybridtensor.config.QuantizerRole": QuantizerRole,
+    "hybridtensor.convert._keep_recipe_on_assign": state_dicts.keep_recipe_on_assign,
+    "hybridtensor.convert._plain_values": state_dicts.plain_values,
     "hybridtensor.state.DelayedRule": DelayedRule,
     "hybridtensor.state.LayerState": LayerState,
     "hybridtensor.state.StateTensors": StateTensors,

@@ -17,11 +17,11 @@ from hybridtensor.subclasses.quantizing import persistent_weight
 def give_plain_values_(module: nn.Module) -> None:
     """Have ``module.state_dict()`` give the plain tensors of master weights, in the same memory."""
     if not getattr(module, "_hybridtensor_save_hook", False):
-        module.register_state_dict_post_hook(_plain_values)
+        module.register_state_dict_post_hook(plain_values)
         module._hybridtensor_save_hook = True  # type: ignore[assignment]
 
 
-def _plain_values(
+def plain_values(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, object]
 ) -> None:
     """Replace master weights by their plain tensors, so that no way of saving knows of
@@ -38,10 +38,10 @@ def _plain_values(
             state_dict[prefix + name] = plain_weight(value)
 
 
-def keep_recipe_on_assign_(module: nn.Linear) -> None:
+def keep_recipe_(module: nn.Linear) -> None:
     """Have ``load_state_dict(assign=True)`` keep the recipe of a layer's weight."""
     if not getattr(module, "_hybridtensor_load_hook", False):
-        module.register_load_state_dict_pre_hook(_keep_recipe_on_assign)
+        module.register_load_state_dict_pre_hook(keep_recipe_on_assign)
         module._hybridtensor_load_hook = True  # type: ignore[assignment]
 
 
@@ -50,13 +50,13 @@ def drop_hooks(module: nn.Module) -> None:
     # torch's private tables: a handle of each hook would be one more thing that is copied with it
     for table in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key, hook in list(table.items()):
-            if getattr(hook, "hook", hook) in (_plain_values, _keep_recipe_on_assign):
+            if getattr(hook, "hook", hook) in (plain_values, keep_recipe_on_assign):
                 del table[key]
     for name in ("_hybridtensor_save_hook", "_hybridtensor_load_hook"):
         module.__dict__.pop(name, None)
 
 
-def _keep_recipe_on_assign(
+def keep_recipe_on_assign(
     module: nn.Linear,
     state_dict: dict[str, Tensor],
     prefix: str,

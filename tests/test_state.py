@@ -469,32 +469,73 @@ class TestDelayedScaling:
         assert 400 < (net[0].weight.dequantize().abs().max() * scale).item() < 500
 
 
+FORGOTTEN = r"step_: the recipes of Sequential keep state, .* but {} took 3 steps without; call .*step_\(model\)"
+
+
 class TestForgottenStep:
     @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
     def test_is_an_error_some_steps_later(self, recipe):
         net = model(recipe)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        train(net, optimizer, 3, step_=lambda net: None)
-        with pytest.raises(RuntimeError, match=r"layer '0': its recipe keeps state.*call hybridtensor\.step_\(model\)"):
+        train(net, optimizer, 2, step_=lambda net: None)
+        with pytest.raises(RuntimeError, match=FORGOTTEN.format("SGD")):
             train(net, optimizer, 1, step_=lambda net: None)
+        ht.step_(net)
+        train(net, optimizer, 2, step_=lambda net: None)
 
-    def test_what_changes_weights_without_training_is_forgiven(self):
-        net = model("nvfp4")
+    @pytest.mark.parametrize("case", ["compiled", "frozen", "persistent", "adapters", "recipe changed", "a part"])
+    def test_is_found_wherever_optimizers_step_a_parameter_of_the_model(self, case):
+        persistent = case == "persistent"
+        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)).bfloat16()
+        if case == "recipe changed":
+            ht.set_config_(ht.quantize_(net, "mxfp8"), "fp8_delayed")
+        elif case == "a part":
+            ht.quantize_(net[1], "fp8_delayed", name="1")
+        else:
+            ht.quantize_(net, "fp8_delayed", persistent=persistent)
+        if case == "frozen":
+            net[:2].requires_grad_(False)
+        if case == "adapters":  # added after conversion, and all that is trained
+            net.requires_grad_(False).append(nn.Linear(32, 32).bfloat16())
+        trained = [p for p in net.parameters() if p.requires_grad]
+        make = ht.optim.MasterWeights if persistent else lambda cls, parameters, **kw: cls(parameters, **kw)
+        optimizer = make(torch.optim.SGD, trained, lr=1e-3)
+        run = torch.compile(net, backend="aot_eager") if case == "compiled" else net
+        train(run, optimizer, 2, step_=lambda net: None)
+        with pytest.raises(RuntimeError, match=r"keep state, .* took 3 steps without"):
+            train(run, optimizer, 1, step_=lambda net: None)
+
+    def test_without_an_optimizer_nobody_complains(self):
+        net, other = model("nvfp4"), model("mxfp8", seed=1)
         x = random_tensor(64, 32)
-        for _ in range(6):  # two changes per step, as sharpness-aware optimizers do; evaluation; functional calls
-            for _ in range(2):
-                net(x).sum().backward()
-                with torch.no_grad():
-                    net[0].weight.mul_(1.01)
-            ht.step_(net)
-        for _ in range(6):
-            net.eval()
+        for _ in range(6):  # writes, evaluation, functional calls, optimizers of other models
+            net(x).sum().backward()
             with torch.no_grad():
                 net[0].weight.mul_(1.01)
-            net(x.requires_grad_())
-        net.train()
-        for _ in range(6):
             torch.func.functional_call(net, {name: p.clone() for name, p in net.named_parameters()}, (x,))
+        train(other, torch.optim.SGD(other.parameters(), lr=1e-3), 6, step_=lambda net: None)
+
+    def test_two_changes_per_step_are_forgiven(self):
+        """As sharpness-aware optimizers make them."""
+        net = model("nvfp4")
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for _ in range(4):
+            train(net, optimizer, 2, step_=lambda net: None)
+            ht.step_(net)
+
+    def test_one_optimizer_per_parameter(self):
+        net = model("fp8_delayed")
+        optimizers = [torch.optim.SGD([p], lr=1e-3) for p in net.parameters()]
+        for _ in range(4):
+            net(random_tensor(64, 32)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            ht.step_(net)
+
+    def test_a_plain_model_needs_no_step(self):
+        net = model("fp8_delayed")
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        train(ht.plain_(net), optimizer, 6, step_=lambda net: None)
 
     def test_a_copy_in_the_middle_of_a_step_is_no_step(self):
         net = model("nvfp4")
@@ -516,6 +557,66 @@ class TestForgottenStep:
     def test_a_module_is_required(self):
         with pytest.raises(TypeError, match="a module is required, got list"):
             ht.step_([])
+
+
+class TestStepAfter:
+    def test_equals_the_call_after_every_step(self):
+        runs = []
+        for follow in (False, True):
+            net = model("nvfp4")
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            if follow:
+                ht.step_after(optimizer, net)
+            runs.append(train(net, optimizer, 4, step_=(lambda net: None) if follow else ht.step_))
+        assert runs[0] == runs[1]
+
+    def test_several_optimizers_advance_once(self):
+        net = model("nvfp4")
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in net.parameters()]
+        ht.step_after(iter(optimizers), net)
+        counter = net[0].quantization_state.rounding
+        for step in range(3):
+            for optimizer in optimizers:
+                assert counter[1] == step
+                optimizer.step()
+            assert counter[1] == step + 1
+        for _ in range(3):  # the others skip
+            optimizers[0].step()
+        assert counter[1] == 5
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_a_step_that_the_scaler_skips_does_not_count(self, fused):
+        net = model("nvfp4")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        ht.step_after(optimizer, net)
+        counts = []
+        for factor in (1.0, torch.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(net(random_tensor(64, 32)).sum()).backward()
+            net[2].weight.grad.mul_(factor)
+            scaler.step(optimizer)
+            scaler.update()
+            counts.append(int(net[0].quantization_state.rounding[1]))
+        assert counts == [1, 1, 2]
+
+    def test_can_be_removed(self):
+        net = model("nvfp4")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        ht.step_after(optimizer, net).remove()
+        train(net, optimizer, 2, step_=lambda net: None)
+        assert net[0].quantization_state.rounding[1] == 0
+
+    def test_bad_input(self):
+        net = model("nvfp4")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="step_after: a module is required, got SGD"):
+            ht.step_after(net, optimizer)
+        for wrong in (None, 3, [net], "SGD"):
+            with pytest.raises(TypeError, match="step_after: an optimizer, or a list of them, is required, got"):
+                ht.step_after(wrong, net)
+        with pytest.raises(ValueError, match="step_after: at least one optimizer is required, got none"):
+            ht.step_after([], net)
 
 
 class TestStochasticRounding:

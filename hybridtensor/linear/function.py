@@ -24,8 +24,8 @@ from hybridtensor.linear.operands import (
 from hybridtensor.linear.products import Backward, output
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, LayerState
-from hybridtensor.subclasses import IdentityTensor, MasterWeight
+from hybridtensor.state import Context
+from hybridtensor.subclasses import IdentityTensor
 from hybridtensor.subclasses.operators.matmul import take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,8 +101,6 @@ def linear(
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:
         return _forward(input, weight, bias, call)[0]
-    if context.state is not None and isinstance(weight, MasterWeight):
-        _note_training_use(weight)
     return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -182,13 +180,6 @@ def _with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
     layers return.
     """
     return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)
-
-
-def _note_training_use(weight: MasterWeight) -> None:
-    """Let the layer's state check that it was advanced with the weight."""
-    layer = weight.record.layer
-    if isinstance(layer, LayerState) and not layer.is_empty:
-        layer.note_training_use(weight.record, weight.written)
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:

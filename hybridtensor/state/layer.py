@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
 
-# Of a weight without step_: loading, initializing late, sharpness-aware steps.
-_FORGIVEN_CHANGES = 2
 _FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
 
 
@@ -137,8 +135,6 @@ class LayerState(nn.Module):
         self.replayed = False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
-        self._seen: tuple[object, object, int] | None = None
-        self._unstepped = 0
         for buffer in ("rounding", "encode_scale", "amax_history", "layout"):
             self.register_buffer(buffer, None)
 
@@ -253,29 +249,6 @@ class LayerState(nn.Module):
     def _per_slot(self) -> list[Tensor]:
         return [t for t in (self.encode_scale, self.amax, self.amax_history) if t is not None]
 
-    def note_training_use(self, weight: object, weight_version: object) -> None:
-        """Raise if a weight was changed again and again between its uses in training, and this
-        state never advanced.
-
-        Args:
-            weight: What stands for the memory of the weight.
-            weight_version: What changes with every write to it.
-
-        Raises:
-            RuntimeError: If so: scales and draws would stay those of one step for ever.
-        """
-        seen, self._seen = self._seen, (weight, weight_version, self.version)
-        if seen is None or seen[0] is not weight or seen[2] != self.version or not self.training:
-            self._unstepped = 0
-        elif seen[1] != weight_version:
-            self._unstepped += 1
-        if self._unstepped > _FORGIVEN_CHANGES:
-            raise RuntimeError(
-                f"layer {self.name!r}: its recipe keeps state, which must advance with the weight, "
-                f"got a weight that changed {self._unstepped} times and no step_; "
-                "call hybridtensor.step_(model) after every optimizer.step()"
-            )
-
     def reset_parameters(self) -> None:
         """Start again: step 0, scale 1, no history."""
         if self.rounding is not None:
@@ -285,20 +258,20 @@ class LayerState(nn.Module):
         for tensor, value in zip(self._per_slot(), (1.0, 0.0, 0.0), strict=False):
             tensor.fill_(value)
         self.version += 1
-        self._seen = self._left = None
+        self._left = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
-        """Copy all but the group, which is shared, and what was seen of a weight that stays."""
+        """Copy all but the group, which is shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        others = ("group", "_seen", "hints")
+        others = ("group", "hints")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
-        new.__dict__.update(copy.deepcopy(own, memo), group=self.group, _seen=None, hints={})
+        new.__dict__.update(copy.deepcopy(own, memo), group=self.group, hints={})
         return new
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what belongs to this process: the group, what was seen of the weight, hints."""
-        return self.__dict__ | {"group": None, "_seen": None, "hints": {}}
+        """Leave out what belongs to this process: the group, hints."""
+        return self.__dict__ | {"group": None, "hints": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``Module``; what was saved before there were hints has none."""
@@ -320,7 +293,6 @@ class LayerState(nn.Module):
         if self.amax is not None:
             moved = fn(self.amax)
             self.amax = moved if moved.dtype == torch.float32 else self.amax.to(moved.device)
-        self._seen = None
         if was_meta and not self._is_meta:
             self.reset_parameters()
         return self
@@ -342,7 +314,6 @@ class LayerState(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)
             self._to_fp32()
         self.version += 1
-        self._seen = None
 
     def _fits(self, layout: Tensor | None, prefix: str, errors: list[str]) -> bool:
         """Whether a checkpoint's scales are those of this recipe; note an error if they are not."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.update import update_scales
+from hybridtensor.state.watch import layer_states
 
 
 def step_(model: nn.Module) -> nn.Module:
@@ -49,9 +52,74 @@ def step_(model: nn.Module) -> nn.Module:
     return model
 
 
-def layer_states(model: nn.Module) -> list[LayerState]:
-    """Return the states of all layers of ``model`` that keep something."""
-    return [module for module in model.modules() if isinstance(module, LayerState)]
+class step_after:  # noqa: N801  (used as a function)
+    """Call ``step_(model)`` after every step of an optimizer: once, where training is set up.
+
+    ::
+
+        ht.step_after(optimizer, model)
+        for batch in data:
+            loss(model, batch).backward()
+            optimizer.step()
+
+    With several optimizers the state advances when all of them have stepped; where one was left
+    out, when another one is about to step again. A step that ``torch.amp.GradScaler`` skips does
+    not count.
+
+    Args:
+        optimizers: An optimizer, or several that train the model together.
+        model: As for ``step_``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If there is no optimizer.
+    """
+
+    def __init__(self, optimizers: Optimizer | Iterable[Optimizer], model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"step_after: a module is required, got {type(model).__name__}")
+        several = isinstance(optimizers, Iterable)
+        self._optimizers: list[Optimizer] = list(optimizers) if several else [optimizers]  # type: ignore[arg-type, list-item]
+        if not all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
+            raise TypeError(
+                f"step_after: an optimizer, or a list of them, is required, got {optimizers!r}"
+            )
+        if not self._optimizers:
+            raise ValueError("step_after: at least one optimizer is required, got none")
+        self._model = model
+        self._stepped: set[int] = set()
+        self._handles = [
+            handle
+            for optimizer in self._optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            )
+        ]
+
+    def remove(self) -> None:
+        """Stop calling ``step_``."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if id(optimizer) in self._stepped:
+            self._advance()
+
+    @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        # Fused optimizers are called by the scaler in any case, and skip on the device themselves.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor) and found_inf.item():
+            return
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._advance()
+
+    def _advance(self) -> None:
+        self._stepped.clear()
+        step_(self._model)
 
 
 def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:

@@ -276,9 +276,9 @@ def test_arrays_share_the_memory():
 READS = {
     "svd": lambda w: torch.linalg.svd(w, full_matrices=False)[1], "qr": lambda w: torch.linalg.qr(w)[1],
     "mean": lambda w: w.mean(dim=0), "sub": lambda w: w - w.mean(dim=0), "norm": torch.linalg.vector_norm,
-    "mul": lambda w: 2 * w, "isfinite": torch.isfinite, "histc": lambda w: w.histc(8),
-    "cat": lambda w: torch.cat([w, w]), "max": torch.max, "tolist": lambda w: torch.tensor(w.tolist()), "numpy": lambda w: torch.tensor(w.numpy()),
-    "rows": lambda w: w[torch.tensor([1, 3])], "median": torch.median,
+    "mul": lambda w: 2 * w, "isfinite": torch.isfinite, "histc": lambda w: w.histc(8), "max": torch.max,
+    "cat": lambda w: torch.cat([w, w]), "rows": lambda w: w[torch.tensor([1, 3])], "median": torch.median,
+    "tolist": lambda w: torch.tensor(w.tolist()), "numpy": lambda w: torch.tensor(w.numpy()),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtensor.distributed.fsdp.payload import Payload, Remake
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 Weight: TypeAlias = MasterWeight | HybridTensor
@@ -72,15 +72,3 @@ def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
         return tensor.plain
     direction = ROW if plan.row.kind == "values" else COLUMN
     return tensor.require_face(direction, name="weight", gemm="fully_shard").dequantize(dtype)
-
-
-def note_training_use(tensor: Weight) -> None:
-    """Let the layer's state check that it was advanced with the weight; see
-    ``LayerState.note_training_use``.
-    """
-    if (
-        isinstance(tensor, MasterWeight)
-        and isinstance(tensor.layer, LayerState)
-        and not tensor.layer.is_empty
-    ):
-        tensor.layer.note_training_use(tensor.record, tensor.written)

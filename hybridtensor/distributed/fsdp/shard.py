@@ -17,7 +17,6 @@ from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
     Weight,
     fill,
-    note_training_use,
     whole_values,
 )
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
@@ -130,7 +129,6 @@ class Shard:
             not sharded.before_backward or not self.has_recipe
         ):  # a backward finishes with the recipe of its forward
             self.adopt(tensor.recipe)
-            note_training_use(tensor)
         self._agree()
         sharded.reshard_to_all_ranks()
         sharded.drop_outputs()
