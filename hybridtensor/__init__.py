@@ -2,6 +2,7 @@
 
 import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
 from hybridtensor import distributed, formats, linear, offload, optim, recipes
+from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
@@ -39,6 +40,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRole",
     "__version__",
+    "check",
     "distributed",
     "explain",
     "export_safetensors",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharde
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.stand_in import recipe_of, set_recipe
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.selection import Filter, Plan, Recipe, choose, linear_modules
+from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage, linear_modules
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
@@ -22,6 +23,8 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.subclasses.quantizing import persistent_weight, quantize
 from hybridtensor.swap import swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
+
+_logger = logging.getLogger("hybridtensor")
 
 
 def quantize_(
@@ -38,7 +41,9 @@ def quantize_(
 
     Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers
     made before keep working. Calling it again changes the recipe. By default the output head,
-    routers and gates are left alone (``explain(model)`` says which and why).
+    routers and gates are left alone (``explain(model)`` says which and why). What is left plain is
+    logged (logger ``hybridtensor``): as a warning, if a large matrix is no linear layer's, such as
+    stacked experts.
 
     Args:
         model: Any module; its linear layers are found at every depth, the root included.
@@ -83,7 +88,18 @@ def quantize_(
     for owner in model.modules():  # an embedding may be tied to a layer
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
+    _tell_what_is_left(model)
     return model
+
+
+def _tell_what_is_left(model: nn.Module) -> None:
+    """Log how much is quantized, and every large matrix that is not: a warning, where nobody decided
+    so.
+    """
+    found = coverage(model)
+    left = "".join(f"\n  {m.name} {list(m.shape)}: {m.why}" for m in found.plain)
+    level = logging.INFO if all(m.deliberate for m in found.plain) else logging.WARNING
+    _logger.log(level, "quantize_: %s%s%s", found, left and "; left in high precision:", left)
 
 
 def _require_layers(plan: Plan, model: nn.Module, root: str) -> None:

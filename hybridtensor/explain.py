@@ -5,7 +5,7 @@ backward.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +13,13 @@ from torch import nn
 
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.formats import Format
+from hybridtensor.linear.stand_in import recipe_of
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import linear_modules, why_skipped
-from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.selection import Coverage, coverage, linear_modules, why_skipped
+from hybridtensor.subclasses import MasterWeight, is_converted
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -77,12 +78,14 @@ class Explanation:
         gathers: What FSDP2 sends, for weights that it shards.
         shared: The layers whose weight is quantized anew at each use, because someone else holds
             its memory: a state dict, ``weight.master``, or what was made from these.
+        coverage: How much of the model is quantized, and which large matrices are not.
     """
 
     rows: tuple[GemmRow, ...]
     skipped: tuple[tuple[str, str], ...]
     gathers: tuple[GatherRow, ...] = ()
     shared: tuple[str, ...] = ()
+    coverage: Coverage = field(default_factory=lambda: Coverage(0.0, 0.0, ()))
 
     def __rich__(self) -> Group:
         """Render as tables."""
@@ -125,6 +128,14 @@ class Explanation:
             for name, reason in self.skipped:
                 left_alone.add_row(name, reason)
             parts.append(left_alone)
+        others = [matrix for matrix in self.coverage.plain if not matrix.deliberate]
+        if others:
+            table = Table("parameter", "shape", "why", box=box.SIMPLE_HEAD, pad_edge=False)
+            table.title = "Large matrices that no recipe reaches"
+            for matrix in others:
+                table.add_row(matrix.name, str(list(matrix.shape)), matrix.why)
+            parts.append(table)
+        parts.append(str(self.coverage).capitalize())
         return Group(*parts)
 
 
@@ -145,19 +156,20 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     skipped, sent, shared = [], [], []
     for name, module in linear_modules(model):
         layer = name or "<root>"
-        weight = part_of(module.weight)
-        if isinstance(weight, (MasterWeight, HybridTensor)) and weight.config is not None:
-            gathered = gathers(module)
+        weight, recipe = part_of(module.weight), recipe_of(module)
+        config = weight.config if is_converted(weight) else recipe and recipe.config
+        if config is not None:
+            gathered = gathers(module) if is_converted(weight) else None
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
             if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
                 shared.append(layer)
-            rows += _layer_rows(
-                layer, weight.config, weight.dtype, weight.device, module.in_features
-            )
+            rows += _layer_rows(layer, config, weight.dtype, weight.device, module.in_features)
         else:
             skipped.append((layer, why_skipped(name, module) or "not converted"))
-    explanation = Explanation(tuple(rows), tuple(skipped), tuple(sent), tuple(shared))
+    explanation = Explanation(
+        tuple(rows), tuple(skipped), tuple(sent), tuple(shared), coverage(model)
+    )
     if show:
         from rich.console import Console
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
 from hybridtensor import recipes
+from hybridtensor.dtensor import local
+from hybridtensor.linear.stand_in import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.subclasses import is_converted
 from hybridtensor.torchao_compat import FqnToConfig
 
 Factory = Callable[[QuantizerRole], Quantizer]
@@ -149,3 +152,74 @@ def _plan_by_name(
         raise ValueError(
             f"quantize_: FqnToConfig keys must match a linear layer, got {', '.join(unused)} matching none"
         )
+
+
+class PlainMatrix(NamedTuple):
+    """A large matrix that is left in high precision.
+
+    Attributes:
+        name: Fully qualified name of the parameter.
+        shape: Its shape.
+        why: Why it is left.
+        deliberate: Whether someone decided so: ``quantize_``'s defaults, or its caller.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    why: str
+    deliberate: bool
+
+
+class Coverage(NamedTuple):
+    """How much of a model is quantized.
+
+    Attributes:
+        parameters: Share of the parameters.
+        products: Share of the multiplications of a token, if it meets every matrix once (lookups in
+            embeddings are none).
+        plain: Matrices with a thousandth of the parameters or more that are not.
+    """
+
+    parameters: float
+    products: float
+    plain: tuple[PlainMatrix, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"quantized: {self.parameters:.1%} of the parameters, {self.products:.1%} of the "
+            "multiplications of a token that meets every matrix once"
+        )
+
+
+_LARGE = 1000  # a matrix with this part of the parameters, or more
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """Return how much of a model is quantized, and which large matrices are not."""
+    sizes: dict[int, int] = {}
+    matrices: dict[int, tuple[int, bool, PlainMatrix]] = {}
+    for owner, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            sizes[id(parameter)] = parameter.numel()
+            lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            if parameter.dim() >= 2 and not lookup:
+                full = f"{owner}.{name}" if owner else name
+                left = PlainMatrix(full, tuple(parameter.shape), *_why_plain(owner, module))
+                done = is_converted(local(parameter)) or recipe_of(module) is not None
+                matrices.setdefault(id(parameter), (parameter.numel(), done, left))
+    total, products = sum(sizes.values()), sum(size for size, _, _ in matrices.values())
+    quantized = sum(size for size, done, _ in matrices.values() if done)
+    plain = [m for size, done, m in matrices.values() if not done and size * _LARGE >= total]
+    return Coverage(quantized / max(total, 1), quantized / max(products, 1), tuple(plain))
+
+
+def _why_plain(name: str, module: nn.Module) -> tuple[str, bool]:
+    """Return why a matrix of ``module`` is not quantized, and whether someone decided so."""
+    if isinstance(module, nn.Linear):
+        reason = why_skipped(name, module)
+        return reason or "not chosen", True
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention computes with its weight below autograd", False
+    return f"{type(module).__name__} is no Linear", False

@@ -17,10 +17,10 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "dtensor", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses",
     "linear", "optim", "offload", "distributed", "selection", "swap", "state_dicts", "convert", "plain",
-    "explain", "export", "verify", "former_names", "testing",
+    "check", "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
+    "op_table", "observing", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
     "identity_tensor", "hybrid_tensor", "followers", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]

@@ -50,7 +50,9 @@ emulated: no matrix units for these formats on cpu
  layer    why
  -----------------------------------------------------------------------
  down     not converted
- router   a router: small, and its rounding flips which expert is chosen""",
+ router   a router: small, and its rounding flips which expert is chosen
+Quantized: 48.8% of the parameters, 49.2% of the multiplications of a token that
+meets every matrix once""",
     )
 
 
@@ -63,7 +65,9 @@ def test_explain_before_conversion():
  -----------------------------------------------------------------------
  up       not converted
  down     not converted
- router   a router: small, and its rounding flips which expert is chosen""",
+ router   a router: small, and its rounding flips which expert is chosen
+Quantized: 0.0% of the parameters, 0.0% of the multiplications of a token that
+meets every matrix once""",
     )
 
 

@@ -26,6 +26,7 @@ from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import IdentityTensor
+from hybridtensor.subclasses.observing import note_product, observers
 from hybridtensor.subclasses.operators.matmul import take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,6 +124,8 @@ def _forward(
         x = input_operand(input, call.cast_from, weight, call.config, needs, call.context)
     w = weight_operand(weight, needs, dtype)
     left, right = x.rowwise(), w.rowwise()
+    if observers:
+        note_product(weight.record.layer, "output", left, right, dtype)
     if left.scale is None and right.scale is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
     out = output(left, right, bias, dtype)
@@ -136,7 +139,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
     ) -> Tensor:
         out, x, w = _forward(input, weight, bias, call)
-        ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context)
+        layer = weight.record.layer
+        ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
         ctx.save_for_backward(*saved)
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out

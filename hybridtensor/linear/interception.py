@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtensor.linear.function import linear
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
 T = TypeVar("T", bound=Callable[..., object])
@@ -57,6 +58,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: MasterWeight | HybridTensor) -> Tensor:
+        note_read(weight, "a product of two weights")
         return weight.dequantize().detach()
 
     @staticmethod
@@ -69,6 +71,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: HybridTensor) -> Tensor:
+        note_read(weight, "embedding")
         return weight.rows().detach()
 
     @staticmethod

@@ -22,6 +22,7 @@ from hybridtensor.linear.operands import Needs, Operand
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
+from hybridtensor.subclasses.observing import note_product
 
 
 class Gradients(NamedTuple):
@@ -55,6 +56,7 @@ class Backward(NamedTuple):
         config: The recipe.
         needs: Which gradients are asked for.
         context: That of the input, whose layer the gradient belongs to.
+        layer: What stands for the layer, for those who watch.
     """
 
     input: Operand
@@ -63,14 +65,21 @@ class Backward(NamedTuple):
     config: HybridConfig
     needs: Needs
     context: Context
+    layer: object = None
 
     @classmethod
     def save(
-        cls, input: Operand, weight: Operand, config: HybridConfig, needs: Needs, context: Context
+        cls,
+        input: Operand,
+        weight: Operand,
+        config: HybridConfig,
+        needs: Needs,
+        context: Context,
+        layer: object = None,
     ) -> tuple[Backward, list[Tensor]]:
         """Return the two products of backward, and the tensors that they need until then."""
         of_input = input.save()
-        backward = cls(input, weight, len(of_input), config, needs, context)
+        backward = cls(input, weight, len(of_input), config, needs, context, layer)
         return backward, [*of_input, *weight.save()]
 
     def gradients(self, grad: Tensor, saved: list[Tensor]) -> Gradients:
@@ -87,7 +96,11 @@ class Backward(NamedTuple):
         )
         grad_input = grad_weight = None
         if row is not None:
-            grad_input = ops.product(row, self.weight.columnwise(saved[count:]), out_dtype=dtype)
+            right = self.weight.columnwise(saved[count:])
+            note_product(self.layer, "grad_input", row, right, dtype)
+            grad_input = ops.product(row, right, out_dtype=dtype)
         if column is not None:
-            grad_weight = ops.product(column, self.input.columnwise(saved[:count]), out_dtype=dtype)
+            right = self.input.columnwise(saved[:count])
+            note_product(self.layer, "grad_weight", column, right, dtype)
+            grad_weight = ops.product(column, right, out_dtype=dtype)
         return Gradients(grad_input, grad_weight, grad.sum(dim=0) if needs.bias else None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 from hybridtensor.subclasses.operators.common import assignable, bound, register_common
 from hybridtensor.subclasses.operators.matmul import register_matmul
@@ -248,6 +249,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
             return item
         if item.config is None or item.requires_grad or isinstance(item, torch.nn.Parameter):
             table.refuse(func)
+        note_read(item, func)
         return item.dequantize()
 
     return func(*map(values, args), **{name: values(item) for name, item in kwargs.items()})

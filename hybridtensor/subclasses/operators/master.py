@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.subclasses.master_tensor import MasterWeight
+from hybridtensor.subclasses.observing import note_read, observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 from hybridtensor.subclasses.operators.common import assignable
 from hybridtensor.subclasses.operators.reads import READS
@@ -177,6 +178,9 @@ def _weights(value: object) -> Iterator[MasterWeight]:
 
 @table.register(*READS, *FUNCTIONAL)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
+    if observers:
+        for weight in _weights((*args, *kwargs.values())):
+            note_read(weight, func)
     return _run(func, args, kwargs)
 
 

@@ -1,0 +1,334 @@
+"""Run a model once and say what was quantized: per layer the three products, and what else read its
+weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hybridtensor import formats
+from hybridtensor.dtensor import local
+from hybridtensor.formats import Format
+from hybridtensor.linear.stand_in import recipe_of
+from hybridtensor.ops import Face
+from hybridtensor.ops.scaled_mm import select_backend
+from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.selection import Coverage, coverage
+from hybridtensor.state.watch import layer_states
+from hybridtensor.subclasses.observing import observers
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_NO_VALUES = ("_like.", "is_pinned", "is_same_size")  # operators that look at shapes only
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """A product of a layer as it ran.
+
+    Attributes:
+        layer: Fully qualified name; tied layers have all their names, one after the other.
+        gemm: ``output``, ``grad_input`` or ``grad_weight``.
+        left: Format of the left operand's face.
+        right: Format of the right operand's face.
+        backend: ``native``, ``emulated`` or ``high precision``.
+        times: How often it ran.
+        expected: Whether it ran as the recipe says.
+    """
+
+    layer: str
+    gemm: str
+    left: str
+    right: str
+    backend: str
+    times: int
+    expected: bool
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """Values of a weight that were read in high precision.
+
+    Attributes:
+        layer: Fully qualified name.
+        reader: Operator that read them.
+        inside: Module in whose forward it ran, or "".
+        times: How often it ran.
+    """
+
+    layer: str
+    reader: str
+    inside: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ``check`` found.
+
+    Attributes:
+        products: What ran.
+        reads: What read weights as values.
+        unused: Converted layers of which no product ran.
+        coverage: How much of the model is quantized, and which large matrices are not.
+        flops: Share of the floating-point operations of all products that ran quantized.
+    """
+
+    products: tuple[ProductRow, ...]
+    reads: tuple[ReadRow, ...]
+    unused: tuple[str, ...]
+    coverage: Coverage
+    flops: float
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not quantized though one might think so, a sentence each."""
+        found = [
+            f"{row.layer}: {row.gemm} ran as {row.left} by {row.right} ({row.backend}), not by the recipe"
+            for row in self.products
+            if not row.expected
+        ]
+        for read in self.reads:
+            if not read.reader.startswith(("embedding", "aten.embedding")):
+                inside = f" in {read.inside}" if read.inside else ""
+                found.append(
+                    f"{read.layer}: its weight was read as values by {read.reader}{inside}"
+                )
+        found += [f"{layer}: none of its products ran" for layer in self.unused]
+        return found + [
+            f"{matrix.name} {list(matrix.shape)}: {matrix.why}"
+            for matrix in self.coverage.plain
+            if not matrix.deliberate
+        ]
+
+    def __rich__(self) -> Group:
+        """Render as tables."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+
+        ran = Table("layer", "product", "operands", "backend", "times", box=box.SIMPLE_HEAD)
+        ran.title = "Products that ran"
+        for row in self.products:
+            operands = f"{row.left} x {row.right}"
+            ran.add_row(row.layer, row.gemm, operands, row.backend, str(row.times))
+        parts: list[Any] = [ran]
+        if self.problems:
+            parts.append("\n".join(["Not quantized:", *self.problems]))
+        parts.append(
+            f"{self.coverage}; {self.flops:.1%} of the operations of this run".capitalize()
+        )
+        return Group(*parts)
+
+
+class _Recorder:
+    """Observer of one run of a model.
+
+    Attributes:
+        products: How often a product ran, by layer, product, left and right format.
+        reads: How often weights were read, by layer, operator and module.
+        operations: Floating-point operations of quantized products.
+        inside: Names of the modules whose forwards run, the outermost first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.products: Counter[tuple[int, str, Format, Format, str]] = Counter()
+        self.reads: Counter[tuple[int, str, str]] = Counter()
+        self.operations = 0
+        self.inside: list[str] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def note_product(
+        self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
+    ) -> None:
+        """See ``Observer.note_product``."""
+        a, b = (
+            f.format if f.dequantized_rowwise is None else formats.IDENTITY for f in (left, right)
+        )
+        backend = select_backend(a, b, dtype, left.qdata.device)
+        self.products[id(layer), gemm, a, b, backend.name] += 1
+        if not (a.is_identity and b.is_identity):
+            rows, columns = left.qdata.shape[0], right.qdata.shape[0]
+            extent = left.qdata.shape[1] * left.format.elements_per_byte
+            self.operations += 2 * rows * columns * extent
+
+    def note_read(self, layer: object, reader: str) -> None:
+        """See ``Observer.note_read``."""
+        if not any(name in reader for name in _NO_VALUES):
+            self.reads[id(layer), reader, self.inside[-1] if self.inside else ""] += 1
+
+    def enter(self, module: nn.Module, args: object) -> None:
+        """Note that the forward of a module begins."""
+        self.inside.append(self._names.get(id(module), type(module).__name__))
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        """Note that it ended."""
+        if self.inside:
+            self.inside.pop()
+
+
+def check(
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    strict: bool = False,
+    show: bool = False,
+    **kwargs: Any,
+) -> Check:
+    """Run one forward and backward, and say per layer which products ran in which formats, which
+    weights were read in high precision and by what, and which layers never ran.
+
+    The model is as before afterwards: gradients, buffers, state of quantizers, random generators.
+    Hooks on accumulated gradients, as of optimizers that step in backward, do not run. Compiled
+    parts run as eager ones, which compute the same. Under FSDP2 all ranks call it.
+
+    Args:
+        model: A model, converted or not, compiled, sharded or not.
+        args: Passed to ``model``.
+        loss: From what the model returns to a scalar; by default its ``loss``, or else the mean of
+            the squares of all floating-point tensors in it.
+        strict: Raise if something is not quantized though one might think so.
+        show: Print tables (needs ``rich``).
+        kwargs: Passed to ``model``.
+
+    Returns:
+        What ran.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        RuntimeError: If ``strict`` and something is not quantized.
+    """
+    _check_arguments(model, loss, strict, show)
+    plain = getattr(model, "_orig_mod", model)  # of torch.compile
+    recorder, total = _Recorder(plain), 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_restored(plain, (args, kwargs)))
+        stack.enter_context(_observed(plain, recorder))
+        counter = stack.enter_context(_flop_counter())
+        out = model(*args, **kwargs)
+        value = _loss(out, loss)
+        if value is not None and value.requires_grad:
+            value.backward()
+        total = counter.get_total_flops()
+    found = _report(plain, recorder, total)
+    if show:
+        from rich.console import Console
+
+        Console().print(found)
+    if strict and found.problems:
+        raise RuntimeError("check: not everything is quantized:\n  " + "\n  ".join(found.problems))
+    return found
+
+
+def _check_arguments(model: object, loss: object, strict: object, show: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check: a module is required, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"check: a function is required as loss, got {loss!r}")
+    for name, flag in (("strict", strict), ("show", show)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"check: {name} is True or False, got {flag!r}")
+
+
+def _flop_counter() -> Any:
+    from torch.utils.flop_counter import FlopCounterMode  # when first used: it takes long to import
+
+    return FlopCounterMode(display=False)
+
+
+@contextlib.contextmanager
+def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Run everything eagerly, gradients on, with ``recorder`` told."""
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(recorder.enter, prepend=True))
+        hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
+    observers.append(recorder)
+    try:
+        with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            yield
+    finally:
+        observers.remove(recorder)
+        for hook in hooks:
+            hook.remove()
+
+
+def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+    """Return what to differentiate, or None if nothing can be."""
+    if loss is not None:
+        value = loss(out)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise TypeError(f"check: a loss of one number is required, got {value!r}")
+        return value
+    own = getattr(out, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    means = [t.float().square().mean() for t in tensors]
+    return torch.stack(means).sum() if means else None
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module, given: object) -> Iterator[None]:
+    """Put everything back that a step changes."""
+    leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    owners = [*model.parameters(), *(t for t in leaves if t.is_leaf and t.requires_grad)]
+    grads = [(owner, owner.grad) for owner in owners]
+    # The private table, whose entries go: the attribute itself only adds to what autograd knows.
+    tables = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
+    hooks = [dict(table) for table in tables]
+    buffers = [(b, local(b).clone()) for b in model.buffers()]
+    amaxes = [(s.amax, s.amax.clone()) for s in layer_states(model) if s.amax is not None]
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+        for owner, _ in grads:
+            owner.grad = None
+        for table in tables:
+            table.clear()
+        try:
+            yield
+        finally:
+            for table, registered in zip(tables, hooks, strict=True):
+                table.update(registered)
+            for owner, grad in grads:
+                owner.grad = grad
+            with torch.no_grad():
+                for buffer, before in (*buffers, *amaxes):
+                    local(buffer).copy_(before)
+
+
+def _report(model: nn.Module, recorder: _Recorder, total: int) -> Check:
+    """Return what was recorded, in the order of the model's layers."""
+    layers: dict[int, list[str]] = {}
+    configs = {}
+    for name, module in model.named_modules():
+        recipe = recipe_of(module)
+        if recipe is not None:
+            layers.setdefault(id(recipe.state), []).append(name or "<root>")
+            configs[id(recipe.state)] = recipe.config
+    products = []
+    for key, names in layers.items():
+        for gemm in GEMMS:
+            expected = configs[key].formats(gemm)
+            for (layer, ran, left, right, backend), times in recorder.products.items():
+                if (layer, ran) == (key, gemm.name):
+                    row = (", ".join(names), ran, str(left), str(right), backend, times)
+                    products.append(ProductRow(*row, (left, right) == tuple(expected)))
+    reads = tuple(
+        ReadRow(", ".join(layers[layer]), reader, inside, times)
+        for (layer, reader, inside), times in recorder.reads.items()
+        if layer in layers
+    )
+    ran_at_all = {layer for layer, *_ in recorder.products}
+    unused = tuple(", ".join(names) for layer, names in layers.items() if layer not in ran_at_all)
+    share = recorder.operations / total if total else 0.0
+    return Check(tuple(products), reads, unused, coverage(model), min(share, 1.0))

@@ -1,0 +1,50 @@
+"""Who watches what weights are used for: nobody, but while ``hybridtensor.check`` runs a model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from hybridtensor.ops import Face
+
+
+class Observer(Protocol):
+    """What is told of each use of a weight."""
+
+    def note_product(
+        self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
+    ) -> None:
+        """Take note of a product.
+
+        Args:
+            layer: State of the layer, which stands for it.
+            gemm: ``output``, ``grad_input`` or ``grad_weight``.
+            left: Left operand.
+            right: Right operand.
+            dtype: That of the product.
+        """
+
+    def note_read(self, layer: object, reader: str) -> None:
+        """Take note that values of a weight were read in high precision.
+
+        Args:
+            layer: State of the layer, which stands for it.
+            reader: What read them.
+        """
+
+
+observers: list[Observer] = []
+"""Those who watch; looked at before anything is told."""
+
+
+def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:
+    """Tell all observers of a product; see ``Observer.note_product``."""
+    for observer in observers:
+        observer.note_product(layer, gemm, left, right, dtype)
+
+
+def note_read(weight: Any, reader: object) -> None:
+    """Tell all observers that values of a weight were read; see ``Observer.note_read``."""
+    for observer in observers:
+        observer.note_read(weight.record.layer, str(reader))

@@ -1,0 +1,227 @@
+"""``check`` says what ran: products by format, weights read as values, layers that never ran, plain matrices."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(4))
+
+
+def model(recipe="fp8", **options):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    return ht.quantize_(made, recipe, **options)
+
+
+def formats(found, layer="0"):
+    return {row.gemm: (row.left, row.right) for row in found.products if row.layer == layer}
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+def test_every_product_as_the_recipe_says(recipe, persistent):
+    """What ``explain`` reads from the recipe is what ran."""
+    net = model(recipe, persistent=persistent)
+    found = ht.check(net, X, strict=True)
+    assert found.problems == []
+    expected = {row.gemm: row for row in ht.explain(net, show=False).rows if row.layer == "2"}
+    ran = {row.gemm: row for row in found.products if row.layer == "2"}
+    assert ran.keys() == expected.keys()
+    assert {name: row.backend for name, row in ran.items()} == {name: row.backend for name, row in expected.items()}
+    assert all(row.times == 1 for row in found.products)
+
+
+def test_everything_is_restored():
+    net = model("fp8_delayed")
+    net(X).sum().backward()
+    other, twin, x = copy.deepcopy(net), copy.deepcopy(net), X.clone().requires_grad_()
+    x.grad = torch.ones_like(X)
+    steps = []
+    net[0].weight.register_post_accumulate_grad_hook(steps.append)
+    for g in (net, other):
+        for p, q in zip(g.parameters(), twin.parameters(), strict=True):
+            p.grad = q.grad = torch.full_like(p.dequantize() if hasattr(p, "config") else p, 2.0)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    ht.check(net, x)
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(x.grad, torch.ones_like(X))
+    assert not steps
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for a, b in zip(net.buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(net[0].quantization_state.amax, other[0].quantization_state.amax)
+    assert torch.equal(net(X), other(X))
+    net(X).sum().backward()
+    assert len(steps) == 1  # the hook is back
+
+
+class Gated(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight * 2.0)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.stack = nn.Linear(64, 64), nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x):
+        return torch.einsum("tk,eko->to", self.linear(x), self.stack)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.linear = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(self.attention(x[None], x[None], x[None])[0])
+
+
+SILENT = {
+    "a gated weight": (lambda: Gated(64, 64), r"<root>: its weight was read as values by aten\.mul"),
+    "a layer that never runs": (Unused, "other: none of its products ran"),
+    "stacked experts": (Experts, r"stack \[4, 64, 64\]: Experts is no Linear"),
+    "in_proj": (Attending, r"attention\.in_proj_weight \[192, 64\]: nn\.MultiheadAttention computes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_is_not_quantized_is_named(name):
+    make, message = SILENT[name]
+    torch.manual_seed(0)
+    net = ht.quantize_(make(), "fp8")
+    with pytest.raises(RuntimeError, match=r"check: not everything is quantized:\n  " + message):
+        ht.check(net, X, strict=True)
+
+
+def test_quantization_aware_layers_are_named():
+    torchao = pytest.importorskip("torchao.quantization.qat")
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    config = torchao.IntxFakeQuantizeConfig(torch.int8, "per_channel")
+    net[0] = torchao.FakeQuantizedLinear.from_linear(net[0], None, config)
+    ht.quantize_(net, "fp8", filter_fn=lambda *_: True)
+    found = ht.check(net, X)
+    assert found.unused == ("0",)
+    assert any(text.startswith("0: its weight was read as values by aten.") for text in found.problems)
+
+
+def test_a_new_head_and_a_model_that_is_not_converted():
+    net = model()
+    net[2] = nn.Linear(64, 64)
+    found = ht.check(net, X)
+    assert 0.4 < found.coverage.products < 0.6
+    assert [(m.name, m.deliberate) for m in found.coverage.plain] == [("2.weight", True)]
+    plain = ht.check(nn.Linear(64, 64), X)
+    assert (plain.products, plain.coverage.parameters, plain.flops) == ((), 0.0, 0.0)
+
+
+def test_frozen_layers_tied_layers_and_embeddings():
+    embedding, head = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+    head.weight = embedding.weight
+    net = ht.quantize_(nn.Sequential(embedding, nn.Linear(64, 64), head), "fp8", filter_fn=lambda *_: True)
+    net[1].requires_grad_(False)
+    found = ht.check(net, torch.arange(32), strict=True)
+    assert set(formats(found, "1")) == {"output", "grad_input"}
+    assert {(row.layer, row.reader.partition(".")[0]) for row in found.reads} == {("2", "aten")}
+
+
+def test_recomputation_is_counted():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return checkpoint(self.linear, x, use_reentrant=False)
+
+    found = ht.check(ht.quantize_(Block(), "fp8"), X.clone().requires_grad_())
+    assert {row.gemm: row.times for row in found.products} == {"output": 2, "grad_input": 1, "grad_weight": 1}
+
+
+def test_compiled_models_and_blocks():
+    net = model()
+    net[0] = torch.compile(net[0], backend="aot_eager")
+    for whole in (net, torch.compile(model(), backend="aot_eager")):
+        whole(X)
+        assert {row.gemm for row in ht.check(whole, X, strict=True).products} == {"output", "grad_input", "grad_weight"}
+
+
+def test_losses():
+    class Output(dict):
+        loss = None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x, *, scale):
+            out = Output(logits=self.linear(x), extra=[torch.ones(3)])
+            out.loss = out["logits"].sum() * scale
+            return out
+
+    net = ht.quantize_(Net(), "fp8")
+    assert len(ht.check(net, X, scale=2.0).products) == 2  # the input needs no gradient
+    assert len(ht.check(net, X, scale=2.0, loss=lambda out: out["logits"].mean()).products) == 2
+    with pytest.raises(TypeError, match="check: a loss of one number is required, got tensor"):
+        ht.check(net, X, scale=2.0, loss=lambda out: out["logits"])
+    with pytest.raises(TypeError, match="check: a module is required, got Tensor"):
+        ht.check(X, X)
+    with pytest.raises(TypeError, match="check: strict is True or False, got 'yes'"):
+        ht.check(net, X, strict="yes")
+    with pytest.raises(TypeError, match="check: a function is required as loss, got 3"):
+        ht.check(net, X, loss=3)
+
+
+def test_is_shown(capsys):
+    console = Console(width=100, record=True)
+    console.print(ht.check(ht.quantize_(Experts(), "fp8"), X))
+    text = console.export_text()
+    assert "Products that ran" in text
+    assert "stack [4, 64, 64]: Experts is no Linear" in text
+    assert "of the operations of this run" in text
+    ht.check(model(), X, show=True)
+    assert "Products that ran" in capsys.readouterr().out
+
+
+def test_quantize_logs_what_is_left(caplog):
+    """A warning where nobody decided so; else for who wants to know."""
+    with caplog.at_level(logging.INFO, "hybridtensor"):
+        ht.quantize_(Experts(), "fp8")
+        ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8", keep_bf16=["1"])
+    experts, kept = caplog.records
+    assert (experts.levelno, kept.levelno) == (logging.WARNING, logging.INFO)
+    assert "stack [4, 64, 64]: Experts is no Linear" in experts.getMessage()
+    assert "quantized: 20.2% of the parameters, 20.0% of the multiplications" not in experts.getMessage()
+    assert "1.weight [64, 64]: not chosen" in kept.getMessage()
+    assert "50.0% of the multiplications" in kept.getMessage()
+
+
+def test_explain_names_them_too():
+    console = Console(width=120, record=True)
+    net = ht.quantize_(Experts(), "fp8")
+    console.print(ht.explain(net, show=False))
+    text = console.export_text()
+    assert "Large matrices that no recipe reaches" in text
+    assert "20.0% of the multiplications of a token" in text
