@@ -96,6 +96,21 @@ class Format:
         """Explicit mantissa bits of an element."""
         return 52 if self.element is None else _MANTISSA_BITS[self.element]
 
+    @functools.cached_property
+    def step(self) -> int:
+        """Extents of the contraction axis are multiples of this: of the block where it may not be
+        partial, else of 1.
+        """
+        along = self.block[1]
+        return 1 if self.ragged or along is None else along
+
+    def stored(self, contraction: int) -> int:
+        """Return how many entries along the contraction a face stores: whole steps; the last of
+        them are zeros.
+        """
+        step = self.step
+        return contraction if step == 1 else (contraction + step - 1) // step * step
+
     def check_shape(self, other: int, contraction: int) -> None:
         """Raise ValueError unless an ``[other, contraction]`` face can be cut into blocks."""
         for name, extent, block in zip(

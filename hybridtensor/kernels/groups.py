@@ -76,6 +76,8 @@ class FaceConstants(NamedTuple):
         overflow: The encode scale that stands for one beyond fp32.
         note: Whether the amax is noted.
         store: Whether it is wanted, not only what it holds.
+        step: Of which entries along the contraction are multiples: what is stored goes on with zeros up to the next;
+            1 where that adds none.
     """
 
     kind: int
@@ -88,6 +90,7 @@ class FaceConstants(NamedTuple):
     overflow: float = 0.0
     note: bool = False
     store: bool = True
+    step: int = 1
 
 
 class MeasureConstants(NamedTuple):

@@ -142,7 +142,8 @@ def scaled_mm(
 
     Element values are multiplied exactly and summed in fp32; scales that do not vary along K
     multiply the sum, the bias is added, and the result is rounded once (natively per tensor with an
-    fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros.
+    fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros. Of two
+    formats one may store more zeros at the end of K than the other; see ``Format.stored``.
 
     Args:
         left: A rowwise face ``[M, K]``.
@@ -172,7 +173,12 @@ def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
         a.shape[1] * left.format.elements_per_byte,
         b.shape[1] * right.format.elements_per_byte,
     )
-    if contraction != other:
+    step, other_step = left.format.step, right.format.step
+    if (
+        contraction != other
+        if step == other_step
+        else not _can_be_as_many(contraction, step, other, other_step)
+    ):
         raise ValueError(
             f"scaled_mm: one contraction size is required, got {contraction} ({left.format}) and "
             f"{other} ({right.format})"
@@ -182,6 +188,15 @@ def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
         raise ValueError(
             f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them"
         )
+
+
+def _can_be_as_many(left: int, left_step: int, right: int, right_step: int) -> bool:
+    """Return whether one number of values is stored as ``left`` and as ``right`` entries, in steps
+    of different sizes.
+
+    Both comparisons hold for all such numbers: guards on them make no second graph.
+    """
+    return left < right + left_step and right < left + right_step
 
 
 def product(

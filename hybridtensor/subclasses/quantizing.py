@@ -6,6 +6,8 @@ added to them here.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -53,8 +55,8 @@ def quantize(
 
     Raises:
         TypeError: If ``x`` is not a tensor of those dtypes.
-        ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks, or no
-            face is asked for.
+        ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks (layers
+            take any number of tokens, a tensor whole blocks of them), or no face is asked for.
     """
     who = type(quantizer).__name__
     x = _plain(who, x)
@@ -66,6 +68,8 @@ def quantize(
         raise ValueError(
             f"{who}: at least one face is required, got rowwise=False and columnwise=False"
         )
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    quantizer.check_matrix(rows, columns, str(context), rowwise=rowwise, columnwise=columnwise)
     dtype = dtype or x.dtype
     with torch.no_grad():
         faces = quantizer.faces(
