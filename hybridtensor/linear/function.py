@@ -22,6 +22,7 @@ from hybridtensor.linear.operands import (
     weight_operand,
 )
 from hybridtensor.linear.products import Backward, output
+from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
@@ -74,10 +75,11 @@ def linear(
         ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
             there.
     """
-    autocast = torch.is_autocast_enabled(weight.device.type)
+    kind = weight.device.type
+    autocast = autocasts(kind)
     dtype = weight.dtype
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
-        dtype = torch.get_autocast_dtype(weight.device.type)
+        dtype = torch.get_autocast_dtype(kind)
     _check(input, weight, bias, None if autocast else dtype)
     config = weight.recipe
     if dtype not in _DTYPES:

@@ -16,7 +16,7 @@ from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
-from hybridtensor.ops.library import define, runs_directly
+from hybridtensor.ops.library import autocasts, define, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
 
@@ -91,7 +91,7 @@ def _multiply(
     if 0 in (left.shape[0], left.shape[1], right.shape[0]):
         zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
         return zeros if bias is None else zeros + bias.to(out_dtype)
-    if torch.is_autocast_enabled(left.device.type):
+    if autocasts(left.device.type):
         with torch.autocast(left.device.type, enabled=False):
             return _multiply(a, b, bias, out_dtype, fast_accum)
     kind = _native(a.format, b.format, out_dtype, left.device)
