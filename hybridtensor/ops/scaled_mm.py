@@ -16,6 +16,7 @@ from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
+from hybridtensor.ops.flops import count_as_product
 from hybridtensor.ops.library import autocasts, define, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
@@ -128,6 +129,7 @@ _OP = define(
     reference=_on_any_device,
     fake=_fake,
 )
+count_as_product(_OP.overloadpacket)
 
 
 def scaled_mm(
