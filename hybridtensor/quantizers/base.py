@@ -76,11 +76,14 @@ class Quantizer(ABC):
 
         Args:
             x: Plain tensor, bf16, fp16 or fp32, one to four dimensions. Leading dimensions count as
-                rows.
+                rows, of which there may be any number but in a weight: see ``ops.quantize``.
             rowwise: Make the rowwise face.
             columnwise: Make the columnwise face.
             dtype: Dtype of a face in high precision, which may share the memory of ``x``.
             context: Which tensor of which layer this is.
+
+        Raises:
+            ValueError: If the features, or the rows of a weight, are not whole blocks.
         """
 
     def request(

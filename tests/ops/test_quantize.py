@@ -258,9 +258,10 @@ def test_any_number_of_rows(cast, run, device):
             check(run, x, row=row, column=cast.for_columnwise())
 
 
-@pytest.mark.parametrize(("row", "column", "way", "rows"), in_kinds(WAYS, TOKENS), ids=str)
-def test_any_number_of_rows_of_every_pair(row, column, way, rows, run, device):
+@pytest.mark.parametrize(("row", "column", "way"), in_kinds(WAYS), ids=str)
+def test_any_number_of_rows_of_every_pair(row, column, way, run, device):
     """Also of what the rowwise face holds, where a scale block of its own ends among the zeros."""
+    rows = TOKENS[(2 * CASTS.index(row) + CASTS.index(column) + way) % len(TOKENS)]  # in turn
     x = random_tensor(rows, FEATURES, dtype=torch.float32, device=device)
     check_pair(run, x, row, column, way, torch.bfloat16)
     x[rows // 2, 5::32] = float("nan")
