@@ -35,7 +35,7 @@ class Format:
         pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in
             bfloat16.
         ragged: Whether the last block of an axis may be partial; otherwise axes are multiples of
-            the block.
+            the block, or what is stored is: see ``stored``.
         elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity
             format).
         hadamard: Whether elements are stored after a Hadamard rotation of the contraction axis.
@@ -98,8 +98,8 @@ class Format:
 
     @functools.cached_property
     def step(self) -> int:
-        """Extents of the contraction axis are multiples of this: of the block where it may not be
-        partial, else of 1.
+        """What a face stores along the contraction is a multiple of this: of the block where that
+        may not be partial, else of 1.
         """
         along = self.block[1]
         return 1 if self.ragged or along is None else along

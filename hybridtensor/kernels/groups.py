@@ -76,8 +76,8 @@ class FaceConstants(NamedTuple):
         overflow: The encode scale that stands for one beyond fp32.
         note: Whether the amax is noted.
         store: Whether it is wanted, not only what it holds.
-        step: Of which entries along the contraction are multiples: what is stored goes on with zeros up to the next;
-            1 where that adds none.
+        step: Entries along the contraction are stored up to a multiple of this, the last ones zeros; 1 where there are
+            as many anyway.
     """
 
     kind: int

@@ -75,11 +75,11 @@ def linear(
         ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
             there.
     """
-    kind = weight.device.type
-    autocast = autocasts(kind)
+    device_type = weight.device.type
+    autocast = autocasts(device_type)
     dtype = weight.dtype
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
-        dtype = torch.get_autocast_dtype(kind)
+        dtype = torch.get_autocast_dtype(device_type)
     _check(input, weight, bias, None if autocast else dtype)
     config = weight.recipe
     if dtype not in _DTYPES:

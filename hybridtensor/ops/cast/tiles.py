@@ -28,7 +28,7 @@ class KernelFace(NamedTuple):
         rotated: Whether values are rotated first.
         slot: Which delayed scale; -1 is none.
         stream: Which random numbers; -1 is none.
-        step: Of which entries along the contraction are multiples.
+        step: Of what number the entries stored along the contraction are a multiple.
     """
 
     kind: int
