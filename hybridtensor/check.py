@@ -5,6 +5,7 @@ weight.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -211,6 +212,9 @@ def check(
     plain = getattr(model, "_orig_mod", model)  # of torch.compile
     recorder, total = _Recorder(plain), 0
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # torch's own, of the counter's hooks
+        warnings.filterwarnings("ignore", "Using `torch.compile.* when there are global hooks")
         stack.enter_context(_restored(plain, (args, kwargs)))
         stack.enter_context(_observed(plain, recorder))
         counter = stack.enter_context(_flop_counter())

@@ -217,7 +217,7 @@ def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.d
     """Return the bytes per token that a layer keeps of its input until backward.
 
     Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with
-    the tokens.
+    the tokens. So are the zeros that fill the last block of tokens.
 
     Args:
         config: The layer's recipe.

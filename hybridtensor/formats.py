@@ -35,7 +35,7 @@ class Format:
         pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in
             bfloat16.
         ragged: Whether the last block of an axis may be partial; otherwise axes are multiples of
-            the block.
+            the block, or what is stored is: see ``stored``.
         elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity
             format).
         hadamard: Whether elements are stored after a Hadamard rotation of the contraction axis.
@@ -95,6 +95,21 @@ class Format:
     def mantissa_bits(self) -> int:
         """Explicit mantissa bits of an element."""
         return 52 if self.element is None else _MANTISSA_BITS[self.element]
+
+    @functools.cached_property
+    def step(self) -> int:
+        """What a face stores along the contraction is a multiple of this: of the block where that
+        may not be partial, else of 1.
+        """
+        along = self.block[1]
+        return 1 if self.ragged or along is None else along
+
+    def stored(self, contraction: int) -> int:
+        """Return how many entries along the contraction a face stores: whole steps; the last of
+        them are zeros.
+        """
+        step = self.step
+        return contraction if step == 1 else (contraction + step - 1) // step * step
 
     def check_shape(self, other: int, contraction: int) -> None:
         """Raise ValueError unless an ``[other, contraction]`` face can be cut into blocks."""

@@ -132,6 +132,8 @@ def test_a_new_head_and_a_model_that_is_not_converted():
     found = ht.check(net, X)
     assert 0.4 < found.coverage.products < 0.6
     assert [(m.name, m.deliberate) for m in found.coverage.plain] == [("2.weight", True)]
+    assert found.flops == 2 / 5  # the first layer's input needs no gradient
+    assert ht.check(model(), X).flops == 1.0
     plain = ht.check(nn.Linear(64, 64), X)
     assert (plain.products, plain.coverage.parameters, plain.flops) == ((), 0.0, 0.0)
 

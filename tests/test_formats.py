@@ -95,6 +95,19 @@ def test_blocks_give_the_shape_of_the_scales():
     assert Format("x", torch.uint8, 6.0, block=(128, 128), scale_dtype=torch.float32).scale_shape(130, 128) == (2, 1)
 
 
+def test_what_is_stored_along_the_contraction_is_whole_steps():
+    for name, tokens, stored in (
+        ("fp8_e4m3_row", 7, 7),
+        ("fp8_e4m3_128x128", 7, 7),
+        ("identity", 7, 7),
+        ("mxfp8_e4m3", 33, 64),
+        ("mxfp8_e4m3_32x32", 32, 32),
+        ("nvfp4", 33, 48),
+        ("nvfp4_16x16", 0, 0),
+    ):
+        assert formats.get_format(name).stored(tokens) == stored
+
+
 def test_bytes_per_row_counts_elements_and_scales():
     assert IDENTITY.bytes_per_row(64) == 128
     assert FP8_E4M3_TENSOR.bytes_per_row(64) == 64

@@ -202,6 +202,18 @@ def test_autocast(spec, autocast, x_dtype, device):
         torch.testing.assert_close(y, expected, rtol=0.2, atol=0.1 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("spec", ["fp8", "fp8_delayed", "mxfp8", "nvfp4", "fp8_block+fp32_scale", "mxfp8+dequantized"])
+def test_meta_tensors_give_shapes(spec):
+    """Which autocast has no word for; also inside of it on another device."""
+    converted, _ = layer(spec, 64, 96, bias=True, device="meta")
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast):
+            made = run(converted, *(torch.zeros(5, n, dtype=torch.bfloat16, device="meta") for n in (64, 96)))
+        assert [(tuple(t.shape), t.device.type) for t in made] == [
+            ((5, 96), "meta"), ((5, 64), "meta"), ((96, 64), "meta"), ((96,), "meta"),
+        ]  # fmt: skip
+
+
 def test_autocast_quantizes_the_weight_from_its_full_precision():
     """Not from its bf16 rounding: there is one rounding between the master and the codes."""
     converted, plain = layer("fp8", dtype=torch.float32)

@@ -205,6 +205,21 @@ class TestFaces:
         else:
             quantizer.quantize(torch.zeros(3, 5))
 
+    @states("1.6")
+    @every(OTHERS)
+    @pytest.mark.parametrize("tokens", [1, 7, 30, 33])
+    def test_tokens_that_do_not_fill_a_block(self, quantizer, tokens):
+        x = matrix()[:tokens]
+        across, along = quantizer.format.block
+        below = x.new_zeros(-tokens % along, x.shape[1])
+        whole = quantizer.quantize(torch.cat([x, below]))
+        row, column = quantizer.faces(x, rowwise=True, columnwise=True, dtype=x.dtype)
+        assert same_faces(column, whole.columnwise)
+        assert same(row.qdata, whole.rowwise.qdata[:tokens])
+        assert same(row.scale, whole.rowwise.scale[: -(-tokens // across)])
+        levels = row.tensor_scale, whole.rowwise.tensor_scale
+        assert levels[0] is None or same(levels[0], levels[1][: len(levels[0])])
+
 
 class TestElements:
     @states("2.1", "2.4")
@@ -606,6 +621,16 @@ class TestRandomRounding:
         assert same(part.qdata, whole.qdata[20:])
         other = rowwise(quantizer, x[20:], ht.Context("grad_output", tensors, first_row=0))
         assert not same(part.qdata, other.qdata)
+
+    @states("8.3")
+    def test_rows_of_zeros_are_counted_on(self):
+        quantizer = ht.NVFP4Quantizer(hadamard=True, rounding="stochastic")
+        tensors, x = self.state(quantizer).tensors(), matrix(48, 64)[:35]
+        context = ht.Context("grad_output", tensors, first_row=35)
+        whole = quantizer.quantize(torch.cat([x, x.new_zeros(13, 64)]), context=context)
+        column = quantizer.faces(x, rowwise=False, columnwise=True, dtype=x.dtype, context=context)[1]
+        assert same_faces(column, whole.columnwise)
+        assert decoded(column)[:, 35:].any()
 
     @states("8.4")
     def test_without_a_layer(self):

@@ -451,6 +451,16 @@ class TestBadInput:
         ):
             NVFP4[1].quantize(torch.zeros(8, 16), context=Context("weight", LayerState("mlp.up").tensors()))
 
+    def test_weights_are_whole_blocks_and_tokens_any_number(self):
+        x, made = torch.zeros(40, 64), {"rowwise": True, "columnwise": True, "dtype": torch.float32}
+        for quantizer in (MX[0], NVFP4[1]):
+            for role in ("input", "grad_output"):
+                quantizer.faces(x, context=Context(role), **made)
+                with pytest.raises(ValueError, match=rf"{role}: the rowwise face in \w+ needs .* contraction"):
+                    quantizer.faces(x.t(), context=Context(role), **made)
+            with pytest.raises(ValueError, match=r"weight: the \w+ face in \w+ needs a multiple of"):
+                quantizer.faces(x, context=Context("weight"), **made)
+
     def test_delayed_scaling_without_state(self):
         with pytest.raises(
             ValueError, match="takes its scale from a layer's state, got none; convert a model with quantize_"

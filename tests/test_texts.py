@@ -192,7 +192,6 @@ def test_errors_of_a_forward():
             lambda: converted(torch.zeros(4, 64, dtype=torch.int32)),
             lambda: converted(torch.zeros(4, 64, dtype=torch.bfloat16)),
             lambda: converted(torch.zeros(4, 64, device="meta")),
-            lambda: ht.quantize_(nn.Linear(64, 32), "mxfp8")(torch.zeros(5, 64, requires_grad=True)),
         ),
         """\
 ValueError: linear: an input of one to four dimensions, the last of 64 features, is required, got shape (4,
@@ -200,9 +199,7 @@ ValueError: linear: an input of one to four dimensions, the last of 64 features,
 TypeError: linear: a floating-point input is required, got torch.int32; cast it
 ValueError: linear: one dtype is required, got input in torch.bfloat16 for a weight in torch.float32; cast
   one, or use torch.autocast
-ValueError: linear: operands on one device are required, got input on meta and a weight on cpu; move them
-ValueError: input: the columnwise face in mxfp8_e4m3 needs a multiple of 32 along the contraction axis, got 5
-  of [64, 5]; pad the tensor, or use another format for this product""",
+ValueError: linear: operands on one device are required, got input on meta and a weight on cpu; move them""",
     )
 
 

@@ -76,6 +76,8 @@ class FaceConstants(NamedTuple):
         overflow: The encode scale that stands for one beyond fp32.
         note: Whether the amax is noted.
         store: Whether it is wanted, not only what it holds.
+        step: Entries along the contraction are stored up to a multiple of this, the last ones zeros; 1 where there are
+            as many anyway.
     """
 
     kind: int
@@ -88,6 +90,7 @@ class FaceConstants(NamedTuple):
     overflow: float = 0.0
     note: bool = False
     store: bool = True
+    step: int = 1
 
 
 class MeasureConstants(NamedTuple):

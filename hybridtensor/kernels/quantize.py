@@ -61,6 +61,15 @@ AMAX_ROW = tl.constexpr(9)  # the same per row of the face
 
 
 @triton.jit
+def _stored(entries, STEP: tl.constexpr):
+    """Return how many entries along the contraction are stored: a tile holds zeros beyond those of the matrix."""
+    if STEP > 1:
+        return tl.cdiv(entries, STEP) * STEP
+    else:
+        return entries
+
+
+@triton.jit
 def _store_scales(out, values, place, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
     """Store the scales of a tile."""
     i = place.other // SIDE + tl.arange(0, P // SIDE)[:, None]
@@ -282,7 +291,7 @@ def _cast_tile(pid, matrix, row, column, state, first_row, row_slot, row_stream,
                 if COLUMN_FACE.stochastic:
                     drawn = uniform16(rows, pk * BK, matrix.K, state.rounding, column_stream, TILE)
                     uniform = as_columns(drawn, BM, BK)
-                place = Place(pk * BK, pm * BM, matrix.K, matrix.M)
+                place = Place(pk * BK, pm * BM, matrix.K, _stored(matrix.M, COLUMN_FACE.step))
                 again, _ = _cast_face(
                     columns, column, state, column_slot, column_slot, uniform, place,
                     COLUMN_FACE, TILE, 0, attempt == 0, HW, BK, BM,

@@ -22,6 +22,7 @@ from hybridtensor.linear.operands import (
     weight_operand,
 )
 from hybridtensor.linear.products import Backward, output
+from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -77,10 +78,11 @@ def linear(
             there.
     """
     require_plain_autograd()
-    autocast = torch.is_autocast_enabled(weight.device.type)
+    device_type = weight.device.type
+    autocast = autocasts(device_type)
     dtype = weight.dtype
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
-        dtype = torch.get_autocast_dtype(weight.device.type)
+        dtype = torch.get_autocast_dtype(device_type)
     _check(input, weight, bias, None if autocast else dtype)
     config = weight.recipe
     if dtype not in _DTYPES:

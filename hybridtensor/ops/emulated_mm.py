@@ -7,6 +7,7 @@ Shape letters: ``M`` rows of the left operand, ``N`` columns of the right one, `
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.ops.dequantize import multipliable_values
@@ -31,6 +32,8 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
     if a.qdata.device.type != "cuda":
         dtype = torch.float32  # the only CPU product with an fp32 result
     left, right = multipliable_values(a, dtype), multipliable_values(b, dtype)
+    if left.shape[1] != right.shape[1]:
+        left, right = _of_one_length(left, right)
     left_factor, right_factor = sum_factor(a), sum_factor(b)
     partial = a.format.scales_partial_sums or b.format.scales_partial_sums
     plain = left_factor is None and right_factor is None and bias is None and not partial
@@ -40,6 +43,12 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
     if right_factor is not None:
         right_factor = right_factor.t()
     return scale_and_round(out, left_factor, right_factor, bias, out_dtype)
+
+
+def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands with zeros up to the end of the longer one, whose last values are zeros."""
+    longer = max(left.shape[1], right.shape[1])
+    return F.pad(left, (0, longer - left.shape[1])), F.pad(right, (0, longer - right.shape[1]))
 
 
 def sum_factor(face: Face) -> Tensor | None:

@@ -41,7 +41,7 @@ class Face(NamedTuple):
 
     Attributes:
         qdata: Elements, ``[other, contraction / elements_per_byte]``; the values themselves in the
-            identity format.
+            identity format. Zeros at the end fill a last block that may not be partial.
         scale: Block scales, ``format.scale_shape(other, contraction)``; None in the identity
             format.
         tensor_scale: Second-level scale, fp32 ``format.tensor_scale_shape(...)``, or None.
@@ -159,13 +159,15 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[Layout, ...
     ``Face.tensors``.
 
     Scales of blocks along the contraction lie block by block, not row by row: so hardware reads
-    them, and so one block of neighbouring rows is written at once.
+    them, and so one block of neighbouring rows is written at once. Of formats without partial
+    blocks the face has ``format.stored(contraction)`` entries along the contraction.
 
     Raises:
         TypeError: If the format is the identity.
     """
     if fmt.storage is None or fmt.scale_dtype is None:
         raise TypeError("face_layouts: a quantized format is required, got the identity")
+    contraction = fmt.stored(contraction)
     width = contraction // fmt.elements_per_byte
     rows, blocks = fmt.scale_shape(other, contraction)
     block_by_block = fmt.block[0] == 1 and fmt.block[1] is not None

@@ -74,6 +74,11 @@ def is_recorded() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or is_captured()
 
 
+def autocasts(device_type: str) -> bool:
+    """Return whether autocast is on for a type of device; of meta tensors torch raises instead."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None:
     """Raise unless ``x`` is a bf16, fp16 or fp32 tensor (of ``rank`` dimensions)."""
     if not isinstance(x, torch.Tensor):

@@ -16,7 +16,8 @@ from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
-from hybridtensor.ops.library import define, runs_directly
+from hybridtensor.ops.flops import count_as_product
+from hybridtensor.ops.library import autocasts, define, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
 
@@ -91,7 +92,7 @@ def _multiply(
     if 0 in (left.shape[0], left.shape[1], right.shape[0]):
         zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
         return zeros if bias is None else zeros + bias.to(out_dtype)
-    if torch.is_autocast_enabled(left.device.type):
+    if autocasts(left.device.type):
         with torch.autocast(left.device.type, enabled=False):
             return _multiply(a, b, bias, out_dtype, fast_accum)
     kind = _native(a.format, b.format, out_dtype, left.device)
@@ -128,6 +129,7 @@ _OP = define(
     reference=_on_any_device,
     fake=_fake,
 )
+count_as_product(_OP.overloadpacket)
 
 
 def scaled_mm(
@@ -142,7 +144,8 @@ def scaled_mm(
 
     Element values are multiplied exactly and summed in fp32; scales that do not vary along K
     multiply the sum, the bias is added, and the result is rounded once (natively per tensor with an
-    fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros.
+    fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros. Of two
+    formats one may store more zeros at the end of K than the other; see ``Format.stored``.
 
     Args:
         left: A rowwise face ``[M, K]``.
@@ -172,7 +175,12 @@ def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
         a.shape[1] * left.format.elements_per_byte,
         b.shape[1] * right.format.elements_per_byte,
     )
-    if contraction != other:
+    step, other_step = left.format.step, right.format.step
+    if (
+        contraction != other
+        if step == other_step
+        else not _can_be_as_many(contraction, step, other, other_step)
+    ):
         raise ValueError(
             f"scaled_mm: one contraction size is required, got {contraction} ({left.format}) and "
             f"{other} ({right.format})"
@@ -182,6 +190,15 @@ def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
         raise ValueError(
             f"scaled_mm: operands on one device are required, got {', '.join(devices)}; move them"
         )
+
+
+def _can_be_as_many(left: int, left_step: int, right: int, right_step: int) -> bool:
+    """Return whether one number of values is stored as ``left`` and as ``right`` entries, in steps
+    of different sizes.
+
+    Both comparisons hold for all such numbers: guards on them make no second graph.
+    """
+    return left < right + left_step and right < left + right_step
 
 
 def product(

@@ -76,11 +76,14 @@ class Quantizer(ABC):
 
         Args:
             x: Plain tensor, bf16, fp16 or fp32, one to four dimensions. Leading dimensions count as
-                rows.
+                rows, of which there may be any number but in a weight: see ``ops.quantize``.
             rowwise: Make the rowwise face.
             columnwise: Make the columnwise face.
             dtype: Dtype of a face in high precision, which may share the memory of ``x``.
             context: Which tensor of which layer this is.
+
+        Raises:
+            ValueError: If the features, or the rows of a weight, are not whole blocks.
         """
 
     def request(
@@ -97,12 +100,28 @@ class Quantizer(ABC):
         """
         return {}
 
-    def check_matrix(self, rows: int | None, columns: int | None, who: str) -> None:
-        """Raise ValueError if a ``[rows, columns]`` matrix cannot be quantized; None is an extent
-        not known yet.
+    def check_matrix(
+        self,
+        rows: int | None,
+        columns: int | None,
+        who: str,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        """Raise ValueError if faces of a ``[rows, columns]`` matrix are not of whole blocks.
+
+        Args:
+            rows: None is any number.
+            columns: None is any number.
+            who: Begins the message.
+            rowwise: Check the rowwise face.
+            columnwise: Check the columnwise face.
         """
-        check_blocks(self.rowwise_format, (rows, columns), who, "rowwise")
-        check_blocks(self.columnwise_format, (columns, rows), who, "columnwise")
+        if rowwise:
+            check_blocks(self.rowwise_format, (rows, columns), who, "rowwise")
+        if columnwise:
+            check_blocks(self.columnwise_format, (columns, rows), who, "columnwise")
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -191,12 +210,12 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
     """Return the tensors that a cast needs beside the matrix.
 
     Raises:
-        ValueError: If the matrix is not of whole blocks, or the layer's state has no counter for
-            random rounding.
+        ValueError: If the features of the matrix, or both axes of a weight, are not of whole
+            blocks, or the layer's state has no counter for random rounding.
     """
     needs = _Needs(request) if is_traced() else _needs(request)  # no caches in traces
     if needs.whole_blocks:
-        _check_matrix(matrix, request, str(context))
+        _check_matrix(matrix, request, context)
     state, (row_amax, column_amax) = context.state, context.amaxes
     if not needs.state and row_amax is None and column_amax is None:
         return NO_INPUTS
@@ -242,9 +261,12 @@ class _Needs:
 _needs = functools.lru_cache(maxsize=1024)(_Needs)
 
 
-def _check_matrix(matrix: Tensor, request: CastRequest, who: str) -> None:
-    """Raise ValueError unless the faces of the matrix are whole blocks."""
-    rows, columns = matrix.shape
+def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> None:
+    """Raise ValueError unless the faces of the matrix are whole blocks, but for tokens: there may
+    be any number of them.
+    """
+    columns, who = matrix.shape[1], str(context)
+    rows = matrix.shape[0] if context.role == "weight" else None
     row, column, source, _ = request
     row = row or source
     if row is not None:
@@ -263,7 +285,7 @@ def check_blocks(
     fmt: Format, shape: tuple[int | None, int | None], who: str, direction: str
 ) -> None:
     """Raise ValueError unless a face ``[other, contraction]`` is whole blocks of ``fmt``; None is
-    not known yet.
+    any extent.
     """
     try:
         fmt.check_shape(*(0 if extent is None else extent for extent in shape))

@@ -6,6 +6,7 @@ added to them here.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,8 +60,8 @@ def quantize(
 
     Raises:
         TypeError: If ``x`` is not a tensor of those dtypes.
-        ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks, or no
-            face is asked for.
+        ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks (layers
+            take any number of tokens, a tensor whole blocks of them), or no face is asked for.
     """
     who = type(quantizer).__name__
     x = _plain(who, x)
@@ -72,6 +73,8 @@ def quantize(
         raise ValueError(
             f"{who}: at least one face is required, got rowwise=False and columnwise=False"
         )
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    quantizer.check_matrix(rows, columns, str(context), rowwise=rowwise, columnwise=columnwise)
     dtype = dtype or x.dtype
     with torch.no_grad():
         faces = quantizer.faces(

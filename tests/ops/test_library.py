@@ -30,20 +30,20 @@ DELAYED, RANDOM = Cast(FP8_E4M3_TENSOR, slot=1), Cast(NVFP4, stream=2)
 CASTS = [*(Cast(fmt) for fmt in FORMATS), DELAYED, RANDOM]
 
 
-def matrix(device, seed=0):
-    return random_tensor(32, 64, device=device, seed=seed)
+def matrix(device, seed=0, rows=32):
+    return random_tensor(rows, 64, device=device, seed=seed)
 
 
-def quantize(device, row, column=None, source=None):
+def quantize(device, row, column=None, source=None, rows=32):
     """Return arguments of ``quantize``."""
     request = str(CastRequest(row, column, source, None if source is None else torch.bfloat16))
     state = torch.ones(3, device=device), torch.zeros(3, device=device), torch.tensor([5, 7], device=device), 0
-    return matrix(device), request, *state
+    return matrix(device, rows=rows), request, *state
 
 
-def quantize_into(device, row, column=None, source=None):
+def quantize_into(device, row, column=None, source=None, rows=32):
     """Return arguments of ``quantize_into``."""
-    x, *arguments = quantize(device, row, column, source)
+    x, *arguments = quantize(device, row, column, source, rows)
     return x, OPS.quantize(x, *arguments), *arguments
 
 
@@ -58,6 +58,16 @@ def dequantized(fmt, device):
     """Return arguments of ``dequantize``."""
     tensors, name = face(fmt, device)
     return *tensors, *[None] * (3 - len(tensors)), name, torch.bfloat16
+
+
+def of_rows(device, rows):
+    """Return arguments of ``scaled_mm`` of two formats, of which one stores more zeros."""
+    columns = (None, None, None, 0)
+    operands = []
+    for seed, fmt in enumerate((NVFP4, MXFP8_E4M3)):
+        x = matrix(device, seed, rows)
+        operands += [OPS.quantize(x, str(CastRequest(None, Cast(fmt))), *columns), fmt.name]
+    return *operands, None, torch.bfloat16, False
 
 
 def scaled_mm(device, left, right, columns=32, bias=False, out_dtype=torch.bfloat16):
@@ -81,16 +91,19 @@ SAMPLES = {
         "rowwise only": lambda device: quantize(device, Cast(MXFP8_E4M3)),
         "columnwise only": lambda device: quantize(device, None, Cast(NVFP4_HADAMARD)),
         "columnwise of rowwise": lambda device: quantize(device, Cast(NVFP4), Cast(MXFP8_E4M3), Cast(NVFP4)),
+        "rows that fill no block": lambda device: quantize(device, Cast(NVFP4), Cast(MXFP8_E4M3), rows=39),
     },
     "quantize_into": {
         **{f"{cast}": lambda device, cast=cast: quantize_into(device, cast, cast.for_columnwise()) for cast in CASTS},
         "columnwise of rowwise": lambda device: quantize_into(device, Cast(NVFP4), Cast(MXFP8_E4M3), Cast(NVFP4)),
+        "rows that fill no block": lambda device: quantize_into(device, Cast(NVFP4), Cast(MXFP8_E4M3), rows=39),
     },
     "dequantize": {f"{fmt}": lambda device, fmt=fmt: dequantized(fmt, device) for fmt in FORMATS},
     "scaled_mm": {
         **{f"{fmt}": lambda device, fmt=fmt: scaled_mm(device, fmt, fmt) for fmt in FORMATS},
         "a width to pad": lambda device: scaled_mm(device, FP8_E4M3_TENSOR, FP8_E4M3_TENSOR, columns=24),
         "two formats": lambda device: scaled_mm(device, NVFP4, MXFP8_E4M3),
+        "two lengths": lambda device: of_rows(device, 39),
         "high precision": lambda device: scaled_mm(device, IDENTITY, FP8_E4M3_ROW),
         "bias": lambda device: scaled_mm(device, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, bias=True, out_dtype=torch.float32),
     },

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
+import torch.nn.functional as F
 from casting import cast_of, inputs_of, measure, quantize, request_of
 from kernels import require_kernels
 from tiers import by_group, covered, in_turn
@@ -116,6 +117,8 @@ def check(run, x, row=None, column=None, source=None, dtype=None):
     given, expected_given = state(x.device), state(x.device)
     got = run(x, row=row, column=column, source=source, dtype=dtype, first_row=FIRST_ROW, **given)
     expected = [] if row is None else face(x, row, expected_given)
+    if column is not None and not column.format.ragged:
+        x = F.pad(x, (0, 0, 0, -x.shape[0] % column.format.block[1]))  # whole blocks: the definition
     if source is not None:
         seen = face(x, source, expected_given)
         values = dequantize_reference(seen[0], seen[1], [*seen, None][2], source.format.name, dtype or x.dtype)
@@ -240,6 +243,48 @@ def test_ragged_columnwise_of_what_the_rowwise_face_holds(source, column, turn, 
     rows, columns = RAGGED[turn] if ragged else [(64, 96), (96, 160)][turn % 2]
     x = random_tensor(rows, columns, device=device)
     check(run, x, row=source if turn % 2 else None, column=column.for_columnwise(), source=source)
+
+
+TOKENS = (1, 7, 17, 30, 33, 80, 129)
+FEATURES = 160
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_any_number_of_rows(cast, run, device):
+    """The columnwise face is that of the matrix with rows of zeros below; the rowwise one keeps its rows."""
+    for rows in TOKENS[CASTS.index(cast) % 2 :: 2 if run is interpreted else 1]:
+        x = random_tensor(rows, FEATURES, device=device, seed=rows)
+        for row in (None, cast):
+            check(run, x, row=row, column=cast.for_columnwise())
+
+
+@pytest.mark.parametrize(("row", "column", "way"), in_kinds(WAYS), ids=str)
+def test_any_number_of_rows_of_every_pair(row, column, way, run, device):
+    """Also of what the rowwise face holds, where a scale block of its own ends among the zeros."""
+    rows = TOKENS[(2 * CASTS.index(row) + CASTS.index(column) + way) % len(TOKENS)]  # in turn
+    x = random_tensor(rows, FEATURES, dtype=torch.float32, device=device)
+    check_pair(run, x, row, column, way, torch.bfloat16)
+    x[rows // 2, 5::32] = float("nan")
+    x[rows - 1, 3::64] = float("inf")
+    check_pair(run, x, row, column, way, torch.bfloat16)
+
+
+@pytest.mark.parametrize("column", [kind[0]._replace(stream=-1) for kind in KINDS], ids=str)
+def test_known_amaxes_of_any_number_of_rows(column, run, device):
+    """What the rowwise face is scaled by is known, per tensor and per row."""
+    for rows, source in itertools.product((1, 17), (CASTS[0], CASTS[3])):
+        x = random_tensor(rows, FEATURES, device=device)
+        amax, missing = 2 * known(x, source), -rows % 128
+        whole_amax = F.pad(amax, (0, missing)) if source.measures else amax
+        whole = F.pad(x, (0, 0, 0, missing))
+        got = run(x, column=column, source=source, row_amax=amax)
+        expected = run(whole, column=column, source=source, row_amax=whole_amax)
+        assert all(torch.equal(bits(a), bits(beginning(b, a))) for a, b in zip(got, expected, strict=True))
+
+
+def beginning(whole, part):
+    """Return as much of a tensor as there is of a part of it."""
+    return whole[: part.shape[0], : part.shape[1]]
 
 
 class Allocations(TorchDispatchMode):

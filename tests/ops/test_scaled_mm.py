@@ -183,6 +183,37 @@ def test_empty_gives_zeros_or_the_bias(shape, device):
     assert torch.equal(scaled_mm(a, b, bias=bias, out_dtype=torch.bfloat16), bias.expand(m, n))
 
 
+ENDS = [
+    (MX, NV), (NV, MX_GRAD), (MX, IDENTITY), (IDENTITY, NV), (MX, TENSOR), (ROW, NV_ROWS), (BLOCKS, MX),
+    (MX, BLOCKS_FP32), (NV_SQUARES, SQUARES_FP32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", ENDS, ids=str)
+@pytest.mark.parametrize("k", [7, 17, 129])
+def test_one_operand_may_end_in_more_zeros(pair, k, device):
+    """Oracle: the product of operands that both end in zeros up to whole blocks."""
+    faces, whole = [], []
+    for i, fmt in enumerate(pair):
+        x = random_tensor(16 * (i + 1), k, device=device, seed=i)
+        faces.append(face(F.pad(x, (0, -k % fmt.step)), fmt))
+        whole.append(face(F.pad(x, (0, -k % 32)), fmt))
+    got, expected = (scaled_mm(a[0], b[0], out_dtype=torch.float32) for a, b in (faces, whole))
+    exact_a, exact_b = (F.pad(exact, (0, -exact.shape[1] % 32)) for _, exact in faces)
+    bound = product_bound(exact_a, exact_b.t(), torch.float32)
+    for product in (got, expected):
+        assert ((product.double() - exact_a @ exact_b.t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("left", "right"), [(32, 48), (64, 30), (16, 64)])
+def test_operands_of_other_lengths_are_refused(left, right, device):
+    """Whole blocks of MX are 32 entries, of FP8 per tensor and of plain values one."""
+    a = face(random_tensor(4, left, device=device), NV if left == 16 else MX)[0]
+    b = face(random_tensor(4, right, device=device), MX if left == 16 else TENSOR)[0]
+    with pytest.raises(ValueError, match=f"one contraction size is required, got {left} .* and {right} "):
+        scaled_mm(a, b, out_dtype=torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("left", "right"), [(TENSOR, TENSOR), (GRAD, TENSOR), (TENSOR, GRAD), (ROW, ROW),

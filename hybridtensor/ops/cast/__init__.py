@@ -40,8 +40,9 @@ def prepare(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) -> 
     """Return the cast for matrices that lie as ``x`` does, with inputs of the kind of ``inputs``.
 
     Args:
-        x: ``[M, K]``, bf16, fp16 or fp32, any strides, may be empty; whole blocks of formats that
-            need them.
+        x: ``[M, K]``, bf16, fp16 or fp32, any strides, may be empty; K is whole blocks of formats
+            that need them. M is any: the columnwise face then is that of ``x`` with rows of zeros
+            below, up to whole blocks.
         request: Which faces, and how.
         inputs: What ``run`` will be given, or tensors of the same dtypes and alignment.
 

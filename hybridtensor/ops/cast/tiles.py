@@ -28,6 +28,7 @@ class KernelFace(NamedTuple):
         rotated: Whether values are rotated first.
         slot: Which delayed scale; -1 is none.
         stream: Which random numbers; -1 is none.
+        step: Of what number the entries stored along the contraction are a multiple.
     """
 
     kind: int
@@ -37,6 +38,7 @@ class KernelFace(NamedTuple):
     rotated: bool = False
     slot: int = -1
     stream: int = -1
+    step: int = 1
 
     @classmethod
     def of(cls, cast: Cast | None) -> KernelFace:
@@ -52,6 +54,7 @@ class KernelFace(NamedTuple):
             rotated=fmt.hadamard,
             slot=cast.slot,
             stream=cast.stream,
+            step=fmt.step,
         )
 
     def constants(
@@ -61,11 +64,11 @@ class KernelFace(NamedTuple):
 
         Args:
             dtype: Dtype of what is cast.
-            contraction: Entries of the face along the contraction.
+            contraction: Entries along the contraction of what is cast.
             note: Whether amaxes are noted.
             store: Whether the face is wanted, not only what it holds.
         """
-        two_level = self.kind in (NVFP4, NVFP4_ROW)
+        two_level, whole = self.kind in (NVFP4, NVFP4_ROW), contraction % self.step == 0
         return FaceConstants(
             kind=self.kind,
             side=self.side,
@@ -73,10 +76,11 @@ class KernelFace(NamedTuple):
             pow2=self.pow2,
             rotated=self.rotated,
             stochastic=self.stream >= 0,
-            pack=contraction % (8 if two_level else 4) == 0,
+            pack=not whole or contraction % (8 if two_level else 4) == 0,
             overflow=torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX,
             note=note,
             store=store,
+            step=1 if whole else self.step,
         )
 
 

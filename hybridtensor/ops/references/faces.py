@@ -6,6 +6,7 @@ Shape letters: ``M`` rows, ``K`` columns.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
@@ -18,32 +19,55 @@ def define_faces(
     x: Tensor, request: CastRequest, inputs: CastInputs
 ) -> tuple[Face | None, Face | None]:
     """Return the rowwise and the columnwise face of ``x``: what ``quantize`` is."""
-    row, column, source, dtype = request
+    row, column = request[:2]
     made = None if row is None else _face(x, row, inputs, transposed=False)
     if column is None:
         return made, None
+    missing = column.format.stored(x.shape[0]) - x.shape[0]
+    if missing:  # zeros: they raise no amax, and are counted on in the draws
+        x, inputs = _with_zero_rows(x, request, inputs, missing)
+    return made, _columnwise(x, None if missing else made, request, column, inputs)
+
+
+def _with_zero_rows(
+    x: Tensor, request: CastRequest, inputs: CastInputs, count: int
+) -> tuple[Tensor, CastInputs]:
+    """Return the matrix with ``count`` rows of zeros below, and what is known of its rows."""
+    source, amax = request.source, inputs.row_amax
+    if source is not None and source.measures and amax is not None:
+        inputs = inputs._replace(row_amax=F.pad(amax, (0, count)))
+    return F.pad(x, (0, 0, 0, count)), inputs
+
+
+def _columnwise(
+    x: Tensor, row: Face | None, request: CastRequest, cast: Cast, inputs: CastInputs
+) -> Face:
+    """Return the columnwise face.
+
+    Args:
+        x: The matrix, of whole blocks.
+        row: Its rowwise face, if that is known.
+        request: What is asked for.
+        cast: How the face is made.
+        inputs: The tensors that the request needs.
+    """
+    source, fmt = request.source, cast.format
     if source is not None:
-        held = made if made is not None else _face(x, source, inputs, transposed=False)
+        held = row if row is not None else _face(x, source, inputs, transposed=False)
         if held.scale is None:
             raise ValueError(
                 f"quantize: a quantized rowwise face is required as source, got {source}"
             )
         values = dequantize_reference(
-            held.qdata, held.scale, held.tensor_scale, source.format.name, dtype or x.dtype
+            held.qdata, held.scale, held.tensor_scale, source.format.name, request.dtype or x.dtype
         )
-        return made, _face(values.t(), column, inputs, transposed=True)
-    fmt, one_amax = column.format, inputs.row_amax is inputs.column_amax
-    if (
-        made is not None
-        and row == column
-        and fmt.is_square
-        and fmt.elements_per_byte == 1
-        and one_amax
-    ):
+        return _face(values.t(), cast, inputs, transposed=True)
+    alike = request.row == cast and inputs.row_amax is inputs.column_amax
+    if row is not None and alike and fmt.is_square and fmt.elements_per_byte == 1:
         # one face is the transpose of the other: bytes are transposed, not values quantized
-        tensors = [t.t().clone(memory_format=torch.contiguous_format) for t in made.tensors()]
-        return made, Face(tensors[0], tensors[1], None, fmt)
-    return made, _face(x.t(), column, inputs, transposed=True)
+        tensors = [t.t().clone(memory_format=torch.contiguous_format) for t in row.tensors()]
+        return Face(tensors[0], tensors[1], None, fmt)
+    return _face(x.t(), cast, inputs, transposed=True)
 
 
 def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -> Face:

@@ -1,0 +1,59 @@
+"""What a product counts as in ``torch.utils.flop_counter.FlopCounterMode``: as that of a plain
+layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import get_format
+
+
+def product_flops(
+    left: list[Tensor],
+    left_format: str,
+    right: list[Tensor],
+    right_format: str,
+    *_: object,
+    **__: object,
+) -> Any:
+    """Return the floating-point operations of ``scaled_mm``, whose arguments these are, as torch
+    counts those of ``mm``; casts and scales are none.
+
+    The contraction counts as it is stored: tokens in ``grad_weight`` as whole blocks, where both
+    formats have no partial ones.
+    """
+    (rows, entries), (columns, others) = (
+        _extents(face[0], name) for face, name in ((left, left_format), (right, right_format))
+    )
+    return 2 * rows * columns * torch.sym_min(entries, others)  # no guard of a traced shape
+
+
+def _extents(codes: Tensor, name: str) -> tuple[int, int]:
+    """Return the shape of a face, in elements."""
+    return codes.shape[0], codes.shape[1] * get_format(name).elements_per_byte
+
+
+def count_as_product(operator: object) -> None:
+    """Let torch count an operator with the arguments of ``scaled_mm``."""
+    _torch_counter().register_flop_formula(operator, get_raw=True)(product_flops)
+
+
+def _torch_counter() -> ModuleType:
+    """Return torch's module, which copies its formulas when counting begins: they have to be there
+    before.
+
+    Imported without Triton it says that it does not count Triton's kernels, which nobody asked.
+    """
+    logger = logging.getLogger("torch.utils.flop_counter")
+    before, logger.disabled = logger.disabled, True
+    try:
+        import torch.utils.flop_counter as counter
+    finally:
+        logger.disabled = before
+    return counter
