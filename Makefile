@@ -34,6 +34,12 @@ test: $(VENV)/.test
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -q --long $(ARGS)
 
+# Other libraries' own ways with quantized models: the packages are installed into an environment of their own.
+test-frameworks: pyproject.toml constraints.txt
+	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.test
+	.venv-frameworks/bin/pip install -c constraints.txt --editable ".[frameworks]"
+	.venv-frameworks/bin/python -m pytest -n $(JOBS) -q tests/frameworks $(ARGS)
+
 # On a machine with a GPU and its own torch: PYTHON names the interpreter that has it. What takes time there is compiling
 # kernels, each of which is then there for all workers.
 test-gpu: JOBS = 12

@@ -33,11 +33,12 @@ class HighPrecisionValues:
             those it gave.
     """
 
-    __slots__ = ("_follows", "_former", "_master", "_owned", "loaded", "original")
+    __slots__ = ("_existed", "_follows", "_former", "_master", "_owned", "loaded", "original")
 
     def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
         self.original, self._follows = original, follows
         self._owned = self.loaded = False
+        self._existed = original is not None
         self._master: weakref.ref[Tensor] | None = None
         self._former: weakref.ref[Tensor] | None = (
             None  # master of what this was copied from, until a write
@@ -48,6 +49,11 @@ class HighPrecisionValues:
         """The optimizer's master, or else the original, or None."""
         master = None if self._master is None else self._master()
         return self.original if master is None else master.detach()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there were values, which nobody holds any more."""
+        return self._existed and self.current is None
 
     @property
     def follows(self) -> bool:
@@ -86,6 +92,7 @@ class HighPrecisionValues:
         of none any more.
         """
         made = HighPrecisionValues(self.original, self._follows)
+        made._existed = self._existed
         made._owned, made._master, made._former, made.loaded = (
             self._owned,
             self._master,
@@ -128,7 +135,7 @@ class HighPrecisionValues:
         optimizer holds it.
         """
         self.let_go()
-        self._master, self._former = weakref.ref(master), None
+        self._master, self._former, self._existed = weakref.ref(master), None, True
         self._follows, self.loaded = follows, loaded
 
     def let_go(self) -> None:

@@ -199,7 +199,7 @@ def _present_values(weight: HybridTensor, who: str) -> Tensor:
     known = _known_values(weight)
     if known is not None:
         return known.clone()
-    if weight.requires_grad or weight.record.values is not None:
+    if weight.requires_grad or (weight.record.values is not None and weight.high_precision.is_lost):
         raise NotImplementedError(
             f"HybridTensor: {who} of a trainable weight needs its values in high precision, got "
             "faces only, in which small changes are lost; step it through "

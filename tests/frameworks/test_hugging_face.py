@@ -1,0 +1,119 @@
+"""Transformers: resizing, saving, training with Trainer."""
+
+import logging
+
+import pytest
+import torch
+
+import hybridtensor as ht
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: make test-frameworks")
+pytest.importorskip("accelerate", reason="needs accelerate: make test-frameworks")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
+IDS = torch.arange(32).view(1, 32) % 96
+KINDS = pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+
+
+def make(tied=False):
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def everything(module, name):
+    return True
+
+
+@KINDS
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_embeddings_are_resized(tied, persistent, caplog):
+    """A tied head keeps its recipe; a new head is plain, and said to be."""
+    model = ht.quantize_(make(tied), "fp8", persistent=persistent, filter_fn=everything)
+    before = model.lm_head.weight.dequantize().clone()
+    model.resize_token_embeddings(112)
+    assert model.lm_head.weight.shape == (112, 64)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    if tied:
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        assert ht.subclasses.is_converted(model.lm_head.weight)
+        assert torch.equal(ht.plain.high_precision_values(model.lm_head.weight)[:96], before) or persistent
+    else:
+        assert "lm_head" in {matrix.name.removesuffix(".weight") for matrix in ht.check(model, IDS).coverage.plain}
+
+
+@KINDS
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_save_pretrained_and_from_pretrained(tied, persistent, tmp_path):
+    model = ht.quantize_(make(tied), "fp8", persistent=persistent, filter_fn=everything)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, value in loaded.named_parameters():
+        own = model.get_parameter(name)
+        assert torch.equal(value, own.dequantize() if ht.subclasses.is_converted(own) else own), name
+
+
+@KINDS
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_trainer(recipe, persistent, tmp_path):
+    """Checkpoints in between, and bitwise a loop by hand."""
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            return {"input_ids": IDS[0], "labels": IDS[0]}
+
+    def optimizer_of(model):
+        make_one = ht.optim.MasterWeights if persistent else lambda cls, parameters, **kw: cls(parameters, **kw)
+        optimizer = make_one(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        ht.step_after(optimizer, model)
+        return optimizer
+
+    model, other = (ht.quantize_(make(), recipe, persistent=persistent) for _ in range(2))
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, lr_scheduler_type="constant", max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=(optimizer_of(model), None))
+    trainer.train()
+    optimizer = optimizer_of(other)
+    other.train()
+    for _ in range(4):
+        other(input_ids=IDS.expand(2, -1), labels=IDS.expand(2, -1)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        pair = [p.dequantize() if ht.subclasses.is_converted(p) else p for p in (mine, theirs)]
+        assert torch.equal(*pair), name
+    if recipe == "fp8_delayed":
+        state = model.model.layers[0].self_attn.q_proj.quantization_state
+        assert state.version >= 4
+    assert {"model.safetensors", "optimizer.pt"} <= {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, weight.dequantize())
+
+
+def test_a_vector_of_parameters():
+    model = ht.quantize_(make(), "fp8")
+    vector = torch.nn.utils.parameters_to_vector(model.parameters())
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+        torch.nn.utils.vector_to_parameters(vector.clone(), model.parameters())
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+        torch.nn.utils.vector_to_parameters(1.5 * vector, model.parameters())
+        assert not torch.equal(model(input_ids=IDS).logits, expected)
+
+
+@KINDS
+def test_histograms_of_every_parameter(persistent, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard: make test-frameworks")
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        for name, parameter in ht.quantize_(make(), "fp8", persistent=persistent).named_parameters():
+            writer.add_histogram(name, parameter, 0)
+    assert any(tmp_path.iterdir())
