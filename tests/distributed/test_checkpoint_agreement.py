@@ -152,7 +152,28 @@ def broken(*args, **kwargs):
     raise OSError(5, "Input/output error")
 
 
-BODIES = (save_arguments, load_arguments, other_disks, shapes, replicas, fails_on_one)
+def exports(rank, path):
+    """Of a sharded model, what fails where the file is written fails everywhere."""
+    mesh = DeviceMesh(here(), [0, 1])
+    model = nn.Linear(4, 4, bias=False)
+    weight = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    model.weight = nn.Parameter(weight)
+    os.makedirs(path, exist_ok=True)
+    with pytest.raises(RuntimeError, match=r"export_safetensors: .*nothing.* \(rank 0\)"):
+        ht.export_safetensors(model, f"{path}/nothing/model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            real = ht.export._in_high_precision
+            patch.setattr(ht.export, "_in_high_precision", lambda *args: broken(real(*args)))
+        with pytest.raises(RuntimeError, match=r"Input/output error \(rank 1\)"):
+            ht.export_safetensors(model, f"{path}/model.safetensors")
+    ht.export_safetensors(model, f"{path}/model.safetensors")
+    assert list(ht.load_safetensors(f"{path}/model.safetensors")) == ["weight"]
+    if rank == 0:  # of one that is not sharded, alone
+        ht.export_safetensors(nn.Linear(2, 2), f"{path}/alone.safetensors")
+
+
+BODIES = (exports, save_arguments, load_arguments, other_disks, shapes, replicas, fails_on_one)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
