@@ -39,6 +39,11 @@ class Unwilling(Held):
             raise KeyError("something else")
 
 
+class Registered:
+    def __init__(self, value):
+        self.value = value
+
+
 UNREADABLE = {
     "argparse.Namespace": argparse.Namespace(lr=1),
     "collections.defaultdict": collections.defaultdict(int),
@@ -99,6 +104,13 @@ class TestSaving:
         before = np.random.rand(3)
         np.random.set_state(fresh["s"].held["rng"])
         np.testing.assert_array_equal(np.random.rand(3), before)
+
+    def test_arrays_in_objects_are_refused(self, tmp_path):
+        """Of a class that is registered as safe: nothing looks for arrays there."""
+        with torch.serialization.safe_globals([Registered]):
+            checkpoint.save(tmp_path, 1, {"entry": Registered(3)})
+            with pytest.raises(ValueError, match=r"got .*Registered in entry.*in lists, tuples and dictionaries"):
+                checkpoint.save(tmp_path, 2, {"entry": Registered(np.ones(3))})
 
     def test_what_is_checked_is_what_is_written(self, tmp_path):
         """Values are pickled once: one that changes in between cannot slip through."""

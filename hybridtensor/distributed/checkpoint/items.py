@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.checkpoint.numpy_values import stand_ins, with_arrays
+from hybridtensor.distributed.checkpoint.numpy_values import NumpyReader
 from hybridtensor.distributed.checkpoint.opcodes import PickleMachine
 
 _PICKLE, _DATA = "data.pkl", "data"
@@ -32,10 +32,11 @@ def read_value(stream: IO[bytes]) -> Any:
     """
     check_archive(stream)
     stream.seek(0)
+    arrays = NumpyReader()
     try:
-        with torch.serialization.safe_globals(stand_ins()):
+        with torch.serialization.safe_globals(arrays.stand_ins()):
             loaded = torch.load(stream, map_location="cpu", weights_only=True)
-        return with_arrays(loaded)
+        return arrays.with_arrays(loaded)
     except Exception as error:  # damaged pickles raise whatever they like
         raise ValueError(f"{_first_line(error)}") from error
 

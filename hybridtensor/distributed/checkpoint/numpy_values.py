@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -66,42 +66,58 @@ def _scalar(dtype: object, data: object = None) -> Any:
     return dtype.take(data, ())[()]
 
 
-def _reconstruct(kind: object, shape: object, code: object) -> _Array:
-    if kind is not _ArrayType:
-        raise ValueError("a numpy array is required")
-    return _Array()
-
-
 def _no_bytes(*arguments: object) -> bytes:
     if arguments:
         raise ValueError("bytes of no argument are required")
     return b""
 
 
-def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Return what reads numpy's values, each with the name that pickles have for numpy's own."""
-    own = "hybridtensor"
-    return [
-        (_DType, "numpy.dtype"),
-        (_ArrayType, "numpy.ndarray"),
-        (_no_bytes, "builtins.bytes"),  # which pickles call for bytes without any
-        (_Array, f"{own}.array"),  # torch's reader gives a state to registered classes only
-        *((_scalar, f"{module}.scalar") for module in _MODULES),
-        *((_reconstruct, f"{module}._reconstruct") for module in _MODULES),
-    ]
+class NumpyReader:
+    """Reads numpy's values in one pickle; the arrays are there when all of it is read."""
 
+    def __init__(self) -> None:
+        self._made: list[_Array] = []
 
-def with_arrays(value: Any) -> Any:
-    """Return ``value`` with numpy's arrays for what stands for them, in the same containers."""
-    return _replaced(value, {})
+    def stand_ins(self) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+        """Return what reads numpy's values, each with the name that pickles have for numpy's own."""
+        return [
+            (_DType, "numpy.dtype"),
+            (_ArrayType, "numpy.ndarray"),
+            (_no_bytes, "builtins.bytes"),  # which pickles call for bytes without any
+            (
+                _Array,
+                "hybridtensor.array",
+            ),  # torch's reader gives states to registered classes only
+            *((_scalar, f"{module}.scalar") for module in _MODULES),
+            *((self._reconstruct, f"{module}._reconstruct") for module in _MODULES),
+        ]
+
+    def _reconstruct(self, kind: object, shape: object, code: object) -> _Array:
+        if kind is not _ArrayType:
+            raise ValueError("a numpy array is required")
+        self._made.append(_Array())
+        return self._made[-1]
+
+    def with_arrays(self, value: Any) -> Any:
+        """Return ``value`` with the arrays for what stands for them, in the same containers.
+
+        Raises:
+            ValueError: If one is anywhere else, or has no values.
+        """
+        known: dict[int, Any] = {}
+        found = _replaced(value, known)
+        if not all(id(made) in known for made in self._made):
+            raise ValueError("numpy arrays in lists, tuples and dictionaries are required")
+        return found
 
 
 def _replaced(value: Any, known: dict[int, Any]) -> Any:
     if isinstance(value, _Array):
         if value.values is None:
             raise ValueError("a numpy array with its bytes is required")
+        known[id(value)] = value.values
         return value.values
-    if type(value) in (_DType, type, FunctionType):
+    if type(value) in (_DType, type, FunctionType, MethodType):
         raise ValueError("a value is required, got a name of numpy's")
     if type(value) is tuple:
         if id(value) not in known:

@@ -88,7 +88,7 @@ def load(
         ranks.each(restoration.fill)
     except BaseException as error:
         staged.put_back()
-        for text in former.restore():
+        for text in former.restore(restoration.begun):
             error.add_note(f"checkpoint.load: {text}")
         raise
     return number

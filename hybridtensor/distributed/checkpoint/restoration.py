@@ -40,6 +40,7 @@ class Restoration:
 
     Attributes:
         target: What the planner loads into, mostly the memory of the state itself.
+        begun: Objects with a state dict that were asked to take another one.
     """
 
     def __init__(self, training: Training, manifest: Manifest, metadata: Metadata) -> None:
@@ -54,6 +55,7 @@ class Restoration:
         }
         self._weights = manifest.weights
         self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
+        self.begun: list[str] = []
         self._after: list[Callable[[], None]] = []
         self.target: StateDict = {}
         for name, optimizer in training.optimizers.items():
@@ -175,6 +177,7 @@ class Restoration:
                 act()
         for entry, kind in training.kinds.items():
             if kind == "stateful":
+                self.begun.append(entry)
                 own = training.state[entry].state_dict()
                 training.state[entry].load_state_dict(_as_in(own, self.target[entry]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -37,15 +37,22 @@ class Former:
             self._undo += [(entry, undo) for undo in _of_tensors(masters, kept)]
             for one in {id(o): o for o in (optimizer.optimizer, optimizer.inner)}.values():
                 self._undo.append((entry, _of_optimizer(one)))
-        for entry, kind in training.kinds.items():
-            if kind == "stateful":
-                self._undo.append((entry, _of_stateful(training.state[entry])))
+        self._stateful = [
+            (entry, _of_stateful(training.state[entry]))
+            for entry, kind in training.kinds.items()
+            if kind == "stateful"
+        ]
 
-    def restore(self) -> list[str]:
-        """Have everything as it was; return a text for each entry that refuses."""
+    def restore(self, begun: Collection[str]) -> list[str]:
+        """Have everything as it was; return a text for each entry that refuses.
+
+        Args:
+            begun: Objects with a state dict that were asked to take another one.
+        """
         refused = []
+        stateful = [(entry, undo) for entry, undo in self._stateful if entry in begun]
         with torch.no_grad():
-            for entry, undo in reversed(self._undo):
+            for entry, undo in reversed([*self._undo, *stateful]):
                 try:
                     undo()
                 except Exception as error:  # the others can be restored all the same
