@@ -118,21 +118,33 @@ class TestSaving:
             checkpoint.save(tmp_path, 1, {"n": {"a": 3}})
         assert [call.args[0] for call in save.call_args_list] == [{"a": 3}]
 
-    def test_extra_state_of_modules_comes_back(self, tmp_path):
-        class Counting(nn.Linear):
-            count = 0
-
-            def get_extra_state(self):
-                return {"count": self.count}
-
-            def set_extra_state(self, state):
-                self.count = state["count"]
-
-        source, target = Counting(2, 2), Counting(2, 2)
-        source.count = 5
+    @pytest.mark.parametrize("kind", [int, lambda count: {"count": count}], ids=["number", "dictionary"])
+    def test_extra_state_of_modules_comes_back(self, kind, tmp_path):
+        source, target = Counting(kind(5)), Counting(kind(7))
         checkpoint.save(tmp_path, 1, {"model": source})
+        held, state = target.count, {"model": target, "last": Unwilling({"n": 1})}
+        with pytest.raises(ValueError, match="has no entry 'last'"):
+            checkpoint.load(tmp_path, state)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="Input/output error"):
+            patch.setattr(checkpoint.restoration.Restoration, "fill", raising)
+            checkpoint.load(tmp_path, {"model": target})
+        assert target.count == held == kind(7)
         checkpoint.load(tmp_path, {"model": target})
-        assert target.count == 5
+        assert target.count == kind(5)
+
+
+class Counting(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    def __init__(self, count):
+        super().__init__(2, 2)
+        self.count = count
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
 
 
 def everything(spec, persistent, seed):

@@ -51,11 +51,11 @@ def pickled(value: object, name: str, who: str) -> io.BytesIO:
         return _round_trip(value)
     except ValueError as error:
         where, part = _unreadable(value, name)
-        kind = type(part)
-        dtype = f" of {part.dtype}" if kind.__module__ == "numpy" else ""  # type: ignore[attr-defined]
+        kind, dtype = type(part), getattr(part, "dtype", None)
+        of = f" of {dtype}" if kind.__module__ == "numpy" and dtype is not None else ""
         raise ValueError(
             f"{who}: numbers, text, tensors, numpy's numbers and arrays, and lists, tuples and "
-            f"dictionaries of these are required, got {kind.__module__}.{kind.__qualname__}{dtype} "
+            f"dictionaries of these are required, got {kind.__module__}.{kind.__qualname__}{of} "
             f"in {where}; convert it, or leave it out ({error})"
         ) from error
 

@@ -103,8 +103,8 @@ class Restoration:
         self._loaded[entry][name] = value
         if isinstance(value, Tensor):
             self._add_values(entry, name, value)
-        else:
-            self.target[entry][name] = value
+        else:  # the extra state of a module, which may hold on to what it gave
+            self.target[entry][name] = _containers(value)
 
     def _add_values(self, entry: str, name: str, value: Tensor) -> None:
         """Load high-precision values: as they are stored, or from a master."""

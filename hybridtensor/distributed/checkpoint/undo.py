@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeAlias
 
@@ -73,16 +74,17 @@ def _of_module(module: nn.Module, kept: set[_Memory]) -> Iterator[Callable[[], N
             yield _slots(values)
             tensors += [] if values.original is None else [values.original]
     yield from _of_tensors(tensors, kept)
+    for part_of in module.modules():
+        if type(part_of).get_extra_state is not nn.Module.get_extra_state:
+            yield functools.partial(
+                part_of.set_extra_state, copy.deepcopy(part_of.get_extra_state())
+            )
 
 
 def _of_tensors(tensors: list[Tensor], kept: set[_Memory]) -> Iterator[Callable[[], None]]:
     others = {_memory(t): t for t in tensors if not t.is_meta and _memory(t) not in kept}
     for tensor in others.values():
-        yield _copy(tensor, tensor.to("cpu", copy=True))
-
-
-def _copy(tensor: Tensor, former: Tensor) -> Callable[[], None]:
-    return lambda: _write(tensor, former)
+        yield functools.partial(_write, tensor, tensor.to("cpu", copy=True))
 
 
 def _write(tensor: Tensor, former: Tensor) -> None:
