@@ -148,6 +148,32 @@ def fails_on_one(rank, path):
         assert bits(state["model"]) == before
 
 
+def fails_at_the_end_of_one(rank, path):
+    """What the others have taken by then is taken back, too."""
+    checkpoint.save(path, 1, {"d": {"n": 1, "t": torch.ones(1), "more": [1, {"a": 1}]}, "e": 1})
+    inner = [2, {"a": 2}]
+    state = {"d": {"n": 2, "t": torch.zeros(1), "more": inner}, "e": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(checkpoint.restoration.Restoration, "fill", broken)
+        with pytest.raises(RuntimeError, match=r"Input/output error \(rank 1\)"):
+            checkpoint.load(path, state)
+    assert state == {"d": {"n": 2, "t": torch.zeros(1), "more": [2, {"a": 2}]}, "e": 2}
+    assert state["d"]["more"] is inner
+    checkpoint.load(path, state)
+    assert state == {"d": {"n": 1, "t": torch.ones(1), "more": [1, {"a": 1}]}, "e": 1}
+
+
+def comes_late(rank, path):
+    """Who waited in vain can try again, once all are there."""
+    state, timeout = {"model": make("fp8")[0]}, datetime.timedelta(seconds=4)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 did not come within 0:00:04"):
+            checkpoint.save(path, 1, state, timeout=timeout)
+    dist.barrier()
+    checkpoint.save(path, 1, state, timeout=timeout)
+
+
 def broken(*args, **kwargs):
     raise OSError(5, "Input/output error")
 
@@ -173,7 +199,17 @@ def exports(rank, path):
         ht.export_safetensors(nn.Linear(2, 2), f"{path}/alone.safetensors")
 
 
-BODIES = (exports, save_arguments, load_arguments, other_disks, shapes, replicas, fails_on_one)
+BODIES = (
+    exports,
+    save_arguments,
+    load_arguments,
+    other_disks,
+    shapes,
+    replicas,
+    fails_on_one,
+    fails_at_the_end_of_one,
+    comes_late,
+)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

@@ -125,8 +125,8 @@ class TestSaving:
         held, state = target.count, {"model": target, "last": Unwilling({"n": 1})}
         with pytest.raises(ValueError, match="has no entry 'last'"):
             checkpoint.load(tmp_path, state)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="Input/output error"):
-            patch.setattr(checkpoint.restoration.Restoration, "fill", raising)
+        fill = mock.patch.object(checkpoint.restoration.Restoration, "fill", raising)
+        with fill, pytest.raises(RuntimeError, match="Input/output error"):
             checkpoint.load(tmp_path, {"model": target})
         assert target.count == held == kind(7)
         checkpoint.load(tmp_path, {"model": target})

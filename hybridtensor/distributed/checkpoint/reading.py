@@ -87,6 +87,7 @@ def load(
         ranks.each(put)
         ranks.each(restoration.fill)
     except BaseException as error:
+        restoration.empty()
         staged.put_back()
         for text in former.restore(restoration.begun):
             error.add_note(f"checkpoint.load: {text}")

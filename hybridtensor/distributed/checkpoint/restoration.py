@@ -56,6 +56,7 @@ class Restoration:
         self._weights = manifest.weights
         self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
         self.begun: list[str] = []
+        self._former: list[tuple[Any, Any]] = []
         self._after: list[Callable[[], None]] = []
         self.target: StateDict = {}
         for name, optimizer in training.optimizers.items():
@@ -183,11 +184,22 @@ class Restoration:
 
     def fill(self) -> None:
         """Put data into the state; the last step, which no object takes part in."""
-        training = self.training
-        for entry, kind in training.kinds.items():
+        state = self.training.state
+        self._former.append((state, dict(state)))
+        for entry, kind in self.training.kinds.items():
             if kind == "data":
-                own, found = training.state[entry], self.target[entry]
-                training.state[entry] = _filled(own, found) if has_parts(own) else found
+                own, found = state[entry], self.target[entry]
+                state[entry] = _filled(own, found, self._former) if has_parts(own) else found
+
+    def empty(self) -> None:
+        """Undo ``fill``."""
+        while self._former:
+            holder, former = self._former.pop()
+            holder.clear()
+            if isinstance(holder, dict):
+                holder.update(former)
+            else:
+                holder.extend(former)
 
 
 def _face_tails(name: str) -> Iterator[tuple[str, str]]:
@@ -251,15 +263,19 @@ def _as_in(own: object, loaded: Any) -> Any:
     return loaded
 
 
-def _filled(own: Any, loaded: Any) -> Any:
-    """Return ``own`` with what was loaded in it, where it is of dictionaries and lists."""
+def _filled(own: Any, loaded: Any, former: list[tuple[Any, Any]]) -> Any:
+    """Return ``own`` with what was loaded in it, where it is of dictionaries and lists; ``former``
+    gets each of these and what it held.
+    """
     if isinstance(own, dict) and isinstance(loaded, dict):
+        former.append((own, dict(own)))
         for key, value in loaded.items():
-            own[key] = _filled(own.get(key), value)
+            own[key] = _filled(own.get(key), value, former)
         return own
     if isinstance(own, list) and isinstance(loaded, list):
+        former.append((own, list(own)))
         known = [own[i] if i < len(own) else None for i in range(len(loaded))]
-        own[:] = [_filled(before, item) for before, item in zip(known, loaded, strict=True)]
+        own[:] = [_filled(before, item, former) for before, item in zip(known, loaded, strict=True)]
         return own
     return _as_in(own, loaded)
 
