@@ -71,10 +71,10 @@ class Ranks:
         # gloo tries five times to reach a rank that is gone, each time for as long as its timeout.
         # All ranks are here, so that it is short while they connect; ``_set_pg_timeout`` is private
         # to torch, and a torch without it fails here.
-        short = datetime.timedelta(seconds=1.5 + 0.01 * self.size)
+        fifth = min(1.5 + 0.01 * self.size, max(self._timeout.total_seconds() / 5, 1.0))
         try:
             made: dist.ProcessGroup = dist.new_group(
-                timeout=min(short, self._timeout / 5), backend="gloo"
+                timeout=datetime.timedelta(seconds=fifth), backend="gloo"
             )
         except RuntimeError as error:
             self._lost(error)
