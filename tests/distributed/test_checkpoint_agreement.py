@@ -251,7 +251,7 @@ def dies_first(rank, path, when):
     told = "rank 1 did not come within 0:00:03" if when == "before" else "got no answer from one of the 3 ranks"
     with pytest.raises(RuntimeError, match=told):
         checkpoint.save(path, 1, state, timeout=datetime.timedelta(seconds=3 if when == "before" else 600))
-    assert time.monotonic() - started < (6 if when == "before" else 10)
+    assert time.monotonic() - started < 15  # 3 and 8 on a machine with nothing else to do
     os._exit(0)  # the group cannot be taken down in order any more
 
 
