@@ -173,17 +173,18 @@ def _meet(who: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
             f"intact step ({error})"
         ) from error
     if missing:
-        _leave(store, rank)
+        _forget_meeting()
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         raise RuntimeError(
             f"{who}: {ranks} did not come within {timeout}; start again from the last intact step"
         )
 
 
-def _leave(store: dist.distributed_c10d.Store, rank: int) -> None:
-    """Forget a meeting that did not come about, so that the next try of all ranks is the same one."""
-    with contextlib.suppress(RuntimeError):
-        store.delete_key(f"{rank}")
+def _forget_meeting() -> None:
+    """Take back a meeting that did not come about, so that the next try of all is the same one.
+
+    Who was there stays noted: others may be about to look, and would miss the wrong rank.
+    """
     if dist.group.WORLD is not None:
         _meetings[dist.group.WORLD] -= 1
 
