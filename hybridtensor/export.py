@@ -6,18 +6,21 @@ Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Face
@@ -35,6 +38,8 @@ from hybridtensor.subclasses.quantizing import quantize
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1
+_TOLD = {"version", "weights", "digest"}
+T = TypeVar("T")
 
 Told: TypeAlias = dict[str, Any]
 """What the metadata of a file tells of a weight or face, as JSON."""
@@ -47,6 +52,7 @@ def export_safetensors(
     *,
     columnwise: bool = False,
     masters: MasterWeights | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
 ) -> Path:
     """Write the weights of ``model`` into one safetensors file, which is there whole or not at all.
 
@@ -55,7 +61,8 @@ def export_safetensors(
     remember is left out. Of tied weights the first name is written, and the metadata names it for
     each other one, as ``safetensors.torch.save_model`` does.
 
-    Of a sharded model, all ranks call it, and the first one writes.
+    Of a sharded model, all ranks call it, and the first one writes; if one fails, all do. Any other
+    may be exported by the first rank alone.
 
     Args:
         model: Any module.
@@ -66,24 +73,41 @@ def export_safetensors(
         columnwise: Write columnwise faces too, which only training needs.
         masters: Optimizer that has the fp32 values of persistent weights; without it, they are
             dequantized.
+        timeout: How long to wait for the slowest rank of a sharded model.
 
     Returns:
-        The file.
+        The file, which is there on return; of a model that is not sharded, on the first rank.
 
     Raises:
         ImportError: If ``safetensors`` is not installed.
         TypeError: If ``model`` is no module, or ``masters`` no ``MasterWeights``.
         ValueError: If ``dtype`` is unknown.
         NotImplementedError: If a quantized export is asked of a sharded model.
+        OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
+        RuntimeError: If a rank is gone; on every rank.
     """
     library = _safetensors()
     _check(model, dtype, masters)
-    tensors, metadata = _collect(model, dtype, columnwise, masters)
+    together = _together(model, timeout)
+    tensors, metadata = together(lambda: _collect(model, dtype, columnwise, masters))
     target = Path(path)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        _write(library, whole, metadata, target)
+
+    def write() -> None:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            _write(library, whole, metadata, target)
+
+    together(write)
     return target
+
+
+def _together(model: nn.Module, timeout: datetime.timedelta) -> Callable[[Callable[[], T]], T]:
+    """Return what does work: on all ranks of a sharded model alike, or else alone."""
+    if any(isinstance(value, DTensor) for _, value, _ in _named(model)):
+        ranks = Ranks("export_safetensors", None, timeout)
+        if ranks.size > 1:
+            return ranks.each
+    return lambda work: work()
 
 
 def _check(model: nn.Module, dtype: str, masters: MasterWeights | None) -> None:
@@ -117,8 +141,17 @@ def _collect(
         else:
             tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))
     if dtype == "quantized":
-        metadata[_KEY] = json.dumps({"version": _VERSION, "weights": weights}, sort_keys=True)
+        digest = _digest(weights, tensors, metadata)
+        told = {"version": _VERSION, "weights": weights, "digest": digest}
+        metadata[_KEY] = json.dumps(told, sort_keys=True)
     return tensors, metadata
+
+
+def _digest(weights: Told, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
+    """Return a digest of all that the header of a file tells, but of the place of each tensor."""
+    told = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    tied = {name: first for name, first in metadata.items() if name != _KEY}
+    return hashlib.sha256(json.dumps([weights, told, tied], sort_keys=True).encode()).hexdigest()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
@@ -206,41 +239,64 @@ def load_safetensors(
     the same formats with ``load_state_dict``. One written without its columnwise face is then
     quantized again, from what the rowwise one holds.
 
+    Args:
+        path: The file.
+        device: Where the tensors are then.
+
     Raises:
         ImportError: If ``safetensors`` is not installed.
-        ValueError: If the file names a format that is not known, lacks a tensor, or has one of
-            another shape or dtype.
+        ValueError: If the file is damaged, names a format that is not known, lacks a tensor, or has
+            one of another shape or dtype. Bits of the tensors themselves, and of the names in a
+            file in high precision, are not checked.
+        OSError: If there is no such file, or it cannot be read.
     """
     library = _safetensors()
-    with library.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    Path(path).stat()
     try:
-        told = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
-        if told["version"] != _VERSION:
-            raise ValueError(f"it has version {told['version']}, this library reads {_VERSION}")
-        for name, weight in told["weights"].items():
-            size, dtype = tuple(int(n) for n in weight["shape"]), _dtype(weight["dtype"])
-            faces: dict[str, FaceTensor] = {}
-            for direction, face in sorted(
-                weight["faces"].items(), reverse=True
-            ):  # the rowwise one first
-                if face.get("follows") == "rowwise":
-                    row = faces["rowwise"]
-                    faces[direction] = IdentityTensor(
-                        row.source if isinstance(row, IdentityTensor) else row
-                    )
-                else:
-                    faces[direction] = _take_face(tensors, f"{name}.{direction}", face, size, dtype)
-            tensors[name] = HybridTensor(faces.get("rowwise"), faces.get("columnwise"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not Path(path).is_file():
+            raise ValueError("it is no regular file")
+        return _load(library, path, device)
+    except OSError:
+        raise
+    except Exception as error:  # damaged files raise whatever they like
         raise ValueError(
             f"load_safetensors: {path} is not what export_safetensors writes: {error}"
         ) from error
-    for name, first in metadata.items():
-        if name not in ("format", _KEY) and first in tensors:
-            tensors[name] = tensors[first]
+
+
+def _load(
+    library: ModuleType, path: str | os.PathLike[str], device: str | torch.device
+) -> dict[str, Tensor]:
+    with library.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    told = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
+    if told["version"] != _VERSION:
+        raise ValueError(f"it has version {told['version']}, this library reads {_VERSION}")
+    digest = _digest(told["weights"], tensors, metadata)
+    for name, weight in told["weights"].items():
+        tensors[name] = _take_weight(tensors, name, weight)
+    if not told.keys() <= _TOLD or told.get("digest", digest) != digest:
+        raise ValueError("what it tells of its tensors is not what was written")
+    tied = {name: first for name, first in metadata.items() if name not in ("format", _KEY)}
+    for name, first in tied.items():
+        tensors[name] = tensors[first]
     return tensors
+
+
+def _take_weight(tensors: dict[str, Tensor], name: str, told: Told) -> HybridTensor:
+    """Take the tensors of the faces of a weight out of ``tensors``."""
+    size, dtype = tuple(int(n) for n in told["shape"]), _dtype(told["dtype"])
+    faces: dict[str, FaceTensor] = {}
+    for direction, face in sorted(told["faces"].items(), reverse=True):  # the rowwise one first
+        if face.get("follows") == "rowwise":
+            row = faces["rowwise"]
+            faces[direction] = IdentityTensor(
+                row.source if isinstance(row, IdentityTensor) else row
+            )
+        else:
+            faces[direction] = _take_face(tensors, f"{name}.{direction}", face, size, dtype)
+    return HybridTensor(faces.get("rowwise"), faces.get("columnwise"))
 
 
 def _dtype(name: str) -> torch.dtype:

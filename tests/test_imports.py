@@ -90,6 +90,8 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"triton"}
     if module.parts[1] == "export":
         allowed |= {"safetensors"}
+    if module.parts[-1] == "numpy_values":
+        allowed |= {"numpy"}
     tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
     for node in ast.walk(tree):
         names = []
@@ -99,7 +101,7 @@ def test_the_core_imports_only_torch_and_torchao(module):
             names = [node.module or ""]
         for name in names:
             assert name.split(".")[0] in allowed | {"rich"}, f"{module} imports {name}"
-            if name.startswith(("rich", "safetensors")):
+            if name.startswith(("rich", "safetensors", "numpy")) and module.parts[1] != "testing":
                 assert node not in tree.body, f"{module} imports {name} when it is itself imported"
             assert "torchao.prototype" not in name
 

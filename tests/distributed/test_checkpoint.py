@@ -1,25 +1,16 @@
 """A folder of checkpoints: what is loaded is what was written, whatever happened to the run and the disk."""
 
 import copy
-import json
-import os
-import pickle
-import resource
-import signal
-import subprocess
-import sys
 import threading
 import warnings
 
 import pytest
-import tiers
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpointing import bits, make, train
+from checkpointing import bits, flip, folder, load, make, saved, train, trained
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor import verify as command
 from hybridtensor.distributed import checkpoint
 
 CASES = [
@@ -27,35 +18,6 @@ CASES = [
     for recipe in ht.recipes.RECIPES
     for persistent, faces in ((False, True), (True, True), (True, False))
 ]
-
-
-def trained(spec="fp8", persistent=False, steps=2):
-    model, optimizer = make(spec, persistent)
-    train(model, optimizer, 0, steps)
-    return model, optimizer
-
-
-def saved(path, *steps, spec="fp8", persistent=False, **options):
-    """Save some steps of a run, and return the bits of each."""
-    model, optimizer = make(spec, persistent)
-    found, done = {}, 0
-    for step in steps:
-        train(model, optimizer, done, step)
-        done = step
-        checkpoint.save(path, step, {"model": model, "optimizer": optimizer}, **options)
-        found[step] = bits(model, optimizer)
-    return found
-
-
-def load(path, spec="fp8", persistent=False, **options):
-    """Load into a fresh run; return the step and its bits."""
-    model, optimizer = make(spec, persistent, seed=1)
-    step = checkpoint.load(path, {"model": model, "optimizer": optimizer}, **options)
-    return step, bits(model, optimizer)
-
-
-def folder(path, step):
-    return path / f"step_{step:08d}"
 
 
 @pytest.mark.usefixtures("default_device")
@@ -345,209 +307,3 @@ class TestMisfits:
         flip(folder(tmp_path, 2) / "__0_0.distcp")
         checkpoint.save(tmp_path, 2, state)
         assert checkpoint.verify(tmp_path) == {2: [], 1: []}
-
-
-def flip(path, at=None):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 1
-    path.write_bytes(data)
-
-
-class TestDamage:
-    @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
-    @pytest.mark.parametrize("harm", ["flipped", "missing", "short"])
-    def test_is_found_and_the_last_good_step_loaded(self, name, harm, tmp_path):
-        expected = saved(tmp_path, 1, 2)
-        path = folder(tmp_path, 2) / name
-        if harm == "flipped":
-            flip(path)
-        elif harm == "missing":
-            path.unlink()
-        else:
-            path.write_bytes(path.read_bytes()[:-5])
-        wrong = checkpoint.verify(tmp_path)
-        assert name in wrong[2][0]
-        assert not wrong[1]
-        assert checkpoint.latest(tmp_path) == 1
-        with pytest.warns(UserWarning, match=f"{name}.*; loading step 1"):
-            assert load(tmp_path) == (1, expected[1])
-        with pytest.raises(RuntimeError, match="no intact checkpoint of step 2 in "):
-            load(tmp_path, step=2)
-
-    def test_of_any_bit_of_the_manifest_is_found(self, tmp_path):
-        saved(tmp_path, 1)
-        path = folder(tmp_path, 1) / "manifest.json"
-        good = path.read_bytes()
-        for at in range(0, len(good) - 1, 7):
-            flip(path, at)
-            try:
-                harmless = json.loads(path.read_bytes()) == json.loads(good)  # white space
-            except ValueError:
-                harmless = False
-            assert harmless or checkpoint.latest(tmp_path) is None, at
-            path.write_bytes(good)
-
-    def test_a_manifest_of_another_version_is_not_read(self, tmp_path, monkeypatch):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.manifest, "_VERSION", 99)
-            saved(tmp_path, 1)
-        assert "it has version 99, this library reads 1" in checkpoint.verify(tmp_path)[1][0]
-
-    def test_of_all_steps_is_told(self, tmp_path):
-        with pytest.raises(RuntimeError, match=r"no checkpoint in .*nothing; pass the folder"):
-            load(tmp_path / "nothing")
-        saved(tmp_path, 1)
-        folder(tmp_path, 1).rename(folder(tmp_path, 5))
-        with pytest.raises(RuntimeError, match="the manifest is that of step 1"):
-            load(tmp_path)
-        assert checkpoint.latest(tmp_path) is None
-
-    def test_a_full_disk_keeps_the_last_good_step(self, tmp_path):
-        expected = saved(tmp_path, 1)
-        model, optimizer = trained()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a file cannot grow: what a full disk does too
-        try:
-            with pytest.raises(RuntimeError, match=r"File too large|unexpected pos"):  # which depends on the kernel
-                checkpoint.save(tmp_path, 2, {"model": model, "optimizer": optimizer})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, handler)
-        assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-        assert load(tmp_path) == (1, expected[1])
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.system, ("touch hacked",)
-
-
-class TestHostile:
-    def forge(self, path, name, data):
-        """Put other bytes into a step, and make its manifest agree."""
-        (path / name).write_bytes(data)
-        manifest = checkpoint.manifest.Manifest.read(path)
-        manifest.files[name] = checkpoint.manifest.digest_file(path / name)
-        (path / "manifest.json").write_text(manifest.to_json())
-
-    def test_what_is_no_metadata_is_refused(self, tmp_path):
-        saved(tmp_path, 1)
-        self.forge(folder(tmp_path, 1), ".metadata", pickle.dumps({"state_dict_metadata": {}}))
-        assert "it holds no metadata but dict" in checkpoint.verify(tmp_path)[1][0]
-
-    @pytest.mark.parametrize("where", ["whole", "inside"])
-    def test_metadata_runs_nothing(self, where, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        saved(tmp_path, 1)
-        path = folder(tmp_path, 1)
-        metadata = checkpoint.SafeReader(path).read_metadata()
-        metadata.planner_data = {"a": Hostile()}
-        self.forge(path, ".metadata", pickle.dumps(Hostile() if where == "whole" else metadata))
-        assert "a pickle that asks for posix.system" in checkpoint.verify(tmp_path)[1][0]
-        with pytest.raises(RuntimeError, match="do not use this checkpoint"):
-            load(tmp_path)
-        state = {"model": make("fp8")[0].state_dict()}
-        told = "do not use this checkpoint|metadata is None"  # torch 2.11 drops the reader's reason
-        with warnings.catch_warnings(action="ignore"), pytest.raises(BaseException, match=told):
-            dcp.load(state, storage_reader=checkpoint.SafeReader(path))
-        assert not (tmp_path / "hacked").exists()
-
-    def test_values_run_nothing(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        with warnings.catch_warnings(action="ignore"):
-            dcp.save({"seen": Hostile()}, checkpoint_id=tmp_path / "plain")
-        with pytest.raises(BaseException, match="Weights only load failed"), warnings.catch_warnings(action="ignore"):
-            dcp.load({"seen": 0}, checkpoint_id=tmp_path / "plain", planner=checkpoint.HybridLoadPlanner())
-        assert not (tmp_path / "hacked").exists()
-
-    def test_files_elsewhere_are_not_read(self, tmp_path):
-        saved(tmp_path, 1)
-        path = folder(tmp_path, 1)
-        metadata = checkpoint.SafeReader(path).read_metadata()
-        for info in metadata.storage_data.values():
-            info.relative_path = "../secret"
-        self.forge(path, ".metadata", pickle.dumps(metadata))
-        assert "it points to '../secret', which is no file" in checkpoint.verify(tmp_path)[1][0]
-
-    @pytest.mark.parametrize(
-        "thing", [torch.nn.Linear, os.getcwd, eval, torch.load, pickle.loads], ids=lambda thing: thing.__name__
-    )
-    def test_only_records_are_admitted(self, thing, tmp_path):
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(thing))
-        with pytest.raises(ValueError, match="a pickle that asks for"):
-            checkpoint.SafeReader(tmp_path).read_metadata()
-
-
-KILLED = """
-import os, random, signal, sys, time, torch
-from checkpointing import bits, make, train
-from hybridtensor.distributed import checkpoint
-torch.set_num_threads(1)
-folder = sys.argv[1]
-random.seed(0)
-model, optimizer = make("nvfp4")
-for name in ("first", "second"):  # what a save takes here, once everything is imported
-    start = time.perf_counter()
-    checkpoint.save(folder + name, 1, {"model": model, "optimizer": optimizer, "step": 1})
-    lasts = time.perf_counter() - start
-seen, partial = 0, 0
-for _ in range(int(sys.argv[2])):
-    child = os.fork()
-    if child == 0:
-        step = (checkpoint.latest(folder) or 0) + 1
-        while True:
-            with torch.no_grad():
-                model[0].weight.fill_(step)
-            checkpoint.save(folder, step, {"model": model, "optimizer": optimizer, "step": step})
-            step += 1
-    time.sleep(lasts * (1.5 + 4 * random.random()))
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "a save failed before it was killed"
-    newest = checkpoint.latest(folder)
-    if newest is not None:
-        state = {"model": make("nvfp4", seed=1)[0], "step": 0}
-        assert checkpoint.load(folder, state) == newest == state["step"] >= seen
-        assert (state["model"][0].weight.master == newest).all()
-        seen = newest
-    assert not any(checkpoint.verify(folder).values())
-    partial += any("partial" in name for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
-print(seen, partial)
-"""
-
-
-def test_killed_at_any_moment_the_last_good_step_loads(tmp_path):
-    times, helpers = 30 if tiers.LONG else 12, os.path.join(os.path.dirname(__file__), os.pardir, "helpers")
-    run = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path / "run", str(times)], capture_output=True, text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([helpers, *sys.path]),
-            "CUDA_VISIBLE_DEVICES": "",  # what is forked cannot use a GPU
-        },
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    steps, interrupted = map(int, run.stdout.split())
-    assert steps > times / 6
-    assert interrupted > times / 6
-
-
-class TestCommand:
-    def test_tells_every_step(self, tmp_path, capsys):
-        saved(tmp_path, 1, 2)
-        assert command.main([str(tmp_path)]) == 0
-        assert capsys.readouterr().out == "step 2: good\nstep 1: good\n"
-        flip(folder(tmp_path, 2) / "__0_0.distcp")
-        assert command.main([str(tmp_path)]) == 1
-        assert "step 2: DAMAGED\n  step_00000002: __0_0.distcp has a wrong SHA-256" in capsys.readouterr().out
-        assert command.main([str(folder(tmp_path, 1))]) == 0
-        assert command.main([str(tmp_path / "nothing")]) == 2
-        assert "no checkpoint" in capsys.readouterr().err
-
-    def test_runs_as_a_module(self, tmp_path):
-        saved(tmp_path, 1)
-        run = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "hybridtensor.verify", tmp_path], capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert (run.returncode, run.stdout, run.stderr) == (0, "step 1: good\n", "")

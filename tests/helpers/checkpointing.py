@@ -5,6 +5,7 @@ from processes import generator
 from torch import nn
 
 import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
 from hybridtensor.subclasses.structure import flatten
 
 
@@ -45,3 +46,49 @@ def bits(model, optimizer=None):
     if isinstance(optimizer, ht.optim.MasterWeights):
         found.update({f"master.{i}": master.detach() for i, master in enumerate(optimizer.masters().values())})
     return {name: t.contiguous().reshape(-1).view(torch.uint8).tolist() for name, t in found.items()}
+
+
+def trained(spec="fp8", persistent=False, steps=2):
+    """Return a model and its optimizer after some steps."""
+    model, optimizer = make(spec, persistent)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def saved(path, *steps, spec="fp8", persistent=False, **options):
+    """Save some steps of a run, and return the bits of each."""
+    model, optimizer = make(spec, persistent)
+    found, done = {}, 0
+    for step in steps:
+        train(model, optimizer, done, step)
+        done = step
+        checkpoint.save(path, step, {"model": model, "optimizer": optimizer}, **options)
+        found[step] = bits(model, optimizer)
+    return found
+
+
+def load(path, spec="fp8", persistent=False, **options):
+    """Load into a fresh run; return the step and its bits."""
+    model, optimizer = make(spec, persistent, seed=1)
+    step = checkpoint.load(path, {"model": model, "optimizer": optimizer}, **options)
+    return step, bits(model, optimizer)
+
+
+def folder(path, step):
+    """Return the folder of a step."""
+    return path / f"step_{step:08d}"
+
+
+def flip(path, at=None):
+    """Change a bit of a file, in its middle if nothing else is said."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def forge(path, name, data):
+    """Put other bytes into a step, and make its manifest agree."""
+    (path / name).write_bytes(data)
+    manifest = checkpoint.manifest.Manifest.read(path)
+    manifest.files[name] = checkpoint.files.digest_file(path / name)
+    (path / "manifest.json").write_text(manifest.to_json())

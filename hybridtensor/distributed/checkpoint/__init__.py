@@ -12,6 +12,7 @@ written.
 - ``save``, ``async_save``, ``load``, ``latest``, ``verify``: a folder of steps that survives
   crashes and bad disks. Its steps are checkpoints of ``torch.distributed.checkpoint``, which other
   tools read too.
+- ``check_replicas``: whether ranks that should have the same values do.
 - ``HybridSavePlanner``, ``HybridLoadPlanner``: for who calls ``torch.distributed.checkpoint``
   themselves.
 - ``plain``: any state with plain tensors for converted weights, in the same memory: for
@@ -19,9 +20,10 @@ written.
 - ``SafeReader``: reads the pickle in ``torch.distributed.checkpoint`` without running what it says.
 """
 
-from hybridtensor.distributed.checkpoint.metadata import SafeReader
+from hybridtensor.distributed.checkpoint.agreement import check_replicas
 from hybridtensor.distributed.checkpoint.plain import plain
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner, HybridSavePlanner
+from hybridtensor.distributed.checkpoint.reader import SafeReader
 from hybridtensor.distributed.checkpoint.reading import latest, load, verify
 from hybridtensor.distributed.checkpoint.store import Saving, async_save, save
 
@@ -31,6 +33,7 @@ __all__ = [
     "SafeReader",
     "Saving",
     "async_save",
+    "check_replicas",
     "latest",
     "load",
     "plain",

@@ -11,18 +11,28 @@ import json
 import os
 import platform
 import re
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hybridtensor.distributed.checkpoint.files import (
+    check_folder,
+    digest_stream,
+    open_file,
+    read_file,
+)
 from hybridtensor.distributed.checkpoint.metadata import METADATA, read_metadata
 from hybridtensor.version import __version__
 
 MANIFEST = "manifest.json"
 _VERSION = 1
-_STEP = re.compile(r"step_(\d{8,})")
-_CHUNK = 1 << 20
+_STEP = re.compile(r"step_([0-9]{8,})")
+_REPLACED = ".replaced-"
+_LIMIT = 1 << 28  # some hundred bytes per weight, and per file
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Manifest:
             OSError: If it cannot be read.
         """
         try:
-            content = json.loads((path / MANIFEST).read_text())
+            content = _parsed(read_file(path, MANIFEST, _LIMIT))
             digest = content.pop("digest")
             if digest != _digest(content):
                 raise ValueError("its digest is wrong")
@@ -92,13 +102,80 @@ class Manifest:
             if version != _VERSION:
                 raise ValueError(f"it has version {version}, this library reads {_VERSION}")
             content.pop("fingerprint")
+            _check(content)
             weights = {name: Weight(**weight) for name, weight in content.pop("weights").items()}
-            files = {
-                name: (int(size), str(sha)) for name, (size, sha) in content.pop("files").items()
-            }
+            files = {name: (size, sha) for name, (size, sha) in content.pop("files").items()}
             return cls(**content, weights=weights, files=files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path / MANIFEST}: damaged manifest: {error}") from error
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Return what JSON says of a manifest, which has each name once, and no fractions."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name is in it twice")
+        return found
+
+    def refused(text: str) -> int:
+        raise ValueError(f"the number {text[:20]} is in it")
+
+    def number(text: str) -> int:
+        return int(text) if len(text) < 20 else refused(text)
+
+    content = json.loads(
+        data, object_pairs_hook=once, parse_int=number, parse_float=refused, parse_constant=refused
+    )
+    if not isinstance(content, dict):
+        raise ValueError(f"it is no dictionary but {type(content).__name__}")
+    return content
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is dict and all(map(fits, value.values()))
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(fits, value))
+
+
+def _is_weight(value: Any) -> bool:
+    return _dict_of(_is_text)(value) and value.keys() == {"kind", "fingerprint"}
+
+
+def _is_file(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and _is_count(value[0]) and _is_text(value[1])
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "world_size": _is_count,
+    "versions": _dict_of(_is_text),
+    "entries": _dict_of(_is_text),
+    "weights": _dict_of(_is_weight),
+    "recipes": _dict_of(_is_text),
+    "groups": _dict_of(_list_of(_list_of(_is_text))),
+    "files": _dict_of(_is_file),
+}
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raise ValueError unless a manifest has its fields, each of its type."""
+    if content.keys() != _FIELDS.keys():
+        raise ValueError(f"the fields {sorted(_FIELDS)} are required")
+    wrong = [name for name, fits in _FIELDS.items() if not fits(content[name])]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is not what it should be made of")
 
 
 def _digest(content: object) -> str:
@@ -121,7 +198,11 @@ def step_path(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Return the folders of all steps in ``root``, the newest first."""
+    """Return the folders of all steps in ``root``, the newest first.
+
+    A step that was being replaced when its writer ended is the hidden folder that it was moved to,
+    if that is intact.
+    """
     if not root.is_dir():
         return {}
     found = {
@@ -129,36 +210,26 @@ def steps(root: Path) -> dict[int, Path]:
         for path in root.iterdir()
         if (match := _STEP.fullmatch(path.name)) and path.is_dir()
     }
+    found = {step: path for step, path in found.items() if path == step_path(root, step)}
+    for step, path in replaced(root):
+        if step not in found and not problems(path, step):
+            found[step] = path
     return dict(sorted(found.items(), reverse=True))
 
 
-def digest_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Return size and SHA-256 of a file; with ``sync``, once it is on the disk."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-        if sync:
-            os.fsync(stream.fileno())
-    return size, digest.hexdigest()
+def replaced_path(path: Path) -> Path:
+    """Return a new hidden name for the folder of a step that is being replaced."""
+    return path.with_name(f".{path.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on the disk on return."""
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+def replaced(root: Path) -> list[tuple[int, Path]]:
+    """Return number and hidden folder of the steps that were being replaced, the last first."""
+    found = []
+    for path in root.glob(f".step_*{_REPLACED}*"):
+        match = _STEP.fullmatch(path.name[1:].partition(_REPLACED)[0])
+        if match and path.is_dir() and not path.is_symlink():
+            found.append((path.stat().st_mtime_ns, int(match[1]), path))
+    return [(step, path) for _, step, path in sorted(found, reverse=True)]
 
 
 def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -171,6 +242,7 @@ def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1
             work.
     """
     try:
+        check_folder(path)
         manifest = Manifest.read(path)
     except FileNotFoundError:
         return [f"{path.name}: {MANIFEST} is missing"]
@@ -193,11 +265,16 @@ def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1
 
 def _file_problems(path: Path, name: str, size: int, sha: str) -> list[str]:
     if Path(name).name != name:
-        return [f"{path.name}: the manifest names {name!r}, which is not in it"]
+        return [f"{path.name}: the manifest names {name[:100]!r}, which is not in it"]
     try:
-        got = digest_file(path / name)
+        with open_file(path, name) as stream:
+            got = os.fstat(stream.fileno()).st_size, ""
+            if got[0] == size:
+                got = digest_stream(stream, size)
     except FileNotFoundError:
         return [f"{path.name}: {name} is missing"]
+    except ValueError as error:
+        return [str(error)]
     except OSError as error:
         return [f"{path.name}: {name} cannot be read: {error}"]
     if got[0] != size:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from hybridtensor.distributed.checkpoint.items import pickled, read_value
 from hybridtensor.distributed.checkpoint.metadata import use_present_names
 from hybridtensor.distributed.checkpoint.plain import StateDict, plain
 from hybridtensor.dtensor import local
@@ -48,7 +50,7 @@ class Opaque:
     """A value that is stored whole, whatever it is made of.
 
     Attributes:
-        value: The value; of what ``torch.load(weights_only=True)`` admits.
+        value: The value; of what ``items.read_value`` reads back.
     """
 
     def __init__(self, value: object) -> None:
@@ -75,6 +77,20 @@ class HybridSavePlanner(DefaultSavePlanner):
             if isinstance(data, Tensor):
                 data = data.detach().to("cpu", copy=True)
             self._staged[item.index.fqn, item.index.offset] = data
+
+    def stage_values(self, plan: SavePlan, who: str) -> None:
+        """Pickle all that ``plan`` writes and is no tensor, and read it back as a load will.
+
+        Raises:
+            ValueError: If it cannot be pickled, or not be read back; ``who`` asks for it.
+        """
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                value = self.lookup_object(item.index)
+                value = value.value if isinstance(value, Opaque) else value
+                self._staged[item.index.fqn, item.index.offset] = pickled(
+                    value, item.index.fqn, who
+                )
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """See ``SavePlanner``."""
@@ -122,9 +138,9 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             for rest, pair in followers(weight).items()
         }
         addresses = {part.data_ptr() for _, part in parts}
-        self._noting = [
-            (f"{name}.", weight) for name, weight in persistent if _is_noted(weight, addresses)
-        ]
+        noted = {name: _is_noted(weight, addresses) for name, weight in persistent}
+        self._noting = [(f"{name}.", weight) for name, weight in persistent if noted[name]]
+        self._with_masters = [weight for name, weight in persistent if not noted[name]]
 
     def create_local_plan(self) -> LoadPlan:
         """See ``LoadPlanner``."""
@@ -135,6 +151,17 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         return create_default_local_load_plan(
             self.state_dict, self.metadata, not self.allow_partial_load
         )
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """See ``LoadPlanner``: the last that is called before anything is written."""
+        for weight in self._with_masters:
+            weight.high_precision.note_loaded()
+        return super().finish_plan(new_plan)
+
+    def places(self, plan: LoadPlan) -> list[Tensor]:
+        """Return the tensors that ``plan`` loads into, on this rank."""
+        items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        return [self.lookup_tensor(item.dest_index).detach() for item in items]
 
     def misfits(self, *, casts: bool) -> list[str]:
         """Return a text for each entry of the state that the checkpoint lacks or has otherwise.
@@ -153,7 +180,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See ``LoadPlanner``."""
-        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        loaded = read_value(value)
         # ``mappings`` is DCP's: from the flat name to the path in the nested state. DCP would write
         # into its own flat dictionary, of which the caller sees nothing.
         *path, last = self.mappings[read_item.dest_index.fqn]
@@ -177,10 +204,7 @@ def _is_noted(weight: HybridTensor, addresses: set[int]) -> bool:
     it, or was before.
     """
     current = weight.high_precision.current
-    if current is not None and (weight.high_precision.loaded or current.data_ptr() in addresses):
-        weight.high_precision.note_loaded()
-        return False
-    return True
+    return current is None or not (weight.high_precision.loaded or current.data_ptr() in addresses)
 
 
 def _own_key(holder: object, key: str | int) -> object:

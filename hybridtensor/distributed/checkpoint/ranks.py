@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -19,7 +20,14 @@ Answer: TypeAlias = tuple[str, str, Any]
 """Kind and text of the error that a rank's work raised, each "" if none; and what it gave."""
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
-_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_KINDS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "NotImplementedError": NotImplementedError,
+}
+
+TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Ranks:
@@ -58,10 +66,19 @@ class Ranks:
                     self._group = self._known[timeout] = self._new_group()
 
     def _new_group(self) -> dist.ProcessGroup:
+        """Make the gloo group, once every rank has come: who is missing is then known by number."""
+        _meet(self.who, self.rank, self.size, self._timeout)
+        # gloo tries five times to reach a rank that is gone, each time for as long as its timeout.
+        # All ranks are here, so that it is short while they connect; ``_set_pg_timeout`` is private
+        # to torch, and a torch without it fails here.
+        fifth = min(1.5 + 0.01 * self.size, max(self._timeout.total_seconds() / 5, 1.0))
         try:
-            made: dist.ProcessGroup = dist.new_group(timeout=self._timeout, backend="gloo")
+            made: dist.ProcessGroup = dist.new_group(
+                timeout=datetime.timedelta(seconds=fifth), backend="gloo"
+            )
         except RuntimeError as error:
             self._lost(error)
+        dist.distributed_c10d._set_pg_timeout(self._timeout, made)
         return made
 
     def gather(self, work: Callable[[], T]) -> list[T]:
@@ -128,3 +145,54 @@ class Ranks:
             f"{self.who}: rank {self.rank} got no answer from one of the {self.size} ranks; start "
             f"again from the last intact step ({error})"
         ) from error
+
+
+def _meet(who: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    """Wait until every rank is here.
+
+    Raises:
+        RuntimeError: If one does not come in time, with its number.
+    """
+    # Private to torch: the store that ranks found each other by. Groups are made of it too, which
+    # takes part after part and waits for each anew, and does not tell for whom.
+    store = dist.distributed_c10d.PrefixStore(
+        f"hybridtensor/{_count_meeting()}", dist.distributed_c10d._get_default_store()
+    )
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = [f"{other}" for other in range(size)]
+    try:
+        store.set(f"{rank}", "here")
+        while missing and time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):  # too late; or the store is gone: see below
+                left = max(deadline - time.monotonic(), 0.001)
+                store.wait(missing, datetime.timedelta(seconds=left))
+            missing = [other for other in missing if not store.check([other])]
+    except RuntimeError as error:  # the store is gone, and with it the rank that had it
+        raise RuntimeError(
+            f"{who}: rank {rank} lost the store of the process group; start again from the last "
+            f"intact step ({error})"
+        ) from error
+    if missing:
+        _forget_meeting()
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise RuntimeError(
+            f"{who}: {ranks} did not come within {timeout}; start again from the last intact step"
+        )
+
+
+def _forget_meeting() -> None:
+    """Take back a meeting that did not come about, so that the next try of all is the same one.
+
+    Who was there stays noted: others may be about to look, and would miss the wrong rank.
+    """
+    if dist.group.WORLD is not None:
+        _meetings[dist.group.WORLD] -= 1
+
+
+def _count_meeting() -> int:
+    """Return how many meetings there were in the present world: all ranks count alike."""
+    world = dist.group.WORLD
+    if world is None:
+        return 0
+    _meetings[world] = _meetings.get(world, 0) + 1
+    return _meetings[world]

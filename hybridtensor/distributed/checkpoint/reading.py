@@ -8,18 +8,28 @@ import os
 import warnings
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from hybridtensor.distributed.checkpoint.manifest import Manifest, problems, root_folder, steps
-from hybridtensor.distributed.checkpoint.metadata import SafeReader, read_metadata
+from hybridtensor.distributed.checkpoint.agreement import check_arguments
+from hybridtensor.distributed.checkpoint.files import digest_file
+from hybridtensor.distributed.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    problems,
+    root_folder,
+    steps,
+)
+from hybridtensor.distributed.checkpoint.metadata import read_metadata
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
-from hybridtensor.distributed.checkpoint.ranks import Ranks
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.distributed.checkpoint.reader import SafeReader, Staged
 from hybridtensor.distributed.checkpoint.restoration import Restoration
-from hybridtensor.distributed.checkpoint.store import TIMEOUT, wait_for_previous
+from hybridtensor.distributed.checkpoint.store import wait_for_previous
 from hybridtensor.distributed.checkpoint.training import Training
+from hybridtensor.distributed.checkpoint.undo import Former
 
 
 def load(
@@ -34,8 +44,12 @@ def load(
     """Load the newest step that is what was written, on any number of ranks, into ``state``, and
     return its number.
 
-    Digests, recipes, names and shapes are checked before anything is written. Damaged steps are
-    skipped with a warning. Nothing in a checkpoint is executed.
+    Digests, recipes, names and shapes are checked, and everything is read to the host, before
+    anything is written. A load that raises, on any rank and for any reason, leaves tensors,
+    optimizers and data as they were; for that the former values stay on the host until all ranks
+    are done. What remains of a failed load is what objects with a ``load_state_dict`` of their own
+    do beside their ``state_dict``: they get back the one they had. Damaged steps are skipped with a
+    warning. Nothing in a checkpoint is executed.
 
     Args:
         directory: What ``save`` was given.
@@ -50,18 +64,34 @@ def load(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the checkpoint is of another recipe, or names, shapes or dtypes differ; on
-            every rank.
+        ValueError: If the checkpoint is of another recipe, names, shapes or dtypes differ, an entry
+            cannot be read, or ranks pass different arguments; on every rank.
         RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on
             every rank.
     """
     wait_for_previous()
     ranks = Ranks("checkpoint.load", group, timeout)
     root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))
+    check_arguments(ranks, directory=os.path.normpath(root), step=step, any_recipe=any_recipe)
     number, path = _newest(ranks, root, step)
     planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))
-    ranks.each(lambda: _read(path, planner, metadata))
-    ranks.each(restoration.finish)
+    plan, staged = ranks.each(lambda: _read(path, planner, metadata))
+    former = ranks.each(lambda: Former(training, planner.places(plan)))
+
+    def put() -> None:
+        planner.finish_plan(plan)
+        staged.put()
+        restoration.finish()
+
+    try:
+        ranks.each(put)
+        ranks.each(restoration.fill)
+    except BaseException as error:
+        restoration.empty()
+        staged.put_back()
+        for text in former.restore(restoration.begun):
+            error.add_note(f"checkpoint.load: {text}")
+        raise
     return number
 
 
@@ -72,8 +102,12 @@ def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
         found = {number: path for number, path in found.items() if number == step}
     reasons: list[str] = []
     for number, path in found.items():
-        told = ranks.gather(functools.partial(problems, path, share=(ranks.rank, ranks.size)))
-        wrong = list(dict.fromkeys(text for texts in told for text in texts))
+        share = (ranks.rank, ranks.size)
+        told = ranks.gather(functools.partial(_problems, path, number, share))
+        wrong = list(dict.fromkeys(text for _, texts in told for text in texts))
+        others = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
+        if others and not wrong:
+            wrong = [f"{path.name}: ranks {others} see another checkpoint there than rank 0"]
         if not wrong:
             for reason in reasons:
                 warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
@@ -85,6 +119,12 @@ def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
             f"checkpoint.load: no {wanted} in {root}; pass the folder that save was given"
         )
     raise RuntimeError(f"checkpoint.load: no intact {wanted} in {root}: {' | '.join(reasons)}")
+
+
+def _problems(path: Path, number: int, share: tuple[int, int]) -> tuple[str, list[str]]:
+    """Return the digest of a step's manifest, and what is wrong with a rank's share of the step."""
+    found = problems(path, number, share)
+    return "" if found else digest_file(path / MANIFEST)[1], found
 
 
 def _checked(
@@ -110,14 +150,14 @@ def _checked(
     return planner, restoration, metadata
 
 
-def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> None:
+def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> tuple[LoadPlan, Staged]:
+    """Return what this rank loads, read and checked, and in no place yet."""
     # The steps of ``dcp.load`` in their order, without its collectives: every rank reads its own
-    # part
+    # part, and writes nothing before all have read theirs
     reader = SafeReader(path)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
-    with torch.no_grad():
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+    return plan, reader.stage(plan, planner)
 
 
 def _check(
@@ -154,7 +194,7 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
         found = {
             number: path for number, path in steps(root.parent).items() if path.name == root.name
         }
-    return {number: problems(path) for number, path in found.items()}
+    return {number: problems(path, number) for number, path in found.items()}
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
@@ -163,7 +203,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
         (
             number
             for number, path in steps(root_folder(directory, None)).items()
-            if not problems(path)
+            if not problems(path, number)
         ),
         None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -39,6 +40,7 @@ class Restoration:
 
     Attributes:
         target: What the planner loads into, mostly the memory of the state itself.
+        begun: Objects with a state dict that were asked to take another one.
     """
 
     def __init__(self, training: Training, manifest: Manifest, metadata: Metadata) -> None:
@@ -53,6 +55,8 @@ class Restoration:
         }
         self._weights = manifest.weights
         self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
+        self.begun: list[str] = []
+        self._former: list[tuple[Any, Any]] = []
         self._after: list[Callable[[], None]] = []
         self.target: StateDict = {}
         for name, optimizer in training.optimizers.items():
@@ -81,7 +85,7 @@ class Restoration:
             if p[0] == entry and n in self._stored
         }
         if entry in paths or not paths:
-            return own if has_parts(own) else Opaque(None)
+            return _containers(own) if has_parts(own) else Opaque(None)
         return _with_room(
             own, entry, {n: (p, metadata.state_dict_metadata[n]) for n, p in paths.items()}
         )
@@ -100,8 +104,8 @@ class Restoration:
         self._loaded[entry][name] = value
         if isinstance(value, Tensor):
             self._add_values(entry, name, value)
-        else:
-            self.target[entry][name] = value
+        else:  # the extra state of a module, which may hold on to what it gave
+            self.target[entry][name] = _containers(value)
 
     def _add_values(self, entry: str, name: str, value: Tensor) -> None:
         """Load high-precision values: as they are stored, or from a master."""
@@ -154,13 +158,18 @@ class Restoration:
                 found.append(flat)
         return found
 
+    def _read_of(self, entry: str, name: str, value: object) -> Any:
+        """Return tensors as they are, which were read in place, and else what was read."""
+        return value if isinstance(value, Tensor) else self.target[entry][name]
+
     def finish(self) -> None:
         """Have modules, optimizers and other objects take what was loaded."""
         training = self.training
         for entry, loaded in self._loaded.items():
             if loaded:
+                taken = {name: self._read_of(entry, name, value) for name, value in loaded.items()}
                 set_model_state_dict(
-                    training._modules[entry], loaded, options=StateDictOptions(strict=False)
+                    training._modules[entry], taken, options=StateDictOptions(strict=False)
                 )
         for name, optimizer in training.optimizers.items():
             optimizer.restore(self.target[name])
@@ -169,9 +178,28 @@ class Restoration:
                 act()
         for entry, kind in training.kinds.items():
             if kind == "stateful":
-                training.state[entry].load_state_dict(self.target[entry])
-            elif kind == "data":
-                training.state[entry] = self.target[entry]
+                self.begun.append(entry)
+                own = training.state[entry].state_dict()
+                training.state[entry].load_state_dict(_as_in(own, self.target[entry]))
+
+    def fill(self) -> None:
+        """Put data into the state; the last step, which no object takes part in."""
+        state = self.training.state
+        self._former.append((state, dict(state)))
+        for entry, kind in self.training.kinds.items():
+            if kind == "data":
+                own, found = state[entry], self.target[entry]
+                state[entry] = _filled(own, found, self._former) if has_parts(own) else found
+
+    def empty(self) -> None:
+        """Undo ``fill``."""
+        while self._former:
+            holder, former = self._former.pop()
+            holder.clear()
+            if isinstance(holder, dict):
+                holder.update(former)
+            else:
+                holder.extend(former)
 
 
 def _face_tails(name: str) -> Iterator[tuple[str, str]]:
@@ -183,8 +211,8 @@ def _face_tails(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TYPES]]) -> object:
-    """Return the state of an entry, in place, with room for keys and items that are stored of it
-    and that it lacks.
+    """Return the state of an entry in new containers, with room for keys and items that are stored
+    of it and that it lacks.
 
     Args:
         own: What the entry has.
@@ -194,8 +222,6 @@ def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TY
     missing = [
         (path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])
     ]
-    if not missing:
-        return own
     root = {entry: _containers(own)}
     for path, found in missing:
         room: Tensor | Opaque = Opaque(None)
@@ -224,6 +250,34 @@ def _containers(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _containers(inner) for key, inner in value.items()}
     return [_containers(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_in(own: object, loaded: Any) -> Any:
+    """Return what was loaded in the kinds of containers that ``own`` has."""
+    if isinstance(own, Mapping) and isinstance(loaded, dict):
+        found = {key: _as_in(own.get(key), value) for key, value in loaded.items()}
+        return OrderedDict(found) if isinstance(own, OrderedDict) else found
+    if isinstance(own, (list, tuple)) and isinstance(loaded, list):
+        items = [_as_in(own[i] if i < len(own) else None, item) for i, item in enumerate(loaded)]
+        return tuple(items) if isinstance(own, tuple) else items
+    return loaded
+
+
+def _filled(own: Any, loaded: Any, former: list[tuple[Any, Any]]) -> Any:
+    """Return ``own`` with what was loaded in it, where it is of dictionaries and lists; ``former``
+    gets each of these and what it held.
+    """
+    if isinstance(own, dict) and isinstance(loaded, dict):
+        former.append((own, dict(own)))
+        for key, value in loaded.items():
+            own[key] = _filled(own.get(key), value, former)
+        return own
+    if isinstance(own, list) and isinstance(loaded, list):
+        former.append((own, list(own)))
+        known = [own[i] if i < len(own) else None for i in range(len(loaded))]
+        own[:] = [_filled(before, item, former) for before, item in zip(known, loaded, strict=True)]
+        return own
+    return _as_in(own, loaded)
 
 
 def _place(holder: Any, path: Path, value: object) -> None:

@@ -8,6 +8,7 @@ manifest tells whether it is still what was written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import shutil
@@ -22,25 +23,38 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hybridtensor.distributed.checkpoint.agreement import (
+    check_arguments,
+    check_plans,
+    compare_replicas,
+)
+from hybridtensor.distributed.checkpoint.files import digest_file, sync_folder, write_synced
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    digest_file,
     problems,
+    replaced,
+    replaced_path,
     root_folder,
     step_path,
-    sync_folder,
     versions,
-    write_synced,
 )
 from hybridtensor.distributed.checkpoint.metadata import METADATA, Writer
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
-from hybridtensor.distributed.checkpoint.ranks import Ranks
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.distributed.checkpoint.training import Training
 
-_PARTIAL, _REPLACED = ".partial-", ".replaced-"
-TIMEOUT = datetime.timedelta(minutes=10)
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What ``save`` is asked for; see there."""
+
+    faces: bool
+    overwrite: bool
+    check_replicas: bool
 
 
 @dataclass
@@ -74,20 +88,19 @@ class _Write:
         if self.metadata is None:
             raise RuntimeError("checkpoint.save: the planner made no metadata on the first rank")
         self.writer.finish(self.metadata, [results for results, _ in everything])
-        for _, files in everything:
+        for rank, (_, files) in enumerate(everything):
+            missing = [name for name in files if not (self.folder / name).is_file()]
+            if missing:
+                raise RuntimeError(
+                    f"{self.ranks.who}: what rank {rank} wrote is not in {self.folder} on rank 0; "
+                    "all ranks must see one folder"
+                )
             self.manifest.files.update(files)
         self.manifest.files[METADATA] = digest_file(self.folder / METADATA, sync=True)
         write_synced(self.folder / MANIFEST, self.manifest.to_json())
         sync_folder(self.folder)
         target = step_path(self.root, self.manifest.step)
-        replaced = None
-        if target.exists():
-            replaced = target.with_name(f".{target.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
-            target.rename(replaced)
-        self.folder.rename(target)
-        sync_folder(self.root)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        _move_into_place(self.folder, target)
         return target
 
     def clean(self) -> None:
@@ -103,6 +116,7 @@ def save(
     *,
     faces: bool = True,
     overwrite: bool = False,
+    check_replicas: bool = False,
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Path:
@@ -121,6 +135,8 @@ def save(
             that is stored (not with delayed scales or random rounding) are quantized again when
             loaded: the same bits, if a step was taken since the last ``set_config_``.
         overwrite: Replace a step that is there. A damaged one is replaced anyway.
+        check_replicas: Compare what ranks should have alike, as ``checkpoint.check_replicas`` does;
+            otherwise one rank's values are stored, whatever the others have.
         group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
@@ -129,12 +145,15 @@ def save(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the step is there already, or the state cannot be saved.
+        ValueError: If the step is there already; if the state cannot be saved, because it holds
+            what could not be read back without running code, or is not alike on all ranks; or if
+            ranks pass different arguments. On every rank.
         RuntimeError: If writing fails on a rank, or a rank is gone; on every rank.
     """
     wait_for_previous()
     ranks = Ranks("checkpoint.save", group, timeout)
-    with _planned(ranks, directory, step, state, faces, overwrite) as write:
+    options = _Options(faces, overwrite, check_replicas)
+    with _planned(ranks, directory, step, state, options) as write:
         return write.run()
 
 
@@ -192,6 +211,7 @@ def async_save(
     *,
     faces: bool = True,
     overwrite: bool = False,
+    check_replicas: bool = False,
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Saving:
@@ -206,6 +226,7 @@ def async_save(
         state: See ``save``.
         faces: See ``save``.
         overwrite: See ``save``.
+        check_replicas: See ``save``.
         group: See ``save``.
         timeout: See ``save``.
 
@@ -220,7 +241,8 @@ def async_save(
     """
     wait_for_previous()
     ranks = Ranks("checkpoint.async_save", group, timeout)
-    with _planned(ranks, directory, step, state, faces, overwrite) as write:
+    options = _Options(faces, overwrite, check_replicas)
+    with _planned(ranks, directory, step, state, options) as write:
         ranks.each(lambda: write.planner.stage(write.plan))
     saving = Saving(write)
     _previous.append(saving)
@@ -234,15 +256,17 @@ def _planned(
     directory: str | os.PathLike[str],
     step: int,
     state: StateDict,
-    faces: bool,
-    overwrite: bool,
+    options: _Options,
 ) -> Iterator[_Write]:
     """Decide which rank writes what; remove the unfinished folder if anything fails."""
     folder: Path | None = None
     try:
         root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))
-        folder = ranks.first(lambda: _new_folder(root, step, overwrite))
-        yield _plan(ranks, root, folder, step, training, faces)
+        check_arguments(
+            ranks, directory=os.path.normpath(root), step=step, **dataclasses.asdict(options)
+        )
+        folder = ranks.first(lambda: _new_folder(root, step, options.overwrite))
+        yield _plan(ranks, root, folder, step, training, options)
     except BaseException:
         if folder is not None and ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -250,7 +274,7 @@ def _planned(
 
 
 def _plan(
-    ranks: Ranks, root: Path, folder: Path, step: int, training: Training, faces: bool
+    ranks: Ranks, root: Path, folder: Path, step: int, training: Training, options: _Options
 ) -> _Write:
     recipes = ranks.gather(lambda: (training.weights, training.kinds, training.groups))
     if any(other != recipes[0] for other in recipes):
@@ -274,12 +298,17 @@ def _plan(
     # one rank reaches all. A torch that asks planners or writers for another order fails here.
     def own_plan() -> SavePlan:
         planner.set_up_planner(
-            training.collect(faces=faces), writer.storage_meta(), ranks.rank == 0
+            training.collect(faces=options.faces), writer.storage_meta(), ranks.rank == 0
         )
         writer.set_up_storage_writer(ranks.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        own = writer.prepare_local_plan(planner.create_local_plan())
+        planner.stage_values(own, ranks.who)
+        return own
 
     plans = ranks.gather(own_plan)
+    check_plans(ranks, plans)
+    if options.check_replicas:
+        compare_replicas(ranks, planner.state_dict)
 
     def all_plans() -> tuple[list[SavePlan], Metadata]:
         made, metadata = planner.create_global_plan(plans)
@@ -290,20 +319,54 @@ def _plan(
     return _Write(ranks, root, folder, manifest, writer, planner, plan, metadata)
 
 
+def _move_into_place(folder: Path, target: Path) -> None:
+    """Give a finished folder its name; what has it is removed once the new one is on the disk.
+
+    Between the two renames the step is its hidden folder, which ``steps`` finds.
+    """
+    replaced = None
+    if target.exists():
+        replaced = replaced_path(target)
+        target.rename(replaced)
+    try:
+        folder.rename(target)
+    except BaseException:
+        if replaced is not None:
+            replaced.rename(target)
+        raise
+    sync_folder(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _recover(root: Path) -> None:
+    """Tidy up what crashes left: a step that was being replaced gets its name again, if no other
+    has it; unfinished folders go, and replaced ones where what replaced them is intact.
+    """
+    for step, path in replaced(root):
+        target = step_path(root, step)
+        if not target.exists() and not problems(path, step):
+            path.rename(target)
+            sync_folder(root)
+        elif not problems(target):
+            sync_folder(root)
+            shutil.rmtree(path, ignore_errors=True)
+    for old in root.glob(f".step_*{_PARTIAL}*"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
     """Make the hidden folder that a step is written into, and remove those that crashes left."""
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         sync_folder(root.parent)
+    _recover(root)
     target = step_path(root, step)
     if target.exists() and not overwrite and not problems(target):
         raise ValueError(
             f"checkpoint.save: step {step} is there already, intact, in {target}; pass "
             "overwrite=True to replace it"
         )
-    for old in root.glob(".step_*"):
-        if _PARTIAL in old.name or _REPLACED in old.name:
-            shutil.rmtree(old, ignore_errors=True)
     folder = root / f".{target.name}{_PARTIAL}{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder

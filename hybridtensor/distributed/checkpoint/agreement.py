@@ -1,0 +1,154 @@
+"""What ranks must have alike: the arguments of a call, the tensors of a state, and their values."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import hashlib
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor, Replicate
+
+from hybridtensor.distributed.checkpoint.plain import StateDict, plain
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.distributed.checkpoint.training import Training
+
+Replica: TypeAlias = tuple[tuple[object, ...], str]
+"""Which part of a tensor a rank has, and the digest of its values."""
+
+_TOLD = 5
+
+
+def check_arguments(ranks: Ranks, **given: object) -> None:
+    """Raise ValueError on all ranks, with who passed what, unless all passed the same."""
+    every = ranks.gather(lambda: given)
+    wrong = [
+        f"{name}={other[name]!r} on rank {rank}, {every[0][name]!r} on rank 0"
+        for rank, other in enumerate(every)
+        for name in given
+        if other[name] != every[0][name]
+    ]
+    if wrong:
+        raise ValueError(
+            f"{ranks.who}: the same arguments are required on all ranks, got {_some(wrong)}; pass "
+            "the same on each"
+        )
+
+
+def check_plans(ranks: Ranks, plans: list[SavePlan]) -> None:
+    """Raise ValueError unless ranks that plan to save an entry have it in one shape and dtype.
+
+    Args:
+        ranks: Who they are.
+        plans: Of every rank, the same here on all of them.
+    """
+    known: dict[str, dict[str, list[int]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            kind = "no tensor"
+            if data is not None:
+                kind = f"{tuple(data.size)} of {data.properties.dtype}"
+            told = known.setdefault(item.index.fqn, {}).setdefault(kind, [])
+            if rank not in told[-1:]:
+                told.append(rank)
+    wrong = [
+        f"{name} is {', '.join(f'{kind} on {_ranks(told)}' for kind, told in kinds.items())}"
+        for name, kinds in known.items()
+        if len(kinds) > 1
+    ]
+    if wrong:
+        raise ValueError(
+            f"{ranks.who}: every tensor in one shape and dtype is required on all ranks, got "
+            f"{_some(wrong)}; build model and optimizer alike everywhere"
+        )
+
+
+def check_replicas(
+    state: StateDict,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> None:
+    """Raise if ranks that should have the same values of a tensor have others.
+
+    That is every tensor that is no shard, and every part that a DTensor replicates. Compared are
+    digests of all bytes: the time is that of reading them once on the host.
+
+    Args:
+        state: What ``save`` gets. Of what is no tensor, nothing is compared.
+        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
+        timeout: How long to wait for the slowest rank.
+
+    Raises:
+        TypeError: If ``state`` is of the wrong kind.
+        ValueError: If values differ, with names and ranks; on every rank.
+        RuntimeError: If a rank is gone; on every rank.
+    """
+    ranks = Ranks("checkpoint.check_replicas", group, timeout)
+    collected = ranks.each(
+        lambda: flatten_state_dict(plain(Training(state).collect(faces=True)))[0]
+    )
+    compare_replicas(ranks, collected)
+
+
+def compare_replicas(ranks: Ranks, collected: StateDict) -> None:
+    """Raise ValueError if ranks that should have the same values of a tensor have others.
+
+    Args:
+        ranks: Who they are.
+        collected: Names to plain tensors and other values.
+    """
+    tensors = {name: value for name, value in collected.items() if isinstance(value, Tensor)}
+    replicas = ranks.gather(
+        lambda: {name: found for name, value in tensors.items() for found in _replica(value)}
+    )
+    known: dict[tuple[str, tuple[object, ...]], dict[str, list[int]]] = {}
+    for rank, of_rank in enumerate(replicas):
+        for name, (part, digest) in of_rank.items():
+            known.setdefault((name, part), {}).setdefault(digest, []).append(rank)
+    wrong = [
+        f"{name} ({' and '.join(_ranks(told) for told in digests.values())} differ)"
+        for (name, _), digests in known.items()
+        if len(digests) > 1
+    ]
+    if wrong:
+        raise ValueError(
+            f"{ranks.who}: the same values are required on ranks that hold the same, got others in "
+            f"{_some(wrong)}; load the last intact step on all ranks"
+        )
+
+
+def _replica(value: Tensor) -> Iterable[Replica]:
+    """Yield which part of a tensor is here, and its digest; nothing where there is none."""
+    if not isinstance(value, DTensor):
+        yield (), _digest(value)
+        return
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is not None:
+        pairs = zip(value.placements, coordinate, strict=True)
+        part = tuple(None if isinstance(p, Replicate) else (str(p), at) for p, at in pairs)
+        yield part, _digest(value._local_tensor)
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of the bytes of a tensor."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    # torch gives its memory to Python only through numpy, which need not be there
+    data: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr()) if len(flat) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - _TOLD} more" if len(texts) > _TOLD else ""
+    return "; ".join(texts[:_TOLD]) + more

@@ -1,0 +1,96 @@
+"""Files of a checkpoint, opened only if they are what a checkpoint is made of: regular files of a known
+size in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_CHUNK = 1 << 20
+# Neither follow a link nor wait for who writes into a pipe, on systems that know these
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def check_folder(path: Path) -> None:
+    """Raise ValueError unless ``path`` is a folder itself, and not a link to one.
+
+    Raises:
+        OSError: If it cannot be looked at.
+    """
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise ValueError(f"{path.name} is no folder but a link or a file; it is not followed")
+
+
+def open_file(folder: Path, name: str) -> BinaryIO:
+    """Open the file ``name`` in ``folder``.
+
+    Raises:
+        ValueError: If it is not in the folder, or no regular file: a link, a pipe, a device.
+        OSError: If it cannot be opened.
+    """
+    if Path(name).name != name or "\0" in name:
+        raise ValueError(f"{folder.name}: {name!r} is no name of a file in it")
+    check_folder(folder)
+    mode = (folder / name).lstat().st_mode
+    if not stat.S_ISREG(mode):  # opening a device may already do something
+        raise ValueError(f"{folder.name}: {name} is no regular file; it is not opened")
+    descriptor = os.open(folder / name, _FLAGS)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{folder.name}: {name} is no regular file; it is not read")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(folder: Path, name: str, limit: int) -> bytes:
+    """Return the bytes of a file of ``limit`` bytes at most.
+
+    Raises:
+        ValueError: If it is larger, or no regular file in the folder.
+        OSError: If it cannot be read.
+    """
+    with open_file(folder, name) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{folder.name}: {name} has {size} bytes, {limit} at most are read")
+        return stream.read(size)
+
+
+def digest_stream(stream: BinaryIO, size: int | None = None) -> tuple[int, str]:
+    """Return the number of bytes of a stream, and their SHA-256; of ``size`` + 1 bytes at most."""
+    digest, seen = hashlib.sha256(), 0
+    while chunk := stream.read(_CHUNK):
+        digest.update(chunk)
+        seen += len(chunk)
+        if size is not None and seen > size:
+            break
+    return seen, digest.hexdigest()
+
+
+def digest_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
+    """Return size and SHA-256 of a file; with ``sync``, once it is on the disk."""
+    with open_file(path.parent, path.name) as stream:
+        found = digest_stream(stream)
+        if sync:
+            os.fsync(stream.fileno())
+    return found
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that is on the disk on return."""
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,133 @@
+"""What a load changes beside the memory that it reads into, so that a failed one changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor.distributed.checkpoint.training import Training
+from hybridtensor.dtensor import local
+from hybridtensor.optim import MasterWeights
+from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.structure import flatten
+
+_Memory: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Address, shape, strides and dtype of a tensor."""
+
+
+class Former:
+    """How modules, optimizers and objects with a state dict are before a load.
+
+    Args:
+        training: What is loaded into.
+        places: Memory whose values someone else keeps.
+    """
+
+    def __init__(self, training: Training, places: Iterable[Tensor]) -> None:
+        kept = {_memory(place) for place in places}
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+        for entry, module in training._modules.items():
+            self._undo += [(entry, undo) for undo in _of_module(module, kept)]
+        for entry, optimizer in training.optimizers.items():
+            masters = [local(master) for master in optimizer.masters.values()]
+            self._undo += [(entry, undo) for undo in _of_tensors(masters, kept)]
+            for one in {id(o): o for o in (optimizer.optimizer, optimizer.inner)}.values():
+                self._undo.append((entry, _of_optimizer(one)))
+        self._stateful = [
+            (entry, _of_stateful(training.state[entry]))
+            for entry, kind in training.kinds.items()
+            if kind == "stateful"
+        ]
+
+    def restore(self, begun: Collection[str]) -> list[str]:
+        """Have everything as it was; return a text for each entry that refuses.
+
+        Args:
+            begun: Objects with a state dict that were asked to take another one.
+        """
+        refused = []
+        stateful = [(entry, undo) for entry, undo in self._stateful if entry in begun]
+        with torch.no_grad():
+            for entry, undo in reversed([*self._undo, *stateful]):
+                try:
+                    undo()
+                except Exception as error:  # the others can be restored all the same
+                    refused.append(f"{entry} could not be set back: {error}")
+        return refused
+
+
+def _memory(tensor: Tensor) -> _Memory:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _of_module(module: nn.Module, kept: set[_Memory]) -> Iterator[Callable[[], None]]:
+    parts = [local(t).detach() for t in (*module.parameters(), *module.buffers())]
+    tensors = [tensor for part in parts for tensor in flatten(part)[0]]
+    for part in parts:
+        if isinstance(part, HybridTensor):
+            values = part.high_precision
+            yield _slots(values)
+            tensors += [] if values.original is None else [values.original]
+    yield from _of_tensors(tensors, kept)
+    for part_of in module.modules():
+        if type(part_of).get_extra_state is not nn.Module.get_extra_state:
+            yield functools.partial(
+                part_of.set_extra_state, copy.deepcopy(part_of.get_extra_state())
+            )
+
+
+def _of_tensors(tensors: list[Tensor], kept: set[_Memory]) -> Iterator[Callable[[], None]]:
+    others = {_memory(t): t for t in tensors if not t.is_meta and _memory(t) not in kept}
+    for tensor in others.values():
+        yield functools.partial(_write, tensor, tensor.to("cpu", copy=True))
+
+
+def _write(tensor: Tensor, former: Tensor) -> None:
+    tensor.copy_(former)
+
+
+def _slots(holder: object) -> Callable[[], None]:
+    names = type(holder).__slots__  # type: ignore[attr-defined]
+    former = {name: getattr(holder, name) for name in names}
+
+    def undo() -> None:
+        for name, value in former.items():
+            setattr(holder, name, value)
+
+    return undo
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what gives an optimizer its attributes, state and groups again.
+
+    ``load_state_dict`` of torch makes new ones of the last two; others may change the former ones.
+    """
+    attributes = dict(vars(optimizer))
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    own = not isinstance(optimizer, MasterWeights)  # whose state is that of the inner one
+    state = {p: (of, dict(of)) for p, of in optimizer.state.items()} if own else {}
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, former in groups:
+            group.clear()
+            group.update(former)
+        if own:
+            optimizer.state.clear()
+            for p, (of, former) in state.items():
+                of.clear()
+                of.update(former)
+                optimizer.state[p] = of
+
+    return undo
+
+
+def _of_stateful(value: object) -> Callable[[], None]:
+    former = copy.deepcopy(value.state_dict())  # type: ignore[attr-defined]
+    return lambda: value.load_state_dict(former)  # type: ignore[attr-defined]

@@ -1,0 +1,358 @@
+"""Folders from someone else: nothing in them runs, changes the process, or is read from elsewhere."""
+
+import io
+import json
+import os
+import pickle
+import re
+import sys
+import time
+import tracemalloc
+import warnings
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpointing import bits, folder, forge, load, make, saved
+
+from hybridtensor.distributed import checkpoint
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hacked",)
+
+
+class TestHostile:
+    def test_what_is_no_metadata_is_refused(self, tmp_path):
+        saved(tmp_path, 1)
+        forge(folder(tmp_path, 1), ".metadata", pickle.dumps({"state_dict_metadata": {}}))
+        assert "it holds no metadata but dict" in checkpoint.verify(tmp_path)[1][0]
+
+    @pytest.mark.parametrize("where", ["whole", "inside"])
+    def test_metadata_runs_nothing(self, where, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        metadata.planner_data = {"a": Hostile()}
+        forge(path, ".metadata", pickle.dumps(Hostile() if where == "whole" else metadata))
+        assert "a pickle that asks for posix.system" in checkpoint.verify(tmp_path)[1][0]
+        with pytest.raises(RuntimeError, match="do not use this checkpoint"):
+            load(tmp_path)
+        state = {"model": make("fp8")[0].state_dict()}
+        told = "do not use this checkpoint|metadata is None"  # torch 2.11 drops the reader's reason
+        with warnings.catch_warnings(action="ignore"), pytest.raises(BaseException, match=told):
+            dcp.load(state, storage_reader=checkpoint.SafeReader(path))
+        assert not (tmp_path / "hacked").exists()
+
+    def test_values_run_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save({"seen": Hostile()}, checkpoint_id=tmp_path / "plain")
+        with pytest.raises(BaseException, match="Weights only load failed"), warnings.catch_warnings(action="ignore"):
+            dcp.load({"seen": 0}, checkpoint_id=tmp_path / "plain", planner=checkpoint.HybridLoadPlanner())
+        assert not (tmp_path / "hacked").exists()
+
+    def test_files_elsewhere_are_not_read(self, tmp_path):
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        for info in metadata.storage_data.values():
+            info.relative_path = "../secret"
+        forge(path, ".metadata", pickle.dumps(metadata))
+        assert "it points to '../secret', which is no file" in checkpoint.verify(tmp_path)[1][0]
+
+    @pytest.mark.parametrize(
+        "thing", [torch.nn.Linear, os.getcwd, eval, torch.load, pickle.loads], ids=lambda thing: thing.__name__
+    )
+    def test_only_records_are_admitted(self, thing, tmp_path):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(thing))
+        with pytest.raises(ValueError, match="a pickle that asks for"):
+            checkpoint.SafeReader(tmp_path).read_metadata()
+
+
+class State:
+    """Pickles as an object of a class with a state that has two parts, the second for slots."""
+
+    def __init__(self, name, *states):
+        self.module, _, self.name = name.rpartition(".")
+        self.states = states
+
+    def pickled(self):
+        found = b"\x80\x04c" + f"{self.module}\n{self.name}\n".encode()
+        for state in self.states:
+            found += pickle.dumps(state, protocol=2)[2:-1] + b"b"
+        return found + b"."
+
+
+DCP = "torch.distributed.checkpoint"
+
+
+class TestPickles:
+    """The metadata is a pickle, which could do anything if it were read as one."""
+
+    def refused(self, tmp_path, data):
+        (tmp_path / ".metadata").write_bytes(data)
+        started = time.monotonic()
+        with pytest.raises(ValueError, match=r"\.metadata: ") as raised:
+            checkpoint.SafeReader(tmp_path).read_metadata()
+        assert time.monotonic() - started < 5
+        return str(raised.value)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            f"{DCP}.metadata.Metadata", f"{DCP}.metadata.MetadataIndex", f"{DCP}.filesystem._StorageInfo",
+            f"{DCP}.metadata._MEM_FORMAT_ENCODING", "torch.serialization._get_layout", "torch.Size", "torch.float32",
+            "pathlib.PosixPath",
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("state", [(None, {"__init__": 3}), {"__init__": 3}, (None, {"__code__": 3})], ids=str)
+    def test_no_class_or_function_is_changed(self, name, state, tmp_path):
+        module, _, last = name.rpartition(".")
+        thing = getattr(sys.modules[module], last)
+        before = {key: getattr(thing, key) for key in dir(thing) if key in ("__init__", "__code__", "__dict__")}
+        self.refused(tmp_path, State(name, state).pickled())
+        after = {key: getattr(thing, key) for key in before}
+        assert all(before[key] == after[key] for key in before)
+
+    def test_records_get_their_own_fields_once(self, tmp_path):
+        record = b"\x80\x04c" + f"{DCP}.metadata\nStorageMeta\n".encode() + b")\x81"
+        fields = {
+            "own": b"}(\x8c\x07save_idNub",
+            "other": b"}(\x8c\x08__init__Nub",
+            "slots": b"N}(\x8c\x07save_idNu\x86b",
+        }
+        assert "no metadata but StorageMeta" in self.refused(tmp_path, record + fields["own"] + b".")
+        assert "its own fields, not ['__init__']" in self.refused(tmp_path, record + fields["other"] + b".")
+        assert "fields by name" in self.refused(tmp_path, record + fields["slots"] + b".")
+        assert "built once" in self.refused(tmp_path, record + fields["own"] * 2 + b".")
+        assert "records with their fields" in self.refused(tmp_path, record + b".")
+
+    @pytest.mark.parametrize(
+        ("bomb", "told"),
+        [
+            (b"\x80\x04Nr\xff\xff\xff\xff.", "no metadata but NoneType"),
+            (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "expected 1099511627776 bytes"),
+            (b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b".", "expected 1099511627776 bytes"),
+            (b"\x80\x04X\xff\xff\xff\xffab.", "expected 4294967295 bytes"),
+            (b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "no metadata but list"),
+            (b"\x80\x04" + b"(" * 10**5 + b".", "it has no end"),
+            (b"\x80\x04)" + b"\x94h\x00\x86" * 99 + b".", "no metadata but tuple"),
+            (b"\x80\x04}(\x8c\x01a\x94" + b"2\x86\x94" * 99 + b"Nu.", "opcode DUP"),
+            (b"\x80\x04}(\x8c\x01a\x94" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, 99)) + b"Nu.", "names"),
+            (b"", "exhausted"),
+            (b"\x80\x04.", "it has no end"),
+            (b"\x80\x040.", "opcode POP"),
+            (b"\x80\x04\x8a\xff" + b"\x7f" * 255 + b".", "no metadata but int"),
+        ],
+        ids=range(13),
+    )  # fmt: skip
+    def test_bombs_are_refused_at_once(self, bomb, told, tmp_path):
+        tracemalloc.start()
+        text = self.refused(tmp_path, bomb)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert re.search(told, text), text
+        assert peak < 400 * len(bomb) + (1 << 20)
+
+    def test_metadata_that_is_not_of_its_types_is_refused(self, tmp_path):
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1)
+
+        def told(change):
+            metadata = checkpoint.SafeReader(path).read_metadata()
+            change(metadata, metadata.state_dict_metadata["model.0.weight"])
+            (tmp_path / "other").mkdir(exist_ok=True)
+            return self.refused(tmp_path / "other", pickle.dumps(metadata))
+
+        def first(metadata):
+            return next(iter(metadata.storage_data.values()))
+
+        def shared(metadata, entry):
+            metadata.state_dict_metadata["model.2.weight"].chunks = entry.chunks
+
+        changes = {
+            "two tables": lambda m, e: setattr(m, "storage_data", [1]),
+            "names in a path": lambda m, e: m.planner_data.update({"a": (1.5,)}),
+            "a path by name": lambda m, e: m.planner_data.update({"a": "abc"}),
+            "entries by name|keys that are names": lambda m, e: m.state_dict_metadata.update({3: e}),
+            "the size of": lambda m, e: setattr(e, "size", (64, 32)),
+            "chunks of the whole of": lambda m, e: setattr(e, "size", torch.Size([1 << 20, 32])),
+            "chunks inside of": lambda m, e: setattr(e, "size", torch.Size([8, 32])),
+            "the properties of": lambda m, e: setattr(e, "properties", None),
+            "all bytes of": lambda m, e: setattr(e.properties, "dtype", torch.complex128),
+            "a place of": lambda m, e: m.state_dict_metadata.update(a=m.state_dict_metadata["optimizer.values"]),
+            "alone": shared,
+            "the name of a file": lambda m, e: setattr(first(m), "relative_path", 3),
+            "a place in a file": lambda m, e: setattr(first(m), "offset", -1),
+            "transformed": lambda m, e: setattr(first(m), "transform_descriptors", ("zstd",)),
+        }  # fmt: skip
+        for text, change in changes.items():
+            assert re.search(text, told(change)), text
+
+    def test_places_behind_the_end_of_a_file_are_refused(self, tmp_path):
+        saved(tmp_path, 1)
+        metadata = checkpoint.SafeReader(folder(tmp_path, 1)).read_metadata()
+        next(iter(metadata.storage_data.values())).offset = 1 << 40
+        forge(folder(tmp_path, 1), ".metadata", pickle.dumps(metadata))
+        assert "points behind the end of __0_0.distcp" in checkpoint.verify(tmp_path)[1][0]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link", "folder", "sparse"])
+def test_only_regular_files_of_the_folder_are_opened(kind, name, tmp_path):
+    """Anything else hangs who opens it, or is read from elsewhere; such a step is skipped with a reason."""
+    expected = saved(tmp_path / "run", 1, 2)
+    path = folder(tmp_path / "run", 2) / name
+    path.rename(tmp_path / "moved")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("device", "link"):
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "moved")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    started = time.monotonic()
+    told = checkpoint.verify(tmp_path / "run")[2]
+    assert name in told[0]
+    assert ("has 1099511627776 bytes" if kind == "sparse" else "no regular file") in told[0]
+    assert checkpoint.latest(tmp_path / "run") == 1
+    with pytest.warns(UserWarning, match=rf"{name}.*; loading step 1"):
+        assert load(tmp_path / "run") == (1, expected[1])
+    with pytest.raises((ValueError, OSError)):
+        checkpoint.SafeReader(path.parent).read_metadata() if name == ".metadata" else open_data(path.parent)
+    assert time.monotonic() - started < 20
+
+
+def open_data(path):
+    checkpoint.files.read_file(path, "manifest.json", 1 << 20)
+    checkpoint.files.read_file(path, "__0_0.distcp", 1 << 20)
+
+
+def test_a_step_that_is_a_link_is_skipped(tmp_path):
+    saved(tmp_path / "elsewhere", 1, 2)
+    expected = saved(tmp_path / "run", 1)
+    folder(tmp_path / "run", 2).symlink_to(folder(tmp_path / "elsewhere", 2))
+    assert "step_00000002 is no folder but a link" in checkpoint.verify(tmp_path / "run")[2][0]
+    with pytest.warns(UserWarning, match="is no folder but a link"):
+        assert load(tmp_path / "run") == (1, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: "[" * 10_000, "damaged manifest"),
+        (lambda text: '{"a":' * 10_000, "damaged manifest"),
+        (lambda text: text.replace('"step": 1', '"step": ' + "9" * 5000), "the number 99999"),
+        (lambda text: text.replace('"step": 1', '"step": NaN'), "the number NaN"),
+        (lambda text: text.replace('"step": 1', '"step": 1.0'), "the number 1.0"),
+        (lambda text: text.replace('"step": 1', '"step": 1, "step": 1'), "a name is in it twice"),
+        (lambda text: "[]", "no dictionary but list"),
+        (lambda text: "\xff", "damaged manifest"),
+        (lambda text: "\ud800", "damaged manifest"),
+    ],
+    ids=range(9),
+)
+def test_a_manifest_of_anything_is_damaged(change, told, tmp_path):
+    saved(tmp_path, 1)
+    path = folder(tmp_path, 1) / "manifest.json"
+    path.write_bytes(change(path.read_text()).encode("utf-8", "surrogatepass"))
+    assert told in checkpoint.verify(tmp_path)[1][0]
+    assert "damaged manifest" in checkpoint.verify(tmp_path)[1][0]
+    with pytest.raises(RuntimeError, match="no intact checkpoint"):
+        load(tmp_path)
+
+
+def test_a_manifest_with_fields_of_other_types_is_damaged(tmp_path):
+    """Whatever its digest says: who writes it can compute that."""
+    saved(tmp_path, 1)
+    path = folder(tmp_path, 1) / "manifest.json"
+    good = json.loads(path.read_text())
+    for name in good.keys() - {"digest", "format", "fingerprint"}:
+        for value in (None, "x", [1], {"a": 1}, -1, {"a": {"kind": 1, "fingerprint": "x"}}, {"a": [-1, "x"]}, True):
+            content = {key: good[key] for key in good if key != "digest"} | {name: value}
+            content["digest"] = checkpoint.manifest._digest(content)
+            path.write_text(json.dumps(content))
+            told = checkpoint.verify(tmp_path)[1][0]
+            assert f"damaged manifest: {name} is not what it should be made of" in told, (name, value)
+
+
+def archive(value, change):
+    """Return what is saved of a value with its pickle changed, or packed otherwise."""
+    stream, packed = io.BytesIO(), io.BytesIO()
+    torch.save(value, stream)
+    with zipfile.ZipFile(stream) as source, zipfile.ZipFile(packed, "w") as target:
+        for record in source.infolist():
+            change(target, record.filename, source.read(record))
+    return packed.getvalue()
+
+
+def repickled(data):
+    def change(target, name, content):
+        target.writestr(name, data(content) if name.endswith("data.pkl") else content)
+
+    return change
+
+
+class TestItems:
+    """What torch unpacks of a data file is looked at first."""
+
+    def refused(self, data, told):
+        for read in (checkpoint.items.read_value, checkpoint.items.read_tensor):
+            with pytest.raises(ValueError, match=told):
+                read(io.BytesIO(data))
+
+    def test_memory_is_no_more_than_the_file(self):
+        huge = (1 << 40).to_bytes(6, "little")
+        larger = repickled(lambda data: data.replace(b"K\x05tq", b"\x8a\x06" + huge + b"tq"))
+        self.refused(archive(torch.zeros(5), larger), "a tensor in its own memory is required")
+        deflated = archive(torch.zeros(5), lambda target, *item: target.writestr(*item, zipfile.ZIP_DEFLATED))
+        self.refused(deflated, "an archive of plain files")
+        with warnings.catch_warnings(action="ignore"):
+            twice = archive(3, lambda target, *item: [target.writestr(*item) for _ in range(2)])
+        self.refused(twice, "an archive of plain files")
+        self.refused(pickle.dumps(3, protocol=2), "a damaged archive")
+        self.refused(b"", "a damaged archive")
+
+    def test_values_end(self):
+        laughs = b"\x80\x02)" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60)) + b"."
+        self.refused(archive(0, repickled(lambda _: laughs)), "parts at most are read")
+        deep = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+        self.refused(archive(0, repickled(lambda _: deep)), "a value of 100 levels at most is required")
+        itself = b"\x80\x02]q\x01h\x01a."
+        self.refused(archive(0, repickled(lambda _: itself)), "no part of itself")
+
+    @pytest.mark.parametrize(
+        "forged",
+        [
+            b"cnumpy._core.multiarray\nscalar\n(cnumpy\ndtype\n(X\x02\x00\x00\x00O8tR\x8a\x01\x05tR.",
+            b"cnumpy._core.multiarray\nscalar\n(cnumpy\ndtype\n(X\x02\x00\x00\x00f8tRNtR.",
+            b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85K\x01tR.",
+            b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85K\x01tR"
+            b"(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\n(X\x02\x00\x00\x00f8tRK\x00cbuiltins\nbytes\n)Rtb.",
+            b"cnumpy\nndarray\n.",
+            b"cbuiltins\nbytes\nJ\xff\xff\xff\x7f\x85R.",
+        ],
+        ids=["object", "no bytes", "no values", "huge", "class", "bytes"],
+    )
+    def test_numpy_runs_nothing_of_its_own(self, forged):
+        self.refused(archive(0, repickled(lambda _: b"\x80\x02" + forged)), "numpy|required|GLOBAL")
+
+    def test_a_tensor_that_is_not_what_metadata_says_is_an_error(self, tmp_path):
+        model, _ = make("fp8")
+        state = {"model": model, "a": torch.zeros(4, dtype=torch.int32), "b": torch.zeros(4)}
+        checkpoint.save(tmp_path, 1, state)
+        path = folder(tmp_path, 1)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        places = {index.fqn: info for index, info in metadata.storage_data.items()}
+        places["a"].offset, places["b"].offset = places["b"].offset, places["a"].offset
+        forge(path, ".metadata", pickle.dumps(metadata))
+        before = bits(model)
+        with pytest.raises(ValueError, match=r"__0_0.distcp: [ab] cannot be read: a tensor of another dtype"):
+            checkpoint.load(tmp_path, state)
+        assert bits(model) == before
