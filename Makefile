@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-long test-gpu lint format bench docs clean
+.PHONY: demo test test-long test-frameworks test-gpu lint format bench docs clean
 
 # torch comes first and alone: the pinned CPU build is then what every other package's requirement finds. Triton, which
 # that build does not bring, is for the tests: its interpreter runs the kernels on a machine without a GPU.

@@ -50,7 +50,7 @@ KINDS = pytest.mark.parametrize(
 @KINDS
 @pytest.mark.parametrize("init", ["gaussian", "pissa", "olora", True])
 def test_merging(init, frozen, persistent):
-    """The merged weight is that of the base plus the adapter's product, quantized by the recipe; unmerging undoes it."""
+    """The merged weight is base plus product of the adapter, quantized by the recipe; unmerging undoes it."""
     net = adapted(base(frozen, persistent), init)
     layer = net.base_model.model.model.layers[0].self_attn.q_proj
     before = values(layer.base_layer.weight)
