@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterable
 
@@ -35,7 +36,7 @@ def step_(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: If ``model`` is not a module.
-        RuntimeError: If ranks of the group have different numbers of scales, on all of them.
+        RuntimeError: If ranks of the group have other scales, or of other layers; on all of them.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"step_: a module is required, got {type(model).__name__}")
@@ -148,7 +149,7 @@ def _update_scales(
     states = [state for state in states if state.encode_scale is not None]
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
     if distributed:
-        _check_same_number(model, sum(len(state.slots) for state in states), group)
+        _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
         reduced = None
@@ -158,25 +159,35 @@ def _update_scales(
         update_scales(of_device, reduced)
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup | None, int]] = (
+Layout = list[tuple[str, int]]
+"""Names of layers, and which object says how their scales follow."""
+
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup | None, Layout]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _check_same_number(model: nn.Module, number: int, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if not all have the same number of scales: the reduction would hang or
-    mix layers up.
+def _check_same_scales(
+    model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None
+) -> None:
+    """Raise on every rank if not all have the same scales of the same layers: the reduction would
+    hang or mix layers up.
 
-    Asked once per model, group and number, so ranks must change their recipes together.
+    Asked once per model, group and layout, so ranks must change their recipes together.
     """
     checked = _checked.setdefault(model, {})
-    if checked.get(group) == number:
+    layout = [(state.name, id(state.rules)) for state in states]
+    if checked.get(group) == layout:
         return
-    numbers: list[int | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, number, group=group)
-    if len(set(numbers)) > 1:
+    mine = repr([(state.name, state.slots, state.rules) for state in states])
+    digest = hashlib.sha256(mine.encode()).hexdigest()[:8]
+    told = f"{sum(len(state.slots) for state in states)} ({digest})"
+    every: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(every, told, group=group)
+    if len(set(every)) > 1:
         raise RuntimeError(
-            f"step_: ranks with the same number of delayed scales are required, got {numbers}; "
-            "name the data-parallel ranks with set_data_parallel_group_"
+            "step_: the same delayed scales of the same layers are required on all ranks, got as "
+            f"many (with digests of names and rules): {', '.join(every)}; convert the model alike "
+            "everywhere, or name the data-parallel ranks with set_data_parallel_group_"
         )
-    checked[group] = number
+    checked[group] = layout

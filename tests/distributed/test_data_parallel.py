@@ -92,10 +92,14 @@ def scales_are_reduced(rank):
         assert group is not None or all(torch.equal(other, state.encode_scale) for other in everywhere)
 
 
-def different_numbers_of_scales_raise_on_every_rank(rank):
-    for other in ("fp8_delayed/mxfp8/mxfp8", "mxfp8"):
-        model = stateful("fp8_delayed" if rank else other)
-        with pytest.raises(RuntimeError, match=r"ranks with the same number of delayed scales are required, got \["):
+def different_scales_raise_on_every_rank(rank):
+    """Of other layers, by other rules, or another number."""
+    margins = ht.HybridConfig(*(ht.DelayedFloat8Quantizer(margin=2 * rank) for _ in range(3)))
+    others = [("fp8_delayed/mxfp8/mxfp8", "fp8_delayed", ""), ("mxfp8", "fp8_delayed", ""), (margins, margins, "")]
+    for first, second, name in (*others, ("fp8_delayed", "fp8_delayed", "other")):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        ht.quantize_(model, second if rank else first, name=name if rank and name else None)
+        with pytest.raises(RuntimeError, match=r"the same delayed scales of the same layers are required on all ranks"):
             ht.step_(model)
 
 
@@ -125,7 +129,7 @@ def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
         ddp,
         ddp_with_state,
         scales_are_reduced,
-        different_numbers_of_scales_raise_on_every_rank,
+        different_scales_raise_on_every_rank,
         a_group_is_kept_for_recipes_to_come,
         random_rounding_does_not_depend_on_the_number_of_ranks,
     ],
