@@ -208,6 +208,11 @@ def assignable(weight: InterceptingTensor, value: object) -> Tensor:
             f"{who}: FSDP2 manages the memory of this weight, and would go on with what it has; "
             "write values with copy_() instead"
         )
+    if getattr(weight, "_fsdp_flattened", False):  # private: FullyShardedDataParallel's mark
+        raise NotImplementedError(
+            f"{who}: FullyShardedDataParallel(use_orig_params=True) compares addresses of parameters, "
+            "which a quantized weight has none of; pass use_orig_params=False, or use fully_shard"
+        )
     if is_captured():
         raise RuntimeError(
             f"{who}: a CUDA graph is being captured, whose replays would use the former memory; "

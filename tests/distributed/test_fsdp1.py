@@ -1,0 +1,46 @@
+"""FullyShardedDataParallel, FSDP2's predecessor: works on flat parameters, and says where it does not."""
+
+import pytest
+import torch
+from processes import here
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import hybridtensor as ht
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def model(recipe):
+    torch.manual_seed(0)
+    return ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)), recipe)
+
+
+def trains_bitwise(rank, recipe):
+    """A layer applies its recipe to the views of the flat parameter that stand at its weight."""
+    net = model(recipe)
+    sharded = FullyShardedDataParallel(model(recipe), device_id=torch.device(here(), rank if here() == "cuda" else None))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, sharded)]
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator(here()).manual_seed(step))
+        outputs = [m(x) for m in (net, sharded)]
+        assert torch.equal(*outputs), step
+        for m, out, optimizer in zip((net, sharded), outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            ht.step_(m)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "fp8_delayed"])
+def test_flat_parameters(two, recipe):
+    two.run(trains_bitwise, recipe)
+
+
+def original_parameters(rank):
+    with pytest.raises(NotImplementedError, match="pass use_orig_params=False, or use fully_shard"):
+        FullyShardedDataParallel(model("fp8"), use_orig_params=True, device_id=torch.device(here()))
+
+
+def test_original_parameters_are_refused_when_wrapped(two):
+    two.run(original_parameters)
