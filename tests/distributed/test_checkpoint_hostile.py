@@ -230,8 +230,8 @@ def test_only_regular_files_of_the_folder_are_opened(kind, name, tmp_path):
 
 
 def open_data(path):
-    checkpoint.files.read_file(path, "manifest.json", 1 << 20)
-    checkpoint.files.read_file(path, "__0_0.distcp", 1 << 20)
+    checkpoint.untrusted.files.read_file(path, "manifest.json", 1 << 20)
+    checkpoint.untrusted.files.read_file(path, "__0_0.distcp", 1 << 20)
 
 
 def test_a_step_that_is_a_link_is_skipped(tmp_path):
@@ -303,7 +303,7 @@ class TestItems:
     """What torch unpacks of a data file is looked at first."""
 
     def refused(self, data, told):
-        for read in (checkpoint.items.read_value, checkpoint.items.read_tensor):
+        for read in (checkpoint.untrusted.items.read_value, checkpoint.untrusted.items.read_tensor):
             with pytest.raises(ValueError, match=told):
                 read(io.BytesIO(data))
 

@@ -205,7 +205,7 @@ class TestFailedLoad:
         targets = {
             "optimizer": (inner, "load_state_dict"),
             "module": (state["model"], "load_state_dict"),
-            "reading": (checkpoint.reader.SafeReader, "_part"),
+            "reading": (checkpoint.untrusted.reader.SafeReader, "_part"),
             "writing": (checkpoint.planners.HybridLoadPlanner, "commit_tensor"),
             "last step": (checkpoint.restoration.Restoration, "fill"),
         }

@@ -19,7 +19,9 @@ def model(recipe):
 def trains_bitwise(rank, recipe):
     """A layer applies its recipe to the views of the flat parameter that stand at its weight."""
     net = model(recipe)
-    sharded = FullyShardedDataParallel(model(recipe), device_id=torch.device(here(), rank if here() == "cuda" else None))
+    sharded = FullyShardedDataParallel(
+        model(recipe), device_id=torch.device(here(), rank if here() == "cuda" else None)
+    )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, sharded)]
     for step in range(3):
         x = torch.randn(32, 64, generator=torch.Generator(here()).manual_seed(step))

@@ -278,7 +278,7 @@ READS = {
     "svd": lambda w: torch.linalg.svd(w, full_matrices=False)[1], "qr": lambda w: torch.linalg.qr(w)[1],
     "mean": lambda w: w.mean(dim=0), "sub": lambda w: w - w.mean(dim=0), "norm": torch.linalg.vector_norm,
     "mul": lambda w: 2 * w, "isfinite": torch.isfinite, "histc": lambda w: w.histc(8), "max": torch.max,
-    "cat": lambda w: torch.cat([w, w]), "rows": lambda w: w[torch.tensor([1, 3])], "median": torch.median,
+    "rows": lambda w: w[torch.tensor([1, 3])], "median": torch.median,
     "tolist": lambda w: torch.tensor(w.tolist()), "numpy": lambda w: torch.tensor(w.numpy()),
 }  # fmt: skip
 
@@ -295,6 +295,14 @@ def test_reads_of_a_persistent_weights_data_give_its_values(name):
             READS[name](net.weight.t().detach().requires_grad_())
         with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
             READS[name](ht.Float8Quantizer().quantize(plain(0)))
+
+
+def test_persistent_weights_are_not_joined():
+    """DistributedDataParallel joins parameters, sends them, and writes the parts back."""
+    data = layer(persistent=True).weight.data
+    for join in (torch.cat, torch.stack):
+        with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
+            join([data, data])
 
 
 def test_arrays_of_persistent_weights_are_not_written():

@@ -23,9 +23,9 @@ written.
 from hybridtensor.distributed.checkpoint.agreement import check_replicas
 from hybridtensor.distributed.checkpoint.plain import plain
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner, HybridSavePlanner
-from hybridtensor.distributed.checkpoint.reader import SafeReader
 from hybridtensor.distributed.checkpoint.reading import latest, load, verify
 from hybridtensor.distributed.checkpoint.store import Saving, async_save, save
+from hybridtensor.distributed.checkpoint.untrusted.reader import SafeReader
 
 __all__ = [
     "HybridLoadPlanner",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hybridtensor.distributed.checkpoint.plain import StateDict, plain
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.distributed.checkpoint.training import Training
+from hybridtensor.dtensor import local
 
 Replica: TypeAlias = tuple[tuple[object, ...], str]
 """Which part of a tensor a rank has, and the digest of its values."""
@@ -134,7 +135,7 @@ def _replica(value: Tensor) -> Iterable[Replica]:
     if coordinate is not None:
         pairs = zip(value.placements, coordinate, strict=True)
         part = tuple(None if isinstance(p, Replicate) else (str(p), at) for p, at in pairs)
-        yield part, _digest(value._local_tensor)
+        yield part, _digest(local(value))
 
 
 def _digest(tensor: Tensor) -> str:

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from hybridtensor.distributed.checkpoint.files import (
+from hybridtensor.distributed.checkpoint.untrusted.files import (
     check_folder,
     digest_stream,
     open_file,
     read_file,
 )
-from hybridtensor.distributed.checkpoint.metadata import METADATA, read_metadata
+from hybridtensor.distributed.checkpoint.untrusted.metadata import METADATA, read_metadata
 from hybridtensor.version import __version__
 
 MANIFEST = "manifest.json"

@@ -38,9 +38,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from hybridtensor.distributed.checkpoint.items import pickled, read_value
-from hybridtensor.distributed.checkpoint.metadata import use_present_names
 from hybridtensor.distributed.checkpoint.plain import StateDict, plain
+from hybridtensor.distributed.checkpoint.untrusted.items import pickled, read_value
+from hybridtensor.distributed.checkpoint.untrusted.metadata import use_present_names
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.followers import followers

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from hybridtensor.distributed.checkpoint.agreement import check_arguments
-from hybridtensor.distributed.checkpoint.files import digest_file
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -21,15 +20,16 @@ from hybridtensor.distributed.checkpoint.manifest import (
     root_folder,
     steps,
 )
-from hybridtensor.distributed.checkpoint.metadata import read_metadata
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
-from hybridtensor.distributed.checkpoint.reader import SafeReader, Staged
 from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import wait_for_previous
 from hybridtensor.distributed.checkpoint.training import Training
 from hybridtensor.distributed.checkpoint.undo import Former
+from hybridtensor.distributed.checkpoint.untrusted.files import digest_file
+from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
+from hybridtensor.distributed.checkpoint.untrusted.reader import SafeReader, Staged
 
 
 def load(

@@ -28,7 +28,6 @@ from hybridtensor.distributed.checkpoint.agreement import (
     check_plans,
     compare_replicas,
 )
-from hybridtensor.distributed.checkpoint.files import digest_file, sync_folder, write_synced
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -39,11 +38,16 @@ from hybridtensor.distributed.checkpoint.manifest import (
     step_path,
     versions,
 )
-from hybridtensor.distributed.checkpoint.metadata import METADATA, Writer
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.distributed.checkpoint.training import Training
+from hybridtensor.distributed.checkpoint.untrusted.files import (
+    digest_file,
+    sync_folder,
+    write_synced,
+)
+from hybridtensor.distributed.checkpoint.untrusted.metadata import METADATA, Writer
 
 _PARTIAL = ".partial-"
 

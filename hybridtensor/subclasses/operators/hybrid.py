@@ -231,7 +231,9 @@ def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return True
 
 
-READS_OF_WEIGHTS = [op for op in READS if op not in table]
+# Who joins weights writes the parts back, as DistributedDataParallel does: quantized twice, they change
+_JOINS = (aten.cat.default, aten.stack.default)
+READS_OF_WEIGHTS = [op for op in READS if op not in table and op not in _JOINS]
 
 
 @table.register(*READS_OF_WEIGHTS)

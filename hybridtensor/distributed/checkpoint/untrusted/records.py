@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hybridtensor.distributed.checkpoint.opcodes import PickleMachine
+from hybridtensor.distributed.checkpoint.untrusted.opcodes import PickleMachine
 
 _DCP = "torch.distributed.checkpoint"
 # Private to torch: where a writer of files has put an item, and what stands for a memory format. A

@@ -12,8 +12,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.checkpoint.numpy_values import NumpyReader
-from hybridtensor.distributed.checkpoint.opcodes import PickleMachine
+from hybridtensor.distributed.checkpoint.untrusted.numpy_values import NumpyReader
+from hybridtensor.distributed.checkpoint.untrusted.opcodes import PickleMachine
 
 _PICKLE, _DATA = "data.pkl", "data"
 _DEEPEST, _LARGEST = 100, 10**7

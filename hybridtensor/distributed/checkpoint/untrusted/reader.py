@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from hybridtensor.distributed.checkpoint.files import open_file
-from hybridtensor.distributed.checkpoint.items import read_tensor, read_value
-from hybridtensor.distributed.checkpoint.metadata import read_metadata
+from hybridtensor.distributed.checkpoint.untrusted.files import open_file
+from hybridtensor.distributed.checkpoint.untrusted.items import read_tensor, read_value
+from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
 
 
 class Staged:

@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from hybridtensor.distributed.checkpoint.files import read_file
-from hybridtensor.distributed.checkpoint.records import read_records
+from hybridtensor.distributed.checkpoint.untrusted.files import read_file
+from hybridtensor.distributed.checkpoint.untrusted.records import read_records
 
 PathItem = TypeVar("PathItem", str, int)
 
