@@ -493,3 +493,27 @@ def compiled_with_checkpointing(rank, recipes, order):
 @pytest.mark.parametrize("order", ["checkpoint(compile)", "compile(checkpoint)"])
 def test_compiled_blocks_with_checkpointing(two, order):
     two.run(compiled_with_checkpointing, ["fp8_rowwise"], order)
+
+
+def checked(rank):
+    """``check`` on every rank: products by the recipe, and nothing of the model is changed."""
+    for recipe in ("fp8", "fp8_delayed", "mxfp8+dequantized"):
+        model = shard(make(recipe), mesh_of(rank, 2))
+        model(batch(0)).sum().backward()
+        before = [local(p.grad).clone() for p in model.parameters()]
+        found = ht.check(model, batch(1), strict=True)
+        assert {row.gemm for row in found.products} == {"output", "grad_input", "grad_weight"}
+        assert found.flops == pytest.approx(1 / 3 if "dequantized" in recipe else 1.0)
+        for p, grad in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local(p.grad), grad)
+        other = shard(make(recipe), mesh_of(rank, 2))
+        other(batch(0)).sum().backward()
+        assert torch.equal(model(batch(2)), other(batch(2)))
+        state = ht.plain_state_dict(model)
+        assert not any("quantization_state" in name for name in state)
+        with pytest.raises(RuntimeError, match="plain_: FSDP2 shards this model"):
+            ht.plain_(model)
+
+
+def test_check_and_the_way_back(two):
+    two.run(checked)
