@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.arguments import place, require_flag, require_module, require_path
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
@@ -76,6 +77,8 @@ def export_safetensors(
         ValueError: If ``dtype`` is unknown.
         NotImplementedError: If a quantized export is asked of a sharded model.
     """
+    require_path("export_safetensors", path)
+    require_flag("export_safetensors", columnwise=columnwise)
     library = _safetensors()
     _check(model, dtype, masters)
     tensors, metadata = _collect(model, dtype, columnwise, masters)
@@ -88,8 +91,7 @@ def export_safetensors(
 
 def _check(model: nn.Module, dtype: str, masters: MasterWeights | None) -> None:
     """Raise for arguments that cannot be exported."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export_safetensors: a module is required, got {type(model).__name__}")
+    require_module("export_safetensors", model)
     if masters is not None and not isinstance(masters, MasterWeights):
         raise TypeError(
             f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}"
@@ -211,6 +213,12 @@ def load_safetensors(
         ValueError: If the file names a format that is not known, lacks a tensor, or has one of
             another shape or dtype.
     """
+    require_path("load_safetensors", path)
+    device = place("load_safetensors", device)
+    if not Path(path).is_file():
+        raise ValueError(
+            f"load_safetensors: a file is required, got {os.fspath(path)!r}; export one first"
+        )
     library = _safetensors()
     with library.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
         metadata = file.metadata() or {}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from hybridtensor.arguments import require_flag, require_group, require_timeout
 from hybridtensor.distributed.checkpoint.manifest import Manifest, problems, root_folder, steps
 from hybridtensor.distributed.checkpoint.metadata import SafeReader, read_metadata
 from hybridtensor.distributed.checkpoint.plain import StateDict
@@ -55,6 +56,9 @@ def load(
         RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on
             every rank.
     """
+    require_flag("checkpoint.load", any_recipe=any_recipe)
+    require_group("checkpoint.load", group)
+    require_timeout("checkpoint.load", timeout)
     wait_for_previous()
     ranks = Ranks("checkpoint.load", group, timeout)
     root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hybridtensor.arguments import require_flag, require_group, require_timeout, wrong
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -96,6 +97,17 @@ class _Write:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _require(
+    who: str, step: object, faces: object, overwrite: object, group: object, timeout: object
+) -> None:
+    """Raise TypeError for what ranks need before they can talk; the rest is checked by all."""
+    if step is None:
+        raise wrong(who, "the number of a step", step)
+    require_flag(who, faces=faces, overwrite=overwrite)
+    require_group(who, group)
+    require_timeout(who, timeout)
+
+
 def save(
     directory: str | os.PathLike[str],
     step: int,
@@ -132,6 +144,7 @@ def save(
         ValueError: If the step is there already, or the state cannot be saved.
         RuntimeError: If writing fails on a rank, or a rank is gone; on every rank.
     """
+    _require("checkpoint.save", step, faces, overwrite, group, timeout)
     wait_for_previous()
     ranks = Ranks("checkpoint.save", group, timeout)
     with _planned(ranks, directory, step, state, faces, overwrite) as write:
@@ -218,6 +231,7 @@ def async_save(
         ValueError: As ``save``.
         RuntimeError: As ``save``.
     """
+    _require("checkpoint.async_save", step, faces, overwrite, group, timeout)
     wait_for_previous()
     ranks = Ranks("checkpoint.async_save", group, timeout)
     with _planned(ranks, directory, step, state, faces, overwrite) as write:
