@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor import formats
+from hybridtensor.arguments import require_flag, require_module, told, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
 from hybridtensor.linear.stand_in import recipe_of
@@ -234,13 +235,10 @@ def check(
 
 
 def _check_arguments(model: object, loss: object, strict: object, show: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"check: a module is required, got {type(model).__name__}")
-    if loss is not None and not callable(loss):
-        raise TypeError(f"check: a function is required as loss, got {loss!r}")
-    for name, flag in (("strict", strict), ("show", show)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"check: {name} is True or False, got {flag!r}")
+    require_module("check", model)
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
+        raise wrong("check", "a function as loss", loss)
+    require_flag("check", strict=strict, show=show)
 
 
 def _flop_counter() -> Any:
@@ -271,7 +269,8 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
     if loss is not None:
         value = loss(out)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise TypeError(f"check: a loss of one number is required, got {value!r}")
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise TypeError(f"check: a loss of one number is required, got {told(value)}{shape}")
         return value
     own = getattr(out, "loss", None)
     if isinstance(own, Tensor):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.arguments import require_flag, require_function, require_module, require_text
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.stand_in import recipe_of, set_recipe
@@ -73,8 +74,9 @@ def quantize_(
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point
             parameter.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize_: a module is required, got {type(model).__name__}")
+    require_module("quantize_", model)
+    require_flag("quantize_", persistent=persistent)
+    require_function("quantize_", "filter_fn", filter_fn)
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
     _require_layers(plan, model, root)
@@ -152,8 +154,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     Raises:
         ValueError: If the model has no converted weight, or the recipe matches none of them.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"set_config_: a module is required, got {type(model).__name__}")
+    require_module("set_config_", model)
     converted = {
         id(module)
         for _, module in linear_modules(model)
@@ -182,8 +183,7 @@ def _checked_name(name: str | None) -> str:
     """Return the prefix of all names, ``""`` for none."""
     if name is None:
         return ""
-    if not isinstance(name, str):
-        raise TypeError(f"quantize_: name is a string, got {type(name).__name__}")
+    require_text("quantize_", name=name)
     if not all(name.split(".")):
         raise ValueError(
             f"quantize_: a name without empty parts is required, got {name!r}; "

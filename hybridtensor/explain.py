@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.formats import Format
 from hybridtensor.linear.stand_in import recipe_of
@@ -150,8 +151,8 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     Returns:
         The rows, for programs.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain: a module is required, got {type(model).__name__}")
+    require_module("explain", model)
+    require_flag("explain", show=show)
     rows: list[GemmRow] = []
     skipped, sent, shared = [], [], []
     for name, module in linear_modules(model):

@@ -19,6 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.arguments import (
+    place,
+    require_flag,
+    require_module,
+    require_path,
+    require_timeout,
+)
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.dtensor import local
@@ -86,9 +93,11 @@ def export_safetensors(
         OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
         RuntimeError: If a rank is gone; on every rank.
     """
+    require_module("export_safetensors", model)
+    require_timeout("export_safetensors", timeout)
     library = _safetensors()
-    _check(model, dtype, masters)
     together = _together(model, timeout)
+    together(lambda: _check(path, dtype, columnwise, masters))
     tensors, metadata = together(lambda: _collect(model, dtype, columnwise, masters))
     target = Path(path)
 
@@ -110,10 +119,12 @@ def _together(model: nn.Module, timeout: datetime.timedelta) -> Callable[[Callab
     return lambda work: work()
 
 
-def _check(model: nn.Module, dtype: str, masters: MasterWeights | None) -> None:
-    """Raise for arguments that cannot be exported."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export_safetensors: a module is required, got {type(model).__name__}")
+def _check(
+    path: str | os.PathLike[str], dtype: str, columnwise: bool, masters: MasterWeights | None
+) -> None:
+    """Raise for arguments of the wrong kind."""
+    require_path("export_safetensors", path)
+    require_flag("export_safetensors", columnwise=columnwise)
     if masters is not None and not isinstance(masters, MasterWeights):
         raise TypeError(
             f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}"
@@ -250,6 +261,12 @@ def load_safetensors(
             file in high precision, are not checked.
         OSError: If there is no such file, or it cannot be read.
     """
+    require_path("load_safetensors", path)
+    device = place("load_safetensors", device)
+    if not Path(path).is_file():
+        raise ValueError(
+            f"load_safetensors: a file is required, got {os.fspath(path)!r}; export one first"
+        )
     library = _safetensors()
     Path(path).stat()
     try:

@@ -13,11 +13,52 @@ a quantizer.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from dataclasses import dataclass
 
 import torch
+
+from hybridtensor.arguments import (
+    nearest,
+    require_dtype,
+    require_flag,
+    require_int,
+    require_kind,
+    require_number,
+    require_text,
+    wrong,
+)
+
+__all__ = [
+    "E2M1_MAX",
+    "E4M3_MAX",
+    "E5M2_MAX",
+    "FP8_E4M3_1X128",
+    "FP8_E4M3_1X128_FP32_SCALE",
+    "FP8_E4M3_128X128",
+    "FP8_E4M3_128X128_FP32_SCALE",
+    "FP8_E4M3_ROW",
+    "FP8_E4M3_TENSOR",
+    "FP8_E5M2_1X128",
+    "FP8_E5M2_1X128_FP32_SCALE",
+    "FP8_E5M2_128X128",
+    "FP8_E5M2_128X128_FP32_SCALE",
+    "FP8_E5M2_ROW",
+    "FP8_E5M2_TENSOR",
+    "IDENTITY",
+    "MXFP8_E4M3",
+    "MXFP8_E4M3_32X32",
+    "MXFP8_E5M2",
+    "MXFP8_E5M2_32X32",
+    "NVFP4",
+    "NVFP4_16X16",
+    "NVFP4_HADAMARD",
+    "NVFP4_ROW_SCALED",
+    "NVFP4_ROW_SCALED_HADAMARD",
+    "Format",
+    "get_format",
+    "register_format",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +97,22 @@ class Format:
     hadamard: bool = False
     tensor_block: tuple[int | None, int | None] | None = None
     tensor_scale_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        who = "Format"
+        require_text(who, name=self.name)
+        require_number(who, max=self.max, tensor_scale_max=self.tensor_scale_max)
+        for dtype in (self.element, self.scale_dtype):
+            require_kind(who, "a dtype or None", dtype, (torch.dtype, type(None)))
+        _check_block(who, self.block)
+        if self.tensor_block is not None:
+            _check_block(who, self.tensor_block)
+        require_flag(who, pow2_scale=self.pow2_scale, ragged=self.ragged, hadamard=self.hadamard)
+        require_int(who, at_least=1, elements_per_byte=self.elements_per_byte)
+        if self.elements_per_byte > 2:
+            raise ValueError(
+                f"{who}: 1 or 2 elements per byte are required, got {self.elements_per_byte}"
+            )
 
     @functools.cached_property
     def is_identity(self) -> bool:
@@ -140,7 +197,13 @@ class Format:
         Args:
             contraction: Elements in the row.
             dtype: High-precision dtype, used by the identity format.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If there are fewer than no elements.
         """
+        require_int("Format.bytes_per_row", at_least=0, contraction=contraction)
+        require_dtype("Format.bytes_per_row", dtype)
         if self.element is None:
             return contraction * dtype.itemsize
         across, along = self.block
@@ -156,6 +219,13 @@ class Format:
         return self.name
 
 
+def _check_block(who: str, block: object) -> None:
+    """Raise unless ``block`` is an extent or None along two axes."""
+    if not isinstance(block, tuple) or len(block) != 2:
+        raise wrong(who, "a block of two extents", block)
+    require_int(who, at_least=1, **{f"extent_{i}": n for i, n in enumerate(block) if n is not None})
+
+
 def _num_blocks(extent: int, block: int | None) -> int:
     return 1 if block is None else -(-extent // block)
 
@@ -167,8 +237,10 @@ def register_format(fmt: Format) -> Format:
     """Add ``fmt`` to the registry and return it.
 
     Raises:
+        TypeError: If it is no ``Format``.
         ValueError: If another record has that name.
     """
+    require_kind("register_format", "a Format", fmt, Format)
     known = _REGISTRY.setdefault(fmt.name, fmt)
     if dataclasses.astuple(known) != dataclasses.astuple(fmt):
         raise ValueError(
@@ -181,22 +253,14 @@ def get_format(name: str) -> Format:
     """Return the record called ``name``.
 
     Raises:
+        TypeError: If the name is no string.
         ValueError: If there is none.
     """
-    try:
-        return _REGISTRY[name]
-    except KeyError:
-        raise ValueError(
-            f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}"
-        ) from None
-
-
-def nearest(word: str, known: object) -> str:
-    """Return advice for a misspelt word: the nearest of the ``known`` ones, and the whole list."""
-    words = [str(k) for k in known]  # type: ignore[attr-defined]
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(words)}"
+    known = _REGISTRY.get(name) if isinstance(name, str) else None
+    if known is None:
+        require_text("get_format", name=name)
+        raise ValueError(f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}")
+    return known
 
 
 E4M3_MAX = 448.0

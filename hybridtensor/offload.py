@@ -17,18 +17,31 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
+from hybridtensor.arguments import require_flag, require_int, require_items, require_kind
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.structure import flatten
+
+__all__ = ["Traffic", "offload_activations"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _not_traced(function: F) -> F:
+    """Keep Dynamo out of a hook: it looks at memory, between compiled graphs."""
+    reason = "offload_activations works between compiled graphs"
+    made: F = torch.compiler.disable(function, reason=reason)
+    return made
 
 
 @dataclass
@@ -56,7 +69,8 @@ def offload_activations(
 
     Args:
         blocks: Modules that run one after the other, for example ``model.blocks``; none inside of
-            another. They are eager: compile what is inside of them.
+            another. They, what is inside of them, or the whole model may be compiled, but the
+            whole not with ``fullgraph=True``: what blocks save is caught between graphs.
         keep_last: How many of the last blocks keep theirs, as backward begins with them.
         min_bytes: Smaller storages stay, as copying them saves nothing.
         pin_memory: Whether host memory is page-locked; None is where the blocks are on a GPU.
@@ -69,12 +83,15 @@ def offload_activations(
         TypeError: If ``blocks`` are not modules, or a number is none.
         ValueError: If there are no blocks, one is there twice or inside of another, or a number is
             negative.
-        RuntimeError: In backward, if a tensor was changed in place after it was saved and before it
-            was copied.
+        RuntimeError: If another context that is open offloads the same blocks; in backward, if a
+            tensor was changed in place after it was saved and before it was copied.
     """
     modules = _checked(blocks, keep_last, min_bytes)
+    if pin_memory is not None:
+        require_flag("offload_activations", pin_memory=pin_memory)
     offload = _Offload(min_bytes, pin_memory)
     hooks: list[RemovableHandle] = []
+    _offloaded.append(modules)
     try:
         for block in modules[: max(0, len(modules) - keep_last)]:
             hooks.append(block.register_forward_pre_hook(offload.enter))
@@ -83,6 +100,7 @@ def offload_activations(
     finally:
         for hook in hooks:
             hook.remove()
+        _offloaded.remove(modules)
         offload.close()
 
 
@@ -191,6 +209,7 @@ class _Offload:
     # -- forward
     # ------------------------------------------------------------------------------------------------------
 
+    @_not_traced
     def enter(self, block: nn.Module, args: object) -> None:
         """Catch what the block saves."""
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
@@ -201,6 +220,7 @@ class _Offload:
         hooks.__enter__()
         self.open.append((group, hooks))
 
+    @_not_traced
     def leave(self, block: nn.Module, args: object, output: object) -> None:
         """Send what the block saved on its way, and give back what the block before it did."""
         group, hooks = self.open.pop()
@@ -216,6 +236,7 @@ class _Offload:
             self.release(self.last)
         self.last = None
 
+    @_not_traced
     def pack(self, group: _Group, tensor: Tensor) -> Tensor | _Saved:
         """Note a tensor; what is not worth a copy, or stays anyway, is kept as it is."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
@@ -256,6 +277,7 @@ class _Offload:
     # -- backward
     # -----------------------------------------------------------------------------------------------------
 
+    @_not_traced
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
         """Return a tensor when backward needs it; the first of a block has its block and the
         previous one fetched.
@@ -320,16 +342,9 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
         raise TypeError(
             f"{who}: several blocks are required, got one {type(blocks).__name__}; put it in a list"
         )
-    if not isinstance(blocks, Iterable):
-        raise TypeError(
-            f"{who}: blocks are required, got {type(blocks).__name__}; give for example model.blocks"
-        )
-    modules = list(blocks)
-    wrong = [type(m).__name__ for m in modules if not isinstance(m, nn.Module)]
-    if wrong:
-        raise TypeError(
-            f"{who}: modules are required, got {', '.join(wrong)}; give for example model.blocks"
-        )
+    modules = require_items(who, "a list of blocks", blocks, "give for example model.blocks")
+    for module in modules:
+        require_kind(who, "a module as block", module, nn.Module, "give for example model.blocks")
     if not modules:
         raise ValueError(f"{who}: at least one block is required, got none")
     below = [id(m) for block in modules for m in block.modules()]
@@ -337,12 +352,23 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
         raise ValueError(
             f"{who}: blocks apart from each other are required, got one twice or inside of another"
         )
-    for name, number in (("keep_last", keep_last), ("min_bytes", min_bytes)):
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"{who}: a number is required as {name}, got {number!r}")
-        if number < 0:
-            raise ValueError(f"{who}: 0 or more is required as {name}, got {number}")
+    require_int(who, at_least=0, keep_last=keep_last, min_bytes=min_bytes)
+    known = [block for others in _offloaded for block in others]
+    if _is_inside(modules, known) or _is_inside(known, modules):
+        raise RuntimeError(
+            f"{who}: blocks that no open context offloads are required, got one of another context, or "
+            "one inside of its blocks; open one context around the model"
+        )
     return modules
+
+
+_offloaded: list[list[nn.Module]] = []  # the blocks of each open context
+
+
+def _is_inside(blocks: list[nn.Module], others: list[nn.Module]) -> bool:
+    """Return whether one of ``blocks`` is one of ``others``, or inside of one."""
+    below = {id(module) for other in others for module in other.modules()}
+    return any(id(block) in below for block in blocks)
 
 
 def _addresses(block: nn.Module) -> set[int]:

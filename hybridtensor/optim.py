@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, StateDict
 
+from hybridtensor.arguments import require_function, require_items, require_kind, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.quantizing import refresh_
+
+__all__ = ["MasterWeights"]
 
 T = TypeVar("T")
 
@@ -54,12 +57,10 @@ class MasterWeights(torch.optim.Optimizer):
         if not (
             isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
         ):
-            raise TypeError(
-                f"MasterWeights: an Optimizer class is required, got {optimizer_class!r}"
-            )
-        given = list(params)
+            raise wrong("MasterWeights", "an Optimizer class", optimizer_class)
+        given = require_items("MasterWeights", "a list of parameters", params)
         groups: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
-        groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+        groups = [_checked_group("MasterWeights", group) for group in groups]
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []  # persistent parameter and its master
         inner_groups = [
             {**group, "params": [self._stepped(p) for p in group["params"]]} for group in groups
@@ -158,7 +159,11 @@ class MasterWeights(torch.optim.Optimizer):
             closure: Evaluated once, before the step, with gradients enabled. Optimizers that
                 evaluate it several times (LBFGS) are not possible here: the parameters would not
                 follow in between.
+
+        Raises:
+            TypeError: If ``closure`` is not a function.
         """
+        require_function("MasterWeights.step", "closure", closure)
         self._follow_parameters()
         loss = None
         if closure is not None:
@@ -213,7 +218,7 @@ class MasterWeights(torch.optim.Optimizer):
         if not hasattr(self, "inner") or len(self.param_groups) < len(self.inner.param_groups):
             super().add_param_group(param_group)  # called by the base class while it is being built
             return
-        group = {**param_group, "params": _as_list(param_group["params"])}
+        group = _checked_group("MasterWeights.add_param_group", param_group)
         super().add_param_group(dict(group))  # which raises for parameters that are there
         self.inner.add_param_group({**group, "params": [self._stepped(p) for p in group["params"]]})
         self._share_groups()
@@ -262,10 +267,12 @@ class MasterWeights(torch.optim.Optimizer):
         them out.
 
         Raises:
-            ValueError: If the masters do not fit the parameters.
+            TypeError: If it is no state dict of an optimizer.
+            ValueError: If groups or masters do not fit the parameters.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(hook(self, state_dict), state_dict)
+        self._check_groups(state_dict)
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
         own = [state.get(key, {}) for key in self._keys(state_dict)]
         loaded = [(of_one.pop("master", None), of_one.pop("follows", False)) for of_one in own]
@@ -291,6 +298,22 @@ class MasterWeights(torch.optim.Optimizer):
             )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _check_groups(self, state_dict: object) -> None:
+        """Raise unless a state dict has the groups of this optimizer."""
+        who, groups = "MasterWeights.load_state_dict", None
+        if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
+            groups = state_dict.get("param_groups")
+        if not isinstance(groups, list) or not all("params" in group for group in groups):
+            raise wrong(who, "what state_dict() of an optimizer gives", state_dict)
+        wanted, found = (
+            [len(group["params"]) for group in some] for some in (self.param_groups, groups)
+        )
+        if wanted != found:
+            raise ValueError(
+                f"{who}: groups of {wanted} parameters are required, got {found}; give it the state of "
+                "an optimizer of the same parameters"
+            )
 
     def _check_masters(self, loaded: list[Tensor | None]) -> None:
         """Raise ValueError unless a state dict has a master of every trainable parameter, in its
@@ -354,5 +377,14 @@ def _like(parameter: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def _as_list(params: Tensor | Iterable[T]) -> list[Tensor] | list[T]:
-    return [params] if isinstance(params, Tensor) else list(params)
+def _checked_group(who: str, group: object) -> dict[str, Any]:
+    """Return a parameter group with a list of parameters, or of pairs of names and parameters."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise wrong(who, "a dictionary with params", group)
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else require_items(who, "parameters", params)
+    for parameter in params:
+        require_kind(
+            who, "a tensor", parameter[-1] if isinstance(parameter, tuple) else parameter, Tensor
+        )
+    return {**group, "params": params}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.arguments import require_dtype, require_module
 from hybridtensor.distributed.checkpoint.plain import as_part_of
 from hybridtensor.dtensor import local
 from hybridtensor.linear import sharing, stand_in
@@ -39,10 +40,9 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         RuntimeError: If FSDP2 shards the model, or something refers to a weight that is to be
             swapped.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plain_: a module is required, got {type(model).__name__}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"plain_: a floating-point dtype is required, got {dtype!r}")
+    require_module("plain_", model)
+    if dtype is not None:
+        require_dtype("plain_", dtype)
     converted = [p for p in model.parameters() if is_converted(local(p))]
     for parameter in converted:
         if isinstance(parameter, DTensor):
@@ -73,8 +73,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         TypeError: If ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plain_state_dict: a module is required, got {type(model).__name__}")
+    require_module("plain_state_dict", model)
     state = model.state_dict()
     return {name: _plain(value) for name, value in state.items() if STATE not in name.split(".")}
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 
 from hybridtensor import recipes
+from hybridtensor.arguments import require_items, require_text, told
 from hybridtensor.dtensor import local
 from hybridtensor.linear.stand_in import recipe_of
 from hybridtensor.quantizers import Quantizer
@@ -93,7 +94,8 @@ def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
         raise TypeError(
             f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
         )
-    for pattern in patterns:
+    for pattern in require_items("quantize_", "a list of names as keep_bf16", patterns):
+        require_text("quantize_", **{"a name in keep_bf16": pattern})
         kept = [
             step
             for step in plan
@@ -113,12 +115,12 @@ def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
     if isinstance(recipe, (str, HybridConfig)):
         config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
         return lambda name: config
-    if callable(recipe) and not isinstance(recipe, (type, Quantizer)):
+    if callable(recipe) and not isinstance(recipe, (type, Quantizer, nn.Module)):
         factory: Factory = recipe
         return lambda name: from_factory(factory, name)
     raise TypeError(
         "quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, "
-        f"got {recipe!r}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
+        f"got {told(recipe)}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
     )
 
 
@@ -129,7 +131,7 @@ def _plan_by_name(
     ``_default``.
     """
     rules: dict[str, object] = dict(recipe.fqn_to_config)
-    patterns = {key: re.compile(key[3:]) for key in rules if key.startswith("re:")}
+    patterns = {key: _pattern(key) for key in rules if key.startswith("re:")}
     used = set()
     for name, module in linear_modules(model, root):
         parameter = f"{name}.weight" if name else "weight"
@@ -144,7 +146,7 @@ def _plan_by_name(
         if rule is not None:
             if not isinstance(rule, (str, HybridConfig)):
                 raise TypeError(
-                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {rule!r} for {matches[0]}"
+                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {told(rule)} for {matches[0]}"
                 )
             yield name, module, recipes.from_name(rule) if isinstance(rule, str) else rule
     unused = [key for key in rules if key not in used and key != "_default"]
@@ -152,6 +154,21 @@ def _plan_by_name(
         raise ValueError(
             f"quantize_: FqnToConfig keys must match a linear layer, got {', '.join(unused)} matching none"
         )
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Return the regular expression after ``re:``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        return re.compile(key[3:])
+    except re.error as error:
+        raise ValueError(
+            f"quantize_: a regular expression is required after 're:' in FqnToConfig, got {key!r}: "
+            f"{error}"
+        ) from None
 
 
 class PlainMatrix(NamedTuple):

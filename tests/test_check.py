@@ -186,13 +186,13 @@ def test_losses():
     net = ht.quantize_(Net(), "fp8")
     assert len(ht.check(net, X, scale=2.0).products) == 2  # the input needs no gradient
     assert len(ht.check(net, X, scale=2.0, loss=lambda out: out["logits"].mean()).products) == 2
-    with pytest.raises(TypeError, match="check: a loss of one number is required, got tensor"):
+    with pytest.raises(TypeError, match="check: a loss of one number is required, got a tensor"):
         ht.check(net, X, scale=2.0, loss=lambda out: out["logits"])
     with pytest.raises(TypeError, match="check: a module is required, got Tensor"):
         ht.check(X, X)
     with pytest.raises(TypeError, match="check: strict is True or False, got 'yes'"):
         ht.check(net, X, strict="yes")
-    with pytest.raises(TypeError, match="check: a function is required as loss, got 3"):
+    with pytest.raises(TypeError, match="check: a function as loss is required, got 3"):
         ht.check(net, X, loss=3)
 
 

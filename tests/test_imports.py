@@ -15,8 +15,8 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "dtensor", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes", "subclasses",
-    "linear", "optim", "offload", "distributed", "selection", "swap", "state_dicts", "convert", "plain",
+    "version", "arguments", "dtensor", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes",
+    "subclasses", "linear", "optim", "offload", "distributed", "selection", "swap", "state_dicts", "convert", "plain",
     "check", "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [

@@ -222,16 +222,65 @@ def test_generic_hooks_change_no_bit(recipe):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def compiled(model, how):
+    """Return what to call instead of the model, and its blocks; Dynamo runs, and what it makes runs eagerly."""
+    if how == "the whole":
+        return torch.compile(model, backend="aot_eager"), list(model)
+    if how == "wrapped":
+        blocks = [torch.compile(block, backend="aot_eager") for block in model]
+        return nn.Sequential(*blocks), blocks
+    for block in model:
+        (block if how == "in place" else block.up).compile(backend="aot_eager")
+    return model, list(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+@pytest.mark.parametrize("how", ["in place", "wrapped", "inside", "the whole"])
+def test_compiled_blocks_are_offloaded_too(how):
+    torch._dynamo.reset()
+    model = make("fp8")
+    expected, _ = step(copy.deepcopy(model))
+    called, blocks = compiled(model, how)
+    x = random_tensor(TOKENS, WIDTH).requires_grad_()
+    with offload_activations(blocks, keep_last=1, min_bytes=0) as traffic:
+        y = called(x.view_as(x))
+    sent = traffic.to_host
+    y.backward(random_tensor(TOKENS, WIDTH, seed=1))
+    got = [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+    assert all(torch.allclose(a.float(), b.float(), rtol=2**-5, atol=2**-4) for a, b in zip(got, expected, strict=True))
+    assert sent >= (BLOCKS - 1) * TOKENS * WIDTH
+    assert traffic.to_device == sent
+
+
+def test_one_graph_of_what_is_offloaded_is_refused():
+    torch._dynamo.reset()
+    model = make("fp8")
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with offload_activations(model), pytest.raises(RuntimeError, match="offload_activations works between compiled"):
+        whole(random_tensor(TOKENS, WIDTH))
+
+
+def test_contexts_follow_each_other_and_are_not_nested():
+    model = make("fp8")
+    message = "blocks that no open context offloads are required"
+    for blocks in (model, [model[0].up], [nn.Sequential(*model)]):
+        with offload_activations(model), pytest.raises(RuntimeError, match=message), offload_activations(blocks):
+            pass
+    with offload_activations(list(model)[:2]), offload_activations(list(model)[2:]):
+        pass
+    step(model, keep_last=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
         (nn.Linear(2, 2), {}, TypeError, "several blocks are required, got one Linear; put it in a list"),
-        (3, {}, TypeError, "blocks are required, got int"),
-        ([3], {}, TypeError, "modules are required, got int"),
+        (3, {}, TypeError, "a list of blocks is required, got 3; give for example model.blocks"),
+        ([3], {}, TypeError, "a module as block is required, got 3; give for example"),
         ([], {}, ValueError, "at least one block is required, got none"),
         ([nn.Sequential(nn.Linear(2, 2))] * 2, {}, ValueError, "got one twice or inside of another"),
         ([nn.Linear(2, 2)], {"keep_last": -1}, ValueError, "0 or more is required as keep_last, got -1"),
-        ([nn.Linear(2, 2)], {"min_bytes": 1.5}, TypeError, "a number is required as min_bytes, got 1.5"),
+        ([nn.Linear(2, 2)], {"min_bytes": 1.5}, TypeError, "an integer as min_bytes is required, got 1.5"),
     ],
 )
 def test_bad_input(arguments, options, error, message):

@@ -262,7 +262,7 @@ class TestSchedule:
                 recipes.schedule(starts)
         with pytest.raises(ValueError, match="unknown format 'fp9'"):
             recipes.schedule({0: "fp9"})
-        with pytest.raises(ValueError, match="a step of at least 0 is required, got -1"):
+        with pytest.raises(ValueError, match="0 or more is required as step, got -1"):
             recipes.schedule({0: "fp8"}).at(-1)
 
 

@@ -168,7 +168,7 @@ def test_sharing_can_be_turned_off(casts):
     ht.share_inputs(False)
     assert model(x.view_as(x).clone(), between=double).equal(expected)
     ht.share_inputs(True)
-    with pytest.raises(TypeError, match="share_inputs: True or False is required, got 'no'"):
+    with pytest.raises(TypeError, match="share_inputs: enabled is True or False, got 'no'"):
         ht.share_inputs("no")
 
 

@@ -169,7 +169,7 @@ ValueError: HybridConfig.parse: one backward_override is possible, got several i
 ValueError: HybridConfig.parse: a backward override replaces the formats of grad_input and grad_weight, got
   'fp8/mxfp8/bf16+dequantized'; name the format of output only
 ValueError: HybridConfig.parse: 'pow2_scale' changes nothing in 'mxfp8+pow2_scale'; drop it
-TypeError: HybridConfig.parse: a string is required, got int
+TypeError: HybridConfig.parse: a string is required, got 8
 ValueError: HybridConfig: unknown format 'nvfp4_1d_weight'; did you mean 'nvfp4'? known: bf16, fp8,
   fp8_rowwise, fp8_block, fp8_delayed, mxfp8, nvfp4; or the recipe 'nvfp4_1d_weight', which takes no modifiers
 ValueError: HybridConfig: unknown format 'nvpf4'; did you mean 'nvfp4'? known: bf16, fp8, fp8_rowwise,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtensor.arguments import require_items, require_tensor, told
 from hybridtensor.formats import Format
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.state import Context
@@ -80,41 +81,52 @@ def fragments(
     weights: Sequence[HybridTensor], shards: Sequence[Tensor | None], offsets: Sequence[int | None]
 ) -> tuple[list[Fragment], Exception | None]:
     """Return this rank's fragments, or the error that it will raise with all ranks."""
-    who = _WHO
-    if not len(weights) == len(shards) == len(offsets):
-        counts = f"{len(weights)}, {len(shards)} and {len(offsets)}"
-        return [], ValueError(
-            f"{who}: as many weights as fragments and offsets are required, got {counts}"
+    try:
+        return _checked(weights, shards, offsets), None
+    except (TypeError, ValueError) as error:
+        return [], error
+
+
+def _checked(weights: object, shards: object, offsets: object) -> list[Fragment]:
+    given = {"weights": weights, "fragments": shards, "offsets": offsets}
+    lists = [require_items(_WHO, f"a list of {what}", items) for what, items in given.items()]
+    counts = [len(items) for items in lists]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{_WHO}: as many weights as fragments and offsets are required, got {counts[0]}, "
+            f"{counts[1]} and {counts[2]}"
         )
-    parts = []
-    for index, (weight, shard, offset) in enumerate(zip(weights, shards, offsets, strict=True)):
-        if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
-            return [], TypeError(
-                f"{who}: persistent weights are required, got {weight!r} at {index}; see quantize_"
-            )
-        values = (
-            torch.zeros(0, device=weight.device) if shard is None else shard.detach().reshape(-1)
+    return [_fragment(index, *items) for index, items in enumerate(zip(*lists, strict=True))]
+
+
+def _fragment(index: int, weight: object, shard: object, offset: object) -> Fragment:
+    """Return one fragment, after checking it."""
+    if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
+        raise TypeError(
+            f"{_WHO}: persistent weights are required, got {told(weight)} at {index}; see quantize_"
         )
-        if values.dtype != torch.float32:
-            return [], TypeError(
-                f"{who}: fp32 masters are required, got {values.dtype} at {index}; cast them"
-            )
-        if values.device != weight.device:
-            where = f"{values.device} for a weight on {weight.device} at {index}"
-            return [], ValueError(
-                f"{who}: masters on their weights' devices are required, got {where}; move them"
-            )
-        if (offset is None and values.numel()) or (offset or 0) < 0:
-            return [], ValueError(
-                f"{who}: an offset of at least 0 is required, got {offset} at {index}"
-            )
-        if (offset or 0) + values.numel() > weight.numel():
-            what = f"{values.numel()} from {offset} on, of {weight.numel()} at {index}"
-            return [], ValueError(
-                f"{who}: a fragment inside its weight is required, got elements {what}"
-            )
-        parts.append(Fragment(weight, values, offset or 0))
-    return parts, None
+    if shard is None:
+        shard = torch.zeros(0, device=weight.device)
+    require_tensor(f"{_WHO}: fragment {index}", shard)
+    values: Tensor = shard.detach().reshape(-1)  # type: ignore[attr-defined]
+    if values.dtype != torch.float32:
+        raise TypeError(
+            f"{_WHO}: fp32 masters are required, got {values.dtype} at {index}; cast them"
+        )
+    if values.device != weight.device:
+        where = f"{values.device} for a weight on {weight.device} at {index}"
+        raise ValueError(
+            f"{_WHO}: masters on their weights' devices are required, got {where}; move them"
+        )
+    begin = offset if isinstance(offset, int) else -1 if values.numel() or offset is not None else 0
+    if begin < 0:
+        raise ValueError(
+            f"{_WHO}: an offset of at least 0 is required, got {told(offset)} at {index}"
+        )
+    if begin + values.numel() > weight.numel():
+        what = f"{values.numel()} from {begin} on, of {weight.numel()} at {index}"
+        raise ValueError(f"{_WHO}: a fragment inside its weight is required, got elements {what}")
+    return Fragment(weight, values, begin)
 
 
 def agree(parts: list[Fragment], error: Exception | None, group: dist.ProcessGroup | None) -> None:

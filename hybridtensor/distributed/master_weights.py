@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.arguments import require_group
 from hybridtensor.distributed.fragments import (
     COLUMN,
     ROW,
@@ -64,10 +65,16 @@ def quantize_master_weights(
         ValueError: If a fragment is on another device than its weight, or the lengths of the
             arguments differ.
         RuntimeError: If ranks disagree on weights or recipes, or the fragments are not the whole,
-            each element once; or if another rank found an error.
+            each element once; if another rank found an error; or if there are no process groups.
 
     Source: TransformerEngine's ``quantize_master_weights``, which has FP8 per tensor and per block.
     """
+    require_group("quantize_master_weights", group)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "quantize_master_weights: ranks that hold fragments are required, got no process group; "
+            "call torch.distributed.init_process_group, or update_ of the weight's quantizer"
+        )
     parts, error = fragments(weights, master_shards, offsets)
     agree(parts, error, group)
     check_cover(parts, group)

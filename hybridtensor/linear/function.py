@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.arguments import require_kind, require_tensor, wrong
 from hybridtensor.linear.operands import (
     QUANTIZED,
+    WEIGHTS,
     Needs,
     Operand,
     Weight,
@@ -73,11 +75,16 @@ def linear(
 
     Raises:
         NotImplementedError: In a ``torch.func`` transform.
-        TypeError: If the input is not a floating-point tensor.
+        TypeError: If the input is not a dense floating-point tensor, or another argument of the
+            wrong kind.
         ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
             there.
     """
     require_plain_autograd()
+    if not isinstance(weight, WEIGHTS):
+        raise wrong("linear", "a weight of quantize_", weight, "call F.linear for others")
+    if operand is not None:
+        require_kind("linear", "a linear.Operand", operand, Operand)
     device_type = weight.device.type
     autocast = autocasts(device_type)
     dtype = weight.dtype
@@ -192,8 +199,8 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     """Raise for operands that do not go together; ``dtype`` is what they need to have, None under
     autocast.
     """
-    if not isinstance(input, Tensor):
-        raise TypeError(f"linear: a tensor is required as input, got {type(input).__name__}")
+    if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
+        require_tensor("linear: input", input)
     if not input.is_floating_point():
         raise TypeError(f"linear: a floating-point input is required, got {input.dtype}; cast it")
     if weight.dim() != 2:
@@ -203,16 +210,25 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             f"linear: an input of one to four dimensions, the last of {weight.shape[1]} features, is required, "
             f"got shape {tuple(input.shape)} for a weight {tuple(weight.shape)}"
         )
-    for name, tensor in (("input", input), ("bias", bias)):
-        if tensor is None:
-            continue
-        if dtype is not None and tensor.dtype != dtype:
+    _check_operand("input", input, weight, dtype)
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape != weight.shape[:1]:
+            require_tensor("linear: bias", bias)
             raise ValueError(
-                f"linear: one dtype is required, got {name} in {tensor.dtype} for a weight in {dtype}; "
-                "cast one, or use torch.autocast"
+                f"linear: a bias of shape {tuple(weight.shape[:1])} is required, got "
+                f"{tuple(bias.shape)}; expand it, or add it to the output"
             )
-        if tensor.device != weight.device:
-            raise ValueError(
-                f"linear: operands on one device are required, got {name} on {tensor.device} and a weight on "
-                f"{weight.device}; move them"
-            )
+        _check_operand("bias", bias, weight, dtype)
+
+
+def _check_operand(name: str, x: Tensor, weight: Weight, dtype: torch.dtype | None) -> None:
+    if dtype is not None and x.dtype != dtype:
+        raise ValueError(
+            f"linear: one dtype is required, got {name} in {x.dtype} for a weight in {dtype}; "
+            "cast one, or use torch.autocast"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"linear: operands on one device are required, got {name} on {x.device} and a weight on "
+            f"{weight.device}; move them"
+        )

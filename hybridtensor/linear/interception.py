@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import note_read
@@ -40,6 +41,27 @@ def _default(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Do what torch does, which then reaches the class's operator table."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+_RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
+
+
+def _operands(names: tuple[str, ...], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the operands, given by position or by name, and what is given beside them."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    others = {f"argument {i}": value for i, value in enumerate(args) if i >= len(names)}
+    others |= {name: value for name, value in kwargs.items() if name not in names}
+    return tuple(given.get(name) for name in names), others
+
+
+def _require_only_operands(who: str, others: Kwargs) -> None:
+    """Raise NotImplementedError for what torch takes beside operands, such as ``out``."""
+    for name, value in others.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{who}: only operands are possible with the weight of a layer, got {name}; "
+                "take what is returned"
+            )
 
 
 @_intercept(F.linear)
@@ -110,13 +132,18 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all
     three products. Two weights are no layer's product, and are multiplied as values.
     """
-    operands = [*args, *kwargs.values()]
-    left, right = reversed(operands) if func is Tensor.__rmatmul__ else operands
+    named = {_RIGHT.get(name, name): value for name, value in kwargs.items()}
+    (left, right), others = _operands(("input", "right"), args, named)
+    if func is Tensor.__rmatmul__:
+        left, right = right, left
+    if _is_weight(left) or _is_weight(right):
+        _require_only_operands("matmul", others)
     if _is_weight(left) and _is_weight(right):
         return torch.matmul(_Values.apply(left), _Values.apply(right))  # type: ignore[no-untyped-call]
     if _is_weight(right):
         return linear(left, right.t())
     if _is_weight(left):
+        require_kind("matmul", "a tensor right of a weight", right, Tensor)
         if right.dim() != 2:
             raise NotImplementedError(
                 f"matmul: a matrix is required right of a weight, got shape {tuple(right.shape)}; use F.linear"
@@ -127,10 +154,11 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 @_intercept(torch.addmm, Tensor.addmm)
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    bias, left, right = args
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    (bias, left, right), others = _operands(("input", "mat1", "mat2"), args, kwargs)
     if not _is_weight(right) and not _is_weight(left):
         return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    beta, alpha = others.pop("beta", 1), others.pop("alpha", 1)
+    _require_only_operands("addmm", others)
     if _is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
         return linear(left, right.t(), bias)
     out: Tensor = beta * bias + alpha * torch.mm(left, right)

@@ -37,6 +37,7 @@ from hybridtensor.subclasses.hybrid_tensor import columnwise_face, rowwise_face
 from hybridtensor.subclasses.operators.matmul import take_face
 
 Weight = MasterWeight | HybridTensor
+WEIGHTS = (MasterWeight, HybridTensor)
 QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring their faces along
 
 

@@ -19,6 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.arguments import require_flag
 from hybridtensor.ops import Faces
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import LayerState
@@ -111,8 +112,7 @@ class share_inputs:  # noqa: N801  (used as a function, and as a context)
 
     def __init__(self, enabled: bool) -> None:
         global _enabled
-        if not isinstance(enabled, bool):
-            raise TypeError(f"share_inputs: True or False is required, got {enabled!r}")
+        require_flag("share_inputs", enabled=enabled)
         self._before, _enabled = _enabled, enabled
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_dtype
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import Launch, on_device
@@ -23,6 +24,16 @@ def element_values(qdata: Tensor, fmt: Format) -> Tensor:
     return e2m1_decode(unpack(qdata)) if fmt.elements_per_byte > 1 else qdata.float()
 
 
+def _exact(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, fmt: Format) -> Tensor:
+    """Return the values in float64, in which nothing needs rounding but a division."""
+    scales = scale.double()
+    if tensor_scale is not None:
+        scales = scales * (tensor_scale.double() / fmt.tensor_scale_max)
+    elements = element_values(qdata, fmt).double()
+    values = elements * spread(scales, fmt.block, elements.shape)
+    return rotate_back(values) if fmt.hadamard else values
+
+
 def dequantize_reference(
     qdata: Tensor,
     scale: Tensor,
@@ -33,6 +44,8 @@ def dequantize_reference(
 ) -> Tensor:
     """Define ``dequantize``; without ``whole``, ``multipliable_values``."""
     fmt = get_format(format)
+    if whole and dtype == torch.float64:
+        return _exact(qdata, scale, tensor_scale, fmt)
     values = element_values(qdata, fmt)
     if not whole:
         values = (
@@ -90,7 +103,8 @@ def dequantize_cuda(
 ) -> Tensor:
     """Implement ``dequantize``."""
     fmt = get_format(format)
-    if qdata.numel() == 0 or not qdata.is_contiguous() or qdata.data_ptr() % 16:
+    by_definition = qdata.numel() == 0 or dtype == torch.float64
+    if by_definition or not qdata.is_contiguous() or qdata.data_ptr() % 16:
         return dequantize_reference(qdata, scale, tensor_scale, format, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
@@ -153,7 +167,7 @@ def dequantize(
     Two-level formats: ``element * ((scale * tensor_scale) / tensor_scale_max)``. Formats with a
     Hadamard rotation are rotated back. Saturates: rounding up to a power-of-two scale's grid can
     step just beyond the largest value of ``dtype``, and what was finite must stay finite. NaN stays
-    NaN.
+    NaN. In float64 the products are not rounded.
 
     Args:
         qdata: Elements, ``[other, contraction / elements_per_byte]``.
@@ -165,8 +179,7 @@ def dequantize(
     Source: TransformerEngine, common/cast/fp8/dequantize_fp8.cuh and
     common/cast/nvfp4/dequantize_nvfp4.cuh.
     """
-    if not dtype.is_floating_point:
-        raise TypeError(f"dequantize: a floating-point dtype is required, got {dtype}")
+    require_dtype("dequantize", dtype)
     run: Callable[..., Tensor] = _OP
     if runs_directly(qdata):
         run = dequantize_cuda if qdata.is_cuda else dequantize_reference

@@ -77,26 +77,3 @@ def is_recorded() -> bool:
 def autocasts(device_type: str) -> bool:
     """Return whether autocast is on for a type of device; of meta tensors torch raises instead."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def require_float(who: str, x: torch.Tensor, *, rank: int | None = None) -> None:
-    """Raise unless ``x`` is a bf16, fp16 or fp32 tensor (of ``rank`` dimensions)."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{who}: a tensor is required, got {type(x).__name__}; pass a torch.Tensor")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(
-            f"{who}: bfloat16, float16 or float32 is required, got {x.dtype}; cast the tensor first"
-        )
-    if rank is not None and x.dim() != rank:
-        raise ValueError(
-            f"{who}: {rank} dimensions are required, got shape {tuple(x.shape)}; flatten or unsqueeze it"
-        )
-
-
-def require_device(who: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise unless all tensors are on the device of ``x``."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{who}: {name} on {x.device} is required, as the tensor, got {tensor.device}; move it"
-            )

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_device
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.library import define, implement, require_device, runs_directly
+from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.formats import Format, nearest
+from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.references.blocks import amax_by_rows
@@ -291,23 +291,3 @@ def check_blocks(
         fmt.check_shape(*(0 if extent is None else extent for extent in shape))
     except ValueError as error:
         raise ValueError(f"{who}: the {direction} face in {error}") from None
-
-
-def require_choice(who: str, what: str, word: object, known: tuple[str, ...]) -> None:
-    """Raise ValueError unless ``word`` is one of ``known``, with the nearest."""
-    if word not in known:
-        raise ValueError(f"{who}: unknown {what} {word!r}; {nearest(str(word), known)}")
-
-
-def require_bool(who: str, **options: object) -> None:
-    """Raise TypeError unless every option is a bool."""
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{who}: {name} must be a bool, got {value!r}")
-
-
-def require_int(who: str, **options: object) -> None:
-    """Raise TypeError unless every option is an integer."""
-    for name, value in options.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{who}: {name} must be an integer, got {value!r}")

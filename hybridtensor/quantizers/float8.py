@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from hybridtensor.arguments import require_choice, require_flag, require_int, told
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import (
     OneFormatQuantizer,
-    require_bool,
-    require_choice,
-    require_int,
 )
 from hybridtensor.state import Context, DelayedRule
 
@@ -45,15 +43,15 @@ class Float8Quantizer(OneFormatQuantizer):
         blocked = self.granularity == "block"
         if self.pow2_scale is None:
             object.__setattr__(self, "pow2_scale", blocked)
-        require_bool(who, pow2_scale=self.pow2_scale)
+        require_flag(who, pow2_scale=self.pow2_scale)
         if isinstance(self.block, (tuple, list)):
             object.__setattr__(self, "block", "x".join(str(extent) for extent in self.block))
         if blocked:
-            object.__setattr__(self, "block", self.block or "1x128")
+            object.__setattr__(self, "block", "1x128" if self.block is None else self.block)
             require_choice(who, "block", self.block, ("1x128", "128x128"))
         elif self.block is not None:
             raise ValueError(
-                f"{who}: block is for granularity 'block', got {self.block} with {self.granularity!r}"
+                f"{who}: block is for granularity 'block', got {told(self.block)} with {self.granularity!r}"
             )
 
     @functools.cached_property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_choice, told
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.ops import CastRequest, Face, Faces, columnwise_of, high_precision, rowwise_values
 from hybridtensor.quantizers.base import (
@@ -14,7 +15,6 @@ from hybridtensor.quantizers.base import (
     OneFormatQuantizer,
     Quantizer,
     cast_faces,
-    require_choice,
     tokens,
 )
 from hybridtensor.state import Context, DelayedRule
@@ -71,7 +71,7 @@ class HybridQuantizer(Quantizer):
             child = getattr(self, direction)
             if not isinstance(child, Quantizer) or isinstance(child, HybridQuantizer):
                 raise TypeError(
-                    f"HybridQuantizer: a quantizer of one format is required for {direction}, got {child!r}; "
+                    f"HybridQuantizer: a quantizer of one format is required for {direction}, got {told(child)}; "
                     "use IdentityQuantizer() for high precision"
                 )
         sources = ("original", "rowwise_dequantized")

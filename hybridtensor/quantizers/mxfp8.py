@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from hybridtensor.arguments import require_choice, require_flag
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import OneFormatQuantizer, require_bool, require_choice
+from hybridtensor.quantizers.base import OneFormatQuantizer
 from hybridtensor.state import Context
 
 
@@ -32,7 +33,7 @@ class MXFP8Quantizer(OneFormatQuantizer):
 
     def __post_init__(self) -> None:
         require_choice("MXFP8Quantizer", "dtype", self.dtype, ("e4m3", "e5m2"))
-        require_bool("MXFP8Quantizer", two_d=self.two_d)
+        require_flag("MXFP8Quantizer", two_d=self.two_d)
 
     @functools.cached_property
     def format(self) -> Format:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from hybridtensor.arguments import require_choice, require_flag, require_int
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import (
     OneFormatQuantizer,
-    require_bool,
-    require_choice,
-    require_int,
 )
 from hybridtensor.state import MAX_SEED, Context
 
@@ -47,7 +45,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     def __post_init__(self) -> None:
         who = "NVFP4Quantizer"
-        require_bool(who, row_scaled=self.row_scaled, two_d=self.two_d, hadamard=self.hadamard)
+        require_flag(who, row_scaled=self.row_scaled, two_d=self.two_d, hadamard=self.hadamard)
         require_choice(who, "rounding", self.rounding, ("nearest", "stochastic"))
         require_int(who, seed=self.seed)
         if not 0 <= self.seed <= MAX_SEED:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hybridtensor.formats import Format, nearest
+from hybridtensor.arguments import require_choice, require_flag, require_kind, require_text, told
+from hybridtensor.formats import Format
 from hybridtensor.ops.scaled_mm import check_multipliable
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.spec import GEMMS, Faces, Gemm, Spec, derive, simplified
@@ -33,6 +34,11 @@ class QuantizerRole:
     module_type: str
     tensor_type: str
     name: str
+
+    def __post_init__(self) -> None:
+        require_choice("QuantizerRole", "module_type", self.module_type, ("linear",))
+        require_choice("QuantizerRole", "tensor_type", self.tensor_type, ROLES)
+        require_text("QuantizerRole", name=self.name)
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,9 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             if not isinstance(getattr(self, role), Quantizer):
                 raise TypeError(
                     f"HybridConfig: a quantizer is required for {role}, got "
-                    f"{getattr(self, role)!r}; use IdentityQuantizer() for high precision"
+                    f"{told(getattr(self, role))}; use IdentityQuantizer() for high precision"
                 )
-        if not isinstance(self.save_original_input, bool):
-            raise TypeError(
-                "HybridConfig: save_original_input is True or False, got "
-                f"{self.save_original_input!r}"
-            )
+        require_flag("HybridConfig", save_original_input=self.save_original_input)
         self._apply_override()
         for role in ROLES:
             object.__setattr__(self, role, simplified(getattr(self, role)))
@@ -99,11 +101,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         if override is None:
             return
         sources = {"high_precision": "original", "dequantized": "rowwise_dequantized"}
-        if override not in sources:
-            raise ValueError(
-                f"HybridConfig: unknown backward_override {override!r}; "
-                f"{nearest(str(override), sources)} or None"
-            )
+        require_choice("HybridConfig", "backward_override", override, sources)
         if override == "dequantized" and self.save_original_input:
             raise ValueError(
                 "HybridConfig: save_original_input keeps what backward_override='dequantized' must "
@@ -213,7 +211,12 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             return None
 
     def formats(self, gemm: Gemm) -> tuple[Format, Format]:
-        """Return the formats that ``gemm`` multiplies, left and right."""
+        """Return the formats that ``gemm`` multiplies, left and right.
+
+        Raises:
+            TypeError: If ``gemm`` is none of ``recipes.spec.GEMMS``.
+        """
+        require_kind("HybridConfig.formats", "one of recipes.spec.GEMMS", gemm, Gemm)
         left, right = (
             getattr(getattr(self, role), f"{direction}_format") for role, direction in gemm[1:]
         )

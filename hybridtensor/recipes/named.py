@@ -37,7 +37,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hybridtensor.formats import nearest
+from hybridtensor.arguments import nearest, require_text
 from hybridtensor.quantizers import DelayedFloat8Quantizer, Float8Quantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import Faces
@@ -307,8 +307,10 @@ def from_name(name: str) -> HybridConfig:
     """Return the recipe called ``name``, or the config that ``HybridConfig.parse`` makes of it.
 
     Raises:
+        TypeError: If it is no string.
         ValueError: If it is neither, with the nearest known name.
     """
+    require_text("from_name", name=name)
     if name in RECIPES:
         return RECIPES[name]()
     try:

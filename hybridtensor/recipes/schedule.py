@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hybridtensor.arguments import require_int, require_kind, require_module, told
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.named import from_name
 
@@ -21,8 +22,12 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
         last: Blocks at the end.
 
     Raises:
-        ValueError: If there is no such list, or it has not more blocks than that.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If there is no such list, it has not more blocks than that, or a number is
+            negative.
     """
+    require_module("edge_blocks", model)
+    require_int("edge_blocks", at_least=0, first=first, last=last)
     lists = [item for item in model.named_modules() if isinstance(item[1], nn.ModuleList)]
     if not lists:
         raise ValueError(
@@ -31,7 +36,7 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
         )
     name, blocks = max(lists, key=lambda item: len(item[1]))
     number = len(blocks)
-    if min(first, last) < 0 or first + last >= number:
+    if first + last >= number:
         raise ValueError(
             f"edge_blocks: fewer blocks than the {number} of {name!r} are required, "
             f"got first={first}, last={last}"
@@ -52,14 +57,18 @@ class Schedule:
     starts: tuple[int, ...]
     configs: tuple[HybridConfig, ...]
 
+    def __post_init__(self) -> None:
+        require_kind("Schedule", "a tuple of steps", self.starts, tuple, "call schedule")
+        require_kind("Schedule", "a tuple of configs", self.configs, tuple, "call schedule")
+
     def at(self, step: int) -> HybridConfig:
         """Return the recipe of a step.
 
         Raises:
-            ValueError: If the step is negative.
+            TypeError: If the step is no integer.
+            ValueError: If it is negative.
         """
-        if step < 0:
-            raise ValueError(f"Schedule.at: a step of at least 0 is required, got {step}")
+        require_int("Schedule.at", at_least=0, step=step)
         started = zip(self.starts, self.configs, strict=True)
         return [config for start, config in started if start <= step][-1]
 
@@ -75,13 +84,17 @@ def schedule(recipes: Mapping[int, str | HybridConfig]) -> Schedule:
             ht.set_config_(model, plan.at(step))  # costs nothing where nothing changes
 
     Raises:
+        TypeError: If ``recipes`` is not a dictionary of recipes.
         ValueError: If no recipe starts at step 0, or a step is not a number from 0 on.
     """
+    require_kind("schedule", "a dictionary of recipes by first step", recipes, Mapping)
     bad = [s for s in recipes if not isinstance(s, int) or isinstance(s, bool) or s < 0]
     if bad or 0 not in recipes:
         raise ValueError(
-            f"schedule: steps from 0 on, 0 among them, are required, got {list(recipes)}"
+            f"schedule: steps from 0 on, 0 among them, are required, got {told(list(recipes))}"
         )
     starts = tuple(sorted(recipes))
-    chosen = (recipes[start] for start in starts)
+    chosen = [recipes[start] for start in starts]
+    for recipe in chosen:
+        require_kind("schedule", "a recipe name or HybridConfig", recipe, (str, HybridConfig))
     return Schedule(starts, tuple(from_name(c) if isinstance(c, str) else c for c in chosen))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from hybridtensor.formats import nearest
+from hybridtensor.arguments import nearest, require_kind
 from hybridtensor.quantizers import (
     DelayedFloat8Quantizer,
     Float8Quantizer,
@@ -133,6 +133,7 @@ class Faces:
 
 def _quantizer(word: str | Quantizer, role: str, gemm: str) -> Quantizer:
     if not isinstance(word, str):
+        require_kind("HybridConfig", f"a format or a quantizer for {gemm}", word, Quantizer)
         return word
     if word not in WORDS:
         raise ValueError(f"HybridConfig: unknown format {word!r}; {nearest(word, WORDS)}")
@@ -226,8 +227,7 @@ class Spec:
             ValueError: If a modifier is unknown, with the nearest known one, or parts contradict
                 each other.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"HybridConfig.parse: a string is required, got {type(text).__name__}")
+        require_kind("HybridConfig.parse", "a string", text, str)
         products, *after = (part.strip() for part in text.split("+"))
         words = [word.strip() for word in products.split("/")]
         if len(words) not in (1, 3):

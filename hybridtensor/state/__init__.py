@@ -1,7 +1,7 @@
 """What quantizers remember from step to step, and how it advances."""
 
-from hybridtensor.state.context import MAX_SEED, ROLES, Context
-from hybridtensor.state.layer import DelayedRule, LayerState, StateTensors, required
+from hybridtensor.state.context import MAX_SEED, Context, require_context
+from hybridtensor.state.layer import ROLES, DelayedRule, LayerState, StateTensors, required
 
 __all__ = [
     "MAX_SEED",
@@ -10,5 +10,6 @@ __all__ = [
     "DelayedRule",
     "LayerState",
     "StateTensors",
+    "require_context",
     "required",
 ]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.state.layer import StateTensors
+from hybridtensor.arguments import require_choice, require_flag, require_int, require_kind, wrong
+from hybridtensor.state.layer import ROLES, StateTensors
 
-ROLES = ("input", "weight", "grad_output")
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
 MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
 
@@ -66,3 +66,27 @@ class Context(NamedTuple):
         if self.first_row is not None:
             return self.state.rounding, self.first_row
         return self.state.rounding, 0 if self.role == "weight" else self.state.rank * rows
+
+
+def require_context(who: str, context: object) -> None:
+    """Raise unless ``context`` is a ``Context`` that names a tensor of a layer.
+
+    Asked where users hand one in: layers make theirs on every product.
+    """
+    if not isinstance(context, Context):
+        raise wrong(who, "a Context", context, "pass Context(role, state)")
+    require_choice(who, "role", context.role, ROLES)
+    require_kind(who, "LayerState.tensors() as state, or None,", context.state, _STATE)
+    if context.direction is not None:
+        require_choice(who, "direction", context.direction, ("rowwise", "columnwise"))
+    require_flag(who, record=context.record)
+    if context.first_row is not None:
+        require_int(who, at_least=0, first_row=context.first_row)
+    amaxes = context.amaxes
+    if not (isinstance(amaxes, tuple) and len(amaxes) == 2):
+        raise wrong(who, "a pair of tensors or None as amaxes", amaxes)
+    for amax in amaxes:
+        require_kind(who, "a tensor or None in amaxes", amax, (Tensor, type(None)))
+
+
+_STATE = (StateTensors, type(None))

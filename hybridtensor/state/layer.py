@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
 
+ROLES = ("input", "weight", "grad_output")
 _FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
 
 
@@ -123,6 +125,8 @@ class LayerState(nn.Module):
     layout: Tensor | None
 
     def __init__(self, name: str | None) -> None:
+        if name is not None:
+            require_text("LayerState", name=name)
         super().__init__()
         self.name = name or ""
         self.parent: str | None = None
@@ -152,15 +156,24 @@ class LayerState(nn.Module):
             quantizers: Quantizer by role.
             name: What random rounding draws by; None for a key from torch's generator.
             device: Where the tensors are.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a role or the device is unknown.
         """
-        state = cls(name)
+        who = "LayerState.of"
+        require_kind(who, "a dictionary of quantizers by role", quantizers, Mapping)
+        state, where = cls(name), place(who, device)
         rules: dict[str, DelayedRule] = {}
         for role, quantizer in quantizers.items():
+            require_choice(who, "role", role, ROLES)
+            if not hasattr(quantizer, "delayed_rules"):
+                raise wrong(who, f"a quantizer for {role}", quantizer)
             rules |= quantizer.delayed_rules(role)
         state.require(
             rules,
             stochastic=any(q.stochastic for q in quantizers.values()),
-            device=torch.device(device),
+            device=where,
         )
         return state
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hybridtensor.arguments import require_group, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.update import update_scales
@@ -38,8 +39,7 @@ def step_(model: nn.Module) -> nn.Module:
         TypeError: If ``model`` is not a module.
         RuntimeError: If ranks of the group have other scales, or of other layers; on all of them.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"step_: a module is required, got {type(model).__name__}")
+    require_module("step_", model)
     states = layer_states(model)
     with torch.no_grad():
         counters = [state.rounding[1] for state in states if state.rounding is not None]
@@ -77,14 +77,11 @@ class step_after:  # noqa: N801  (used as a function)
     """
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"step_after: a module is required, got {type(model).__name__}")
-        several = isinstance(optimizers, Iterable)
+        require_module("step_after", model)
+        several = isinstance(optimizers, Iterable) and not isinstance(optimizers, torch.Tensor)
         self._optimizers: list[Optimizer] = list(optimizers) if several else [optimizers]  # type: ignore[arg-type, list-item]
         if not all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
-            raise TypeError(
-                f"step_after: an optimizer, or a list of them, is required, got {optimizers!r}"
-            )
+            raise wrong("step_after", "an optimizer, or a list of them,", optimizers)
         if not self._optimizers:
             raise ValueError("step_after: at least one optimizer is required, got none")
         self._model = model
@@ -129,7 +126,16 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
     Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run
     does not depend on how many they are (given that a batch is split among them in order and
     evenly).
+
+    Args:
+        model: A model that went through ``quantize_``.
+        group: The data-parallel group; None is all ranks.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
     """
+    require_module("set_data_parallel_group_", model)
+    require_group("set_data_parallel_group_", group)
     weights = (
         getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters()
     )  # also of DTensors

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_choice, require_kind
 from hybridtensor.ops import Face, Faces, columnwise_of, high_precision
 from hybridtensor.ops.library import is_traced
+from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, View, is_same, whole
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -18,10 +20,8 @@ from hybridtensor.subclasses.record import Gathered, WeightRecord, version_of
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride
 
-if TYPE_CHECKING:
-    from hybridtensor.recipes.config import HybridConfig
-
 FaceTensor = QuantizedTensor | IdentityTensor
+_FACE, _CONFIG = (QuantizedTensor, IdentityTensor, type(None)), (HybridConfig, type(None))
 _OPPOSITE = {"rowwise": "columnwise", "columnwise": "rowwise"}
 
 
@@ -76,6 +76,9 @@ class HybridTensor(InterceptingTensor):
         size: Size | None = None,
         stride: Stride = None,
     ) -> Self:
+        require_kind("HybridTensor", "a face or None as rowwise", rowwise, _FACE)
+        require_kind("HybridTensor", "a face or None as columnwise", columnwise, _FACE)
+        require_kind("HybridTensor", "a HybridConfig or None", config, _CONFIG)
         face = rowwise if rowwise is not None else columnwise
         if face is None:
             raise ValueError(
@@ -137,8 +140,10 @@ class HybridTensor(InterceptingTensor):
             gemm: What the face is needed for, for the error.
 
         Raises:
-            ValueError: If the face is absent: it is not made up silently.
+            ValueError: If the face is absent: it is not made up silently; or unknown.
         """
+        if not isinstance(direction, str) or direction not in _OPPOSITE:
+            require_choice("HybridTensor.require_face", "direction", direction, _OPPOSITE)
         gathered = self._gathered
         if gathered is not None:
             gathered.require(_OPPOSITE[direction] if self.swapped else direction)
@@ -243,7 +248,7 @@ class HybridTensor(InterceptingTensor):
             TypeError: If this is no weight, unless ``force``.
             RuntimeError: If a gradient is required, unless ``force``.
         """
-        if self.config is None or force:
+        if self.config is None or force is not False:
             return super().numpy(force=force)
         if self.requires_grad:
             raise RuntimeError(

@@ -7,10 +7,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_dtype
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
+from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor, require_plain
 
 
 class IdentityTensor(WrapperTensor):
@@ -37,6 +38,8 @@ class IdentityTensor(WrapperTensor):
         size: Size | None = None,
         stride: Stride = None,
     ) -> Self:
+        if not isinstance(source, QuantizedTensor):
+            require_plain("IdentityTensor", source)
         return cls._make(source.size(), source.stride(), source.dtype, source.device)
 
     def __init__(
@@ -59,7 +62,10 @@ class IdentityTensor(WrapperTensor):
         values = (
             self.source.dequantize() if isinstance(self.source, QuantizedTensor) else self.source
         )
-        return values if dtype is None else values.to(dtype)
+        if dtype is None or dtype == values.dtype:
+            return values
+        require_dtype("IdentityTensor.dequantize", dtype)
+        return values.to(dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         of = f", of {self.source!r}" if isinstance(self.source, QuantizedTensor) else ""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Faces
 from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import Stamp, WeightRecord, version_of
-from hybridtensor.subclasses.wrapper import Size, Stride
-
-if TYPE_CHECKING:
-    from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses.wrapper import Size, Stride, require_plain
 
 
 class MasterWeight(InterceptingTensor):
@@ -50,6 +49,10 @@ class MasterWeight(InterceptingTensor):
         size: Size | None = None,
         stride: Stride = None,
     ) -> Self:
+        require_plain("MasterWeight", plain)
+        if not isinstance(config, HybridConfig):
+            advice = "HybridConfig.parse makes one of a string"
+            raise wrong("MasterWeight", "a HybridConfig", config, advice)
         return cls._make(plain.size(), plain.stride(), plain.dtype, plain.device)
 
     def __init__(
@@ -172,6 +175,7 @@ class MasterWeight(InterceptingTensor):
         Raises:
             RuntimeError: If a gradient is required, unless ``force``.
         """
+        require_flag("MasterWeight.numpy", force=force)
         if self.requires_grad and not force:
             raise RuntimeError(
                 "MasterWeight: numpy() of a weight without gradient is required, got one that "
@@ -189,6 +193,7 @@ class MasterWeight(InterceptingTensor):
         """Return the high-precision values as a plain tensor: ``master``, or its cast to ``dtype``."""
         if dtype is None or dtype == self.dtype:
             return self.master
+        require_dtype("MasterWeight.dequantize", dtype)
         return self.plain.to(dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
+from hybridtensor.arguments import require_dtype, require_kind, told
 from hybridtensor.formats import Format
 from hybridtensor.ops import Face
 from hybridtensor.subclasses.op_table import OpTable
@@ -71,6 +72,11 @@ class QuantizedTensor(WrapperTensor):
         stride: Stride = None,
         cuts_group: bool = False,
     ) -> Self:
+        who = "QuantizedTensor"
+        require_kind(who, "a face of hybridtensor.ops", face, Face)
+        require_dtype(who, nominal_dtype)
+        if type(axis) is not int or axis not in (-1, 0):
+            raise ValueError(f"{who}: -1 or 0 is required as axis, got {told(axis)}")
         return cls._make(size, stride, nominal_dtype, face.qdata.device)
 
     def __init__(
@@ -125,7 +131,7 @@ class QuantizedTensor(WrapperTensor):
             self.scale,
             self.tensor_scale,
             format=self.format,
-            dtype=dtype or self.nominal_dtype,
+            dtype=self.nominal_dtype if dtype is None else dtype,
         )
         matrix = values if self.axis == -1 else values.t()
         return matrix.reshape(self.shape).contiguous()

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hybridtensor import ops
+from hybridtensor.arguments import require_dtype, require_flag, require_float, wrong
 from hybridtensor.ops import Cast, Faces
-from hybridtensor.ops.library import is_traced, require_float
+from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
-from hybridtensor.state import Context, LayerState
+from hybridtensor.state import Context, LayerState, require_context
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
 from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor, face_tensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
@@ -59,12 +60,16 @@ def quantize(
         is None.
 
     Raises:
-        TypeError: If ``x`` is not a tensor of those dtypes.
+        TypeError: If ``x`` is not a dense tensor of those dtypes, or an argument of another kind.
         ValueError: If ``x`` has no dimension or more than four, cannot be cut into blocks (layers
             take any number of tokens, a tensor whole blocks of them), or no face is asked for.
     """
     who = type(quantizer).__name__
     x = _plain(who, x)
+    require_flag(who, rowwise=rowwise, columnwise=columnwise)
+    require_context(who, context)
+    if dtype is not None:
+        require_dtype(who, dtype)
     if not 1 <= x.dim() <= 4:
         raise ValueError(
             f"{who}: one to four dimensions are required, got shape {tuple(x.shape)}; reshape it"
@@ -119,17 +124,19 @@ def update_(
     added or dropped.
 
     Raises:
-        TypeError: If ``dst`` is no HybridTensor or ``x`` no floating-point tensor.
+        TypeError: If ``dst`` is no HybridTensor, ``x`` no dense floating-point tensor, or
+            ``context`` no Context.
         ValueError: If the shapes differ, or a face of ``dst`` is not in this quantizer's format.
     """
     who = f"{type(quantizer).__name__}.update_"
     if not isinstance(dst, HybridTensor):
-        raise TypeError(
-            f"{who}: a HybridTensor is required, got {type(dst).__name__}; use quantize()"
-        )
+        raise wrong(who, "a HybridTensor", dst, "use quantize()")
     x = _plain(who, x)
+    require_context(who, context)
     if x.shape != dst.shape:
         raise ValueError(f"{who}: the shape {tuple(dst.shape)} is required, got {tuple(x.shape)}")
+    if x.is_meta and not dst.is_meta:
+        raise ValueError(f"{who}: a tensor with values is required, got one on the meta device")
     with torch.no_grad():
         x = x.detach()
         if not _cast_into(quantizer, dst, x, context):

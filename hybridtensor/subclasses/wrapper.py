@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for  # private; takes traced sizes too
 
+from hybridtensor.arguments import require_flag, require_tensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 
 Size = torch.Size | tuple[int, ...]
@@ -293,6 +294,7 @@ class WrapperTensor(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the dequantized values as fp32 numpy array (``force=True``), as plain tensors do."""
+        require_flag(f"{type(self).__name__}.numpy", force=force)
         if not force:
             raise TypeError(
                 f"{type(self).__name__}: numpy() needs plain memory; call dequantize() or numpy(force=True)"
@@ -303,6 +305,15 @@ class WrapperTensor(Tensor):
         """Return the values as nested lists of numbers."""
         values: list[Any] = self.dequantize().tolist()
         return values
+
+
+def require_plain(who: str, x: object) -> None:
+    """Raise TypeError unless ``x`` is a dense floating-point tensor in high precision."""
+    if isinstance(x, WrapperTensor):
+        raise TypeError(f"{who}: a plain tensor is required, got {x!r}; call dequantize() on it")
+    require_tensor(who, x)
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        raise TypeError(f"{who}: a floating-point tensor is required, got {x.dtype}; cast it")
 
 
 @functools.cache

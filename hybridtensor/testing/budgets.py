@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import (
+    require_choice,
+    require_int,
+    require_number,
+    require_tensor,
+    wrong,
+)
+
 _UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 
@@ -32,6 +40,13 @@ def product_bound(
             bits in FP8.
         summands: Terms added beside the K products: 1 for a bias.
     """
+    for operand in (left, right):
+        require_tensor("product_bound", operand, rank=2)
+        if operand.dtype != torch.float64 or operand.is_meta:
+            raise wrong("product_bound", "a float64 matrix with values", operand)
+    require_choice("product_bound", "out_dtype", str(out_dtype), map(str, _UNIT_ROUNDOFF))
+    require_number("product_bound", accumulate=accumulate)
+    require_int("product_bound", at_least=0, summands=summands)
     exact = left @ right
     magnitude = left.abs() @ right.abs()
     terms = left.shape[1] + summands + 6

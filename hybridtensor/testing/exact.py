@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_kind
 from hybridtensor.ops import Face
 from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.subclasses import IdentityTensor, QuantizedTensor
@@ -25,6 +26,7 @@ def exact_values(face: Face | QuantizedTensor | IdentityTensor) -> Tensor:
         return values.reshape(-1, values.shape[-1])
     if isinstance(face, QuantizedTensor):
         face = Face(face.qdata, face.scale, face.tensor_scale, face.format)
+    require_kind("exact_values", "a face", face, Face)
     fmt = face.format
     if face.scale is None or fmt.element is None:
         return face.qdata.double()

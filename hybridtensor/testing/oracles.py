@@ -12,10 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import (
+    require_choice,
+    require_flag,
+    require_float,
+    require_int,
+    require_kind,
+    wrong,
+)
+
 _ELEMENTS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}
 _FP32_MAX = np.finfo(np.float32).max
 _WHOLE = 2**62
 _ONE = np.float32(1)
+_GRANULARITIES = {
+    "tensor": (_WHOLE, _WHOLE),
+    "row": (1, _WHOLE),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+}
 
 
 def float8_oracle(
@@ -32,14 +47,12 @@ def float8_oracle(
     Returns:
         Codes, uint8 ``[M, K]``, and the scales to multiply them with, fp32, one per block.
     """
+    _require("float8_oracle", x, dtype)
+    require_choice("float8_oracle", "granularity", granularity, _GRANULARITIES)
+    require_flag("float8_oracle", pow2_scale=pow2_scale)
     element, largest = _ELEMENTS[dtype]
     values = _float32(x)
-    block = {
-        "tensor": (_WHOLE, _WHOLE),
-        "row": (1, _WHOLE),
-        "1x128": (1, 128),
-        "128x128": (128, 128),
-    }[granularity]
+    block = _GRANULARITIES[granularity]
     overflow = torch.finfo(x.dtype).max if "x" in granularity else _FP32_MAX
     codes = np.zeros(values.shape, dtype=np.uint8)
 
@@ -59,6 +72,7 @@ def mx_oracle(
     Returns:
         Codes, uint8 ``[M, K]``, and E8M0 scale bytes, one per block.
     """
+    _require("mx_oracle", x, dtype, block)
     element, largest = _ELEMENTS[dtype]
     values = _float32(x)
     codes = np.zeros(values.shape, dtype=np.uint8)
@@ -92,6 +106,8 @@ def nvfp4_oracle(
     Returns:
         E2M1 codes, one per uint8, ``[M, K]``; E4M3 scale bytes, one per block; tensor scales, fp32.
     """
+    _require("nvfp4_oracle", x, block=block)
+    require_flag("nvfp4_oracle", row_scaled=row_scaled)
     values = _float32(x)
     codes = np.zeros(values.shape, dtype=np.uint8)
     amaxes = [_amax(group) for group in (values if row_scaled else [values])]
@@ -139,8 +155,21 @@ def decode_oracle(qdata: np.ndarray, element: str) -> np.ndarray:
         "e2m1": ml_dtypes.float4_e2m1fn,
         "e8m0": ml_dtypes.float8_e8m0fnu,
     }
+    require_kind("decode_oracle", "a numpy array", qdata, np.ndarray)
+    require_choice("decode_oracle", "element", element, kinds)
     values: np.ndarray = qdata.view(kinds[element]).astype(np.float64)
     return values
+
+
+def _require(who: str, x: object, dtype: str = "e4m3", block: object = (1, 1)) -> None:
+    """Raise unless ``x`` is a matrix with values and ``block`` the extents of blocks."""
+    require_float(who, x, rank=2)
+    if getattr(x, "is_meta", False):
+        raise ValueError(f"{who}: a tensor with values is required, got one on the meta device")
+    require_choice(who, "dtype", dtype, _ELEMENTS)
+    if not isinstance(block, tuple) or len(block) != 2:
+        raise wrong(who, "a block of two extents", block)
+    require_int(who, at_least=1, rows=block[0], columns=block[1])
 
 
 def _float32(x: Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.arguments import require_items, require_module, require_tensor
 from hybridtensor.offload import held_by
 from hybridtensor.subclasses.structure import flatten
 
@@ -25,7 +26,10 @@ class SavedTensors:
         """Return the bytes of the distinct storages, less those that hold one of ``without`` (or
         its cached faces).
         """
-        excluded = {t.untyped_storage().data_ptr() for tensor in without for t in held_by(tensor)}
+        kept = require_items("SavedTensors.nbytes", "a list of tensors", without)
+        for tensor in kept:
+            require_tensor("SavedTensors.nbytes", tensor)
+        excluded = {t.untyped_storage().data_ptr() for tensor in kept for t in held_by(tensor)}
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors
         }
@@ -50,6 +54,9 @@ def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
     """Record what the forward passes of ``modules`` save while the context is open, and nothing
     else does.
     """
+    blocks = require_items("saved_by", "a list of modules", modules)
+    for module in blocks:
+        require_module("saved_by", module)
     saved, opened = SavedTensors(), []
 
     def enter(module: nn.Module, args: object) -> None:
@@ -62,7 +69,7 @@ def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
         saved.tensors.extend(of_module.tensors)
 
     hooks = []
-    for module in modules:
+    for module in blocks:
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
         yield saved

@@ -11,6 +11,8 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from hybridtensor.arguments import require_group, require_timeout
+
 T = TypeVar("T")
 
 Groups: TypeAlias = dict[datetime.timedelta, dist.ProcessGroup]
@@ -50,6 +52,8 @@ class Ranks:
     def __init__(
         self, who: str, group: dist.ProcessGroup | None, timeout: datetime.timedelta
     ) -> None:
+        require_group(who, group)
+        require_timeout(who, timeout)
         self.who = who
         self.rank, self.size = 0, 1
         self._group: dist.ProcessGroup | None = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from hybridtensor.arguments import require_flag
 from hybridtensor.distributed.checkpoint.agreement import check_arguments
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
@@ -71,7 +72,12 @@ def load(
     """
     wait_for_previous()
     ranks = Ranks("checkpoint.load", group, timeout)
-    root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))
+
+    def given() -> tuple[Path, Training]:
+        require_flag(ranks.who, any_recipe=any_recipe)
+        return root_folder(directory, step), Training(state)
+
+    root, training = ranks.each(given)
     check_arguments(ranks, directory=os.path.normpath(root), step=step, any_recipe=any_recipe)
     number, path = _newest(ranks, root, step)
     planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))

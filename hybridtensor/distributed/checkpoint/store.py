@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hybridtensor.arguments import require_flag, wrong
 from hybridtensor.distributed.checkpoint.agreement import (
     check_arguments,
     check_plans,
@@ -265,7 +266,7 @@ def _planned(
     """Decide which rank writes what; remove the unfinished folder if anything fails."""
     folder: Path | None = None
     try:
-        root, training = ranks.each(lambda: (root_folder(directory, step), Training(state)))
+        root, training = ranks.each(lambda: _given(ranks.who, directory, step, state, options))
         check_arguments(
             ranks, directory=os.path.normpath(root), step=step, **dataclasses.asdict(options)
         )
@@ -275,6 +276,16 @@ def _planned(
         if folder is not None and ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _given(
+    who: str, directory: str | os.PathLike[str], step: int, state: StateDict, options: _Options
+) -> tuple[Path, Training]:
+    """Return folder and state, or raise for arguments of the wrong kind."""
+    if step is None:
+        raise wrong(who, "the number of a step", step)
+    require_flag(who, **vars(options))
+    return root_folder(directory, step), Training(state)
 
 
 def _plan(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
 from hybridtensor.distributed.fsdp.shard import Sent, Shard, plan_of, shard_of
@@ -315,12 +316,11 @@ def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
         ``model``.
 
     Raises:
-        TypeError: If ``model`` is not a module.
+        TypeError: If an argument is of the wrong kind.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"expect_recompute_: a module is required, got {type(model).__name__}; pass the model"
-        )
+    require_module("expect_recompute_", model)
+    if expected is not None:
+        require_flag("expect_recompute_", expected=expected)
     for module in model.modules():
         for sharded in locate(module):
             if isinstance(sharded.tensor, (MasterWeight, HybridTensor)):

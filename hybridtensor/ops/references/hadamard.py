@@ -38,9 +38,10 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def rotate_back(x: Tensor) -> Tensor:
-    """Undo ``rotate`` in fp32: ``H16 / 4 @ diag(signs)``."""
+    """Undo ``rotate`` in fp32, or float64: ``H16 / 4 @ diag(signs)``."""
     signs = _signs(x.device)
-    groups = _transform(x.float().unflatten(1, (-1, SIZE)) * 2.0**-4)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    groups = _transform(x.unflatten(1, (-1, SIZE)) * 2.0**-4)
     return (groups * (signs * 4.0)).flatten(1)
 
 
