@@ -105,7 +105,7 @@ def require_function(who: str, what: str, value: object) -> None:
 
 
 def require_items(who: str, what: str, values: object, advice: str = "") -> list[Any]:
-    """Return what is in a list, or another iterable that is no string, tensor or dictionary.
+    """Return the items of a list, or another iterable that is no string, tensor or dictionary.
 
     Raises:
         TypeError: If it is none.

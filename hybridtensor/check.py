@@ -265,7 +265,7 @@ def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """Return what to differentiate, or None if nothing can be."""
+    """Return the scalar to differentiate, or None if nothing can be."""
     if loss is not None:
         value = loss(out)
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -310,7 +310,7 @@ def _restored(model: nn.Module, given: object) -> Iterator[None]:
 
 
 def _report(model: nn.Module, recorder: _Recorder, total: int) -> Check:
-    """Return what was recorded, in the order of the model's layers."""
+    """Return the record of a run, in the order of the model's layers."""
     layers: dict[int, list[str]] = {}
     configs = {}
     for name, module in model.named_modules():

@@ -79,10 +79,7 @@ def quantize_(
     require_function("quantize_", "filter_fn", filter_fn)
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
-    _require_layers(plan, model, root)
-    for layer, module, config in plan:  # everything is checked before anything changes
-        _check_weight(layer, module, persistent)
-        _check_sizes(layer, module.weight, config)
+    _check_plan(plan, model, root, persistent)  # before anything changes
     for layer, module, config in plan:
         _convert(layer, module, config, persistent)
     _share_inputs(model, plan, root)
@@ -104,13 +101,16 @@ def _tell_what_is_left(model: nn.Module) -> None:
     _logger.log(level, "quantize_: %s%s%s", found, left and "; left in high precision:", left)
 
 
-def _require_layers(plan: Plan, model: nn.Module, root: str) -> None:
-    """Raise ValueError if nothing is to be converted."""
+def _check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
+    """Raise if nothing is to be converted, or something cannot be."""
     if not plan:
         names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
         raise ValueError(
             f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}"
         )
+    for layer, module, config in plan:
+        _check_weight(layer, module, persistent)
+        _check_sizes(layer, module.weight, config)
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:

@@ -111,7 +111,7 @@ def export_safetensors(
 
 
 def _together(model: nn.Module, timeout: datetime.timedelta) -> Callable[[Callable[[], T]], T]:
-    """Return what does work: on all ranks of a sharded model alike, or else alone."""
+    """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
     if any(isinstance(value, DTensor) for _, value, _ in _named(model)):
         ranks = Ranks("export_safetensors", None, timeout)
         if ranks.size > 1:

@@ -55,7 +55,7 @@ def drop_recipe(module: nn.Linear) -> None:
 
 
 def recipe_of(module: nn.Module) -> LayerRecipe | None:
-    """Return what a converted layer quantizes by, or None of any other module."""
+    """Return the recipe and state of a converted layer, or None of any other module."""
     found: LayerRecipe | None = module.__dict__.get(_RECIPE)
     return found
 

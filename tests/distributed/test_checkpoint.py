@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpointing import bits, flip, folder, load, make, saved, train, trained
+from checkpointing import Held, bits, flip, folder, load, make, saved, train, trained
 from torch import nn
 
 import hybridtensor as ht
@@ -18,20 +18,6 @@ CASES = [
     for recipe in ht.recipes.RECIPES
     for persistent, faces in ((False, True), (True, True), (True, False))
 ]
-
-
-@pytest.mark.usefixtures("default_device")
-class Grown:
-    """Something with a state that gets more as it runs."""
-
-    def __init__(self, held):
-        self.held = held
-
-    def state_dict(self):
-        return self.held
-
-    def load_state_dict(self, state):
-        self.held = state
 
 
 def assert_equal_nested(a, b):
@@ -133,7 +119,7 @@ class TestRoundTrip:
     def test_of_what_came_later(self, later, fresh, stateful, tmp_path):
         """Entries grow: what was stored comes back whole, whatever there was before."""
         model, _ = make("fp8")
-        wrap = Grown if stateful else lambda held: held
+        wrap = Held if stateful else lambda held: held
         checkpoint.save(tmp_path, 1, {"model": model, "entry": wrap(copy.deepcopy(later))})
         state = {"model": model, "entry": wrap(copy.deepcopy(fresh))}
         checkpoint.load(tmp_path, state)

@@ -11,23 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from checkpointing import bits, make, train
+from checkpointing import Held, bits, make, train
 from torch import nn
 
 from hybridtensor.distributed import checkpoint
-
-
-class Held:
-    """Something with a state."""
-
-    def __init__(self, held):
-        self.held = held
-
-    def state_dict(self):
-        return self.held
-
-    def load_state_dict(self, state):
-        self.held = state
 
 
 class Unwilling(Held):

@@ -92,3 +92,16 @@ def forge(path, name, data):
     manifest = checkpoint.manifest.Manifest.read(path)
     manifest.files[name] = checkpoint.untrusted.files.digest_file(path / name)
     (path / "manifest.json").write_text(manifest.to_json())
+
+
+class Held:
+    """Something with a state."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state):
+        self.held = state

@@ -111,7 +111,7 @@ class Manifest:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Return what JSON says of a manifest, which has each name once, and no fractions."""
+    """Return the JSON of a manifest, which has each name once, and no fractions."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -83,6 +83,19 @@ def load(
     planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))
     plan, staged = ranks.each(lambda: _read(path, planner, metadata))
     former = ranks.each(lambda: Former(training, planner.places(plan)))
+    _put(ranks, planner, plan, staged, restoration, former)
+    return number
+
+
+def _put(
+    ranks: Ranks,
+    planner: HybridLoadPlanner,
+    plan: LoadPlan,
+    staged: Staged,
+    restoration: Restoration,
+    former: Former,
+) -> None:
+    """Put what was read in its places, on all ranks, or leave what was there on all of them."""
 
     def put() -> None:
         planner.finish_plan(plan)
@@ -98,7 +111,6 @@ def load(
         for text in former.restore(restoration.begun):
             error.add_note(f"checkpoint.load: {text}")
         raise
-    return number
 
 
 def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
@@ -157,7 +169,7 @@ def _checked(
 
 
 def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> tuple[LoadPlan, Staged]:
-    """Return what this rank loads, read and checked, and in no place yet."""
+    """Return the plan of this rank, and its values, read and checked, in no place yet."""
     # The steps of ``dcp.load`` in their order, without its collectives: every rank reads its own
     # part, and writes nothing before all have read theirs
     reader = SafeReader(path)

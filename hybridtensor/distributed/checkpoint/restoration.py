@@ -253,7 +253,7 @@ def _containers(value: object) -> object:
 
 
 def _as_in(own: object, loaded: Any) -> Any:
-    """Return what was loaded in the kinds of containers that ``own`` has."""
+    """Return the loaded values in the kinds of containers that ``own`` has."""
     if isinstance(own, Mapping) and isinstance(loaded, dict):
         found = {key: _as_in(own.get(key), value) for key, value in loaded.items()}
         return OrderedDict(found) if isinstance(own, OrderedDict) else found

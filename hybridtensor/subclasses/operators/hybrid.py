@@ -167,7 +167,7 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 
 def _known_values(weight: HybridTensor) -> Tensor | None:
-    """Return what there is of a weight in high precision, in memory that may change; or None."""
+    """Return the high-precision values of a weight, in memory that may change; or None."""
     current = None if weight.record.values is None else weight.high_precision.current
     return None if current is None else weight.taken(current)
 

@@ -25,7 +25,7 @@ _ITEMSIZES = {
 
 
 def read_value(stream: IO[bytes]) -> Any:
-    """Return what was stored of a value that is no tensor; its tensors are on the host.
+    """Return a stored value that is no tensor; its tensors are on the host.
 
     Raises:
         ValueError: If it is damaged, or holds what cannot be read without running code.
@@ -112,7 +112,7 @@ def read_tensor(stream: IO[bytes]) -> Tensor:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what torch's reader of pickles refused, without its advice to read them otherwise."""
+    """Return the reason that torch's reader of pickles gives, without its advice to read them otherwise."""
     text, _, reason = str(error).partition("WeightsUnpickler error: ")
     told = f"Weights only load failed: {reason.partition('. Please')[0]}" if reason else text
     return f"{type(error).__name__}: {told}".partition("\n")[0]

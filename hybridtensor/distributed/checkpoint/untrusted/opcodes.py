@@ -53,7 +53,7 @@ class PickleMachine:
             self._operations[name] = lambda index: self._push(self._memo[index])
 
     def read(self, data: bytes) -> Any:
-        """Return what the pickle is of.
+        """Return the value that the pickle is of.
 
         Raises:
             ValueError: If it is damaged, or holds what is not admitted.
@@ -113,7 +113,7 @@ class PickleMachine:
     # --------------------------------------------------------------------------------------------------
 
     def value(self, value: object) -> Any:
-        """Return what becomes of a number, text, or None."""
+        """Return the value that stands for a number, text, or None."""
         return value
 
     def tuple_of(self, values: list[Any]) -> Any:
@@ -139,15 +139,15 @@ class PickleMachine:
         raise _refused("a dictionary")
 
     def named(self, module: Any, name: Any) -> Any:
-        """Return what becomes of a name in a module; it is not looked up."""
+        """Return the value that stands for a name in a module; it is not looked up."""
         raise _refused(f"{module}.{name}")
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """Return what becomes of a call."""
+        """Return the value that stands for a call."""
         raise _refused("a call")
 
     def new(self, kind: Any, arguments: Any) -> Any:
-        """Return what becomes of a new object."""
+        """Return the value that stands for a new object."""
         raise _refused("an object")
 
     def build(self, state: Any, target: Any) -> None:
@@ -155,7 +155,7 @@ class PickleMachine:
         raise _refused("the state of an object")
 
     def persistent(self, key: Any) -> Any:
-        """Return what becomes of a reference to outside the pickle."""
+        """Return the value that stands for a reference to outside the pickle."""
         raise _refused("a reference")
 
 
