@@ -173,3 +173,15 @@ def test_two_weights_are_multiplied_as_values():
     product.sum().backward()
     assert torch.equal(product, a.dequantize() @ b.dequantize())
     assert torch.equal(a.grad, torch.ones(64, 64) @ b.dequantize().t())
+
+
+@pytest.mark.parametrize("multiply", [lambda x, w: x @ w.t(), lambda x, w: torch.mm(x, mat2=w.t())])
+def test_a_product_that_would_stay_plain_is_refused(multiply):
+    class Own(nn.Linear):
+        def forward(self, x):
+            return multiply(x, self.weight)
+
+    layer = ht.quantize_(Own(64, 64), "fp8")
+    layer(X)
+    with pytest.raises(NotImplementedError, match=r"F\.linear is required where a plain tensor stands .* in Own"):
+        functional_call(layer, dict(nn.Linear(64, 64).named_parameters()), X)

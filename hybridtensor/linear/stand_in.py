@@ -104,6 +104,8 @@ class _LayerInput(Tensor):
             if func is F.linear:
                 operands = dict(zip(("input", "weight", "bias"), args, strict=False))
                 return _linear(**operands, **(kwargs or {}))
+            if func in _PRODUCTS:
+                _refuse_weight([*args, *(kwargs or {}).values()])
             return func(*args, **(kwargs or {}))
 
 
@@ -120,6 +122,28 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     made = _AsWeight.apply(weight, recipe.config)  # type: ignore[no-untyped-call]
     made.record.layer = recipe.state
     return linear(input.given, made, bias)
+
+
+_PRODUCTS = (
+    torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__,
+    Tensor.__rmatmul__,
+)  # fmt: skip
+
+
+def _refuse_weight(operands: list[Any]) -> None:
+    """Raise for a product of a marked input and what has the shape of its layer's weight, or of its
+    transpose: nothing tells whether it is the weight.
+    """
+    for layer in [operand.layer for operand in operands if isinstance(operand, _LayerInput)]:
+        shape = [layer.out_features, layer.in_features]
+        for operand in operands:
+            plain = isinstance(operand, Tensor) and not isinstance(operand, _LayerInput)
+            if plain and list(operand.shape) in (shape, shape[::-1]):
+                raise NotImplementedError(
+                    "linear: F.linear is required where a plain tensor stands at a converted "
+                    f"layer's weight, got a product of matrices in {type(layer).__name__}; it "
+                    "would not be quantized"
+                )
 
 
 def _stands_at_weight(weight: Tensor, layer: nn.Linear) -> bool:
