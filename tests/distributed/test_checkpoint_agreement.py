@@ -134,7 +134,7 @@ def fails_on_one(rank, path):
     state = {"model": make("fp8", seed=1)[0]}
     before = bits(state["model"])
     for holder, name in (
-        (checkpoint.untrusted.reader.SafeReader, "_part"),
+        (checkpoint.untrusted.reader.SafeReader, "_read"),
         (checkpoint.restoration.Restoration, "finish"),
         (checkpoint.restoration.Restoration, "fill"),
         (checkpoint.planners.HybridLoadPlanner, "commit_tensor"),

@@ -343,16 +343,46 @@ class TestItems:
     def test_numpy_runs_nothing_of_its_own(self, forged):
         self.refused(archive(0, repickled(lambda _: b"\x80\x02" + forged)), "numpy|required|GLOBAL")
 
-    def test_a_tensor_that_is_not_what_metadata_says_is_an_error(self, tmp_path):
+    @pytest.mark.parametrize("alone", [False, True])
+    def test_a_step_with_an_entry_that_cannot_be_read_is_skipped(self, alone, tmp_path):
         model, _ = make("fp8")
-        state = {"model": model, "a": torch.zeros(4, dtype=torch.int32), "b": torch.zeros(4)}
-        checkpoint.save(tmp_path, 1, state)
-        path = folder(tmp_path, 1)
+        state = {"model": model, "a": torch.zeros(4, dtype=torch.int32), "b": torch.zeros(4), "c": [1]}
+        for step in (2,) if alone else (1, 2):
+            checkpoint.save(tmp_path, step, state)
+        path = folder(tmp_path, 2)
         metadata = checkpoint.SafeReader(path).read_metadata()
         places = {index.fqn: info for index, info in metadata.storage_data.items()}
         places["a"].offset, places["b"].offset = places["b"].offset, places["a"].offset
         forge(path, ".metadata", pickle.dumps(metadata))
+        told = r"__0_0.distcp: [ab] cannot be read: a tensor of another dtype"
+        verified = checkpoint.verify(tmp_path)
+        assert re.search(told, verified.pop(2)[0])
+        assert not any(verified.values())
         before = bits(model)
-        with pytest.raises(ValueError, match=r"__0_0.distcp: [ab] cannot be read: a tensor of another dtype"):
-            checkpoint.load(tmp_path, state)
+        if alone:
+            with pytest.raises(RuntimeError, match=rf"no intact checkpoint.*{told}"):
+                checkpoint.load(tmp_path, state)
+        else:
+            with pytest.warns(UserWarning, match=rf"{told}.*; loading step 1"):
+                assert checkpoint.load(tmp_path, state) == 1
         assert bits(model) == before
+
+    def test_a_step_with_a_value_that_runs_code_is_skipped(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        model, _ = make("fp8")
+        for step in (1, 2):
+            checkpoint.save(tmp_path, step, {"model": model, "seen": {"epoch": step}})
+        path = folder(tmp_path, 2)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        place = next(info for index, info in metadata.storage_data.items() if index.fqn.startswith("seen"))
+        content = (path / place.relative_path).read_bytes()
+        forged = archive(0, repickled(lambda _: pickle.dumps(Hostile(), protocol=2)))
+        place.offset, place.length = len(content), len(forged)
+        forge(path, place.relative_path, content + forged)
+        forge(path, ".metadata", pickle.dumps(metadata))
+        state = {"model": model, "seen": {"epoch": 0}}
+        with pytest.warns(UserWarning, match=r"seen.* cannot be read: .*; loading step 1"):
+            assert checkpoint.load(tmp_path, state) == 1
+        assert state["seen"] == {"epoch": 1}
+        assert "cannot be read" in checkpoint.verify(tmp_path)[2][0]
+        assert not (tmp_path / "hacked").exists()

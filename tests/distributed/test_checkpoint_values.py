@@ -192,7 +192,7 @@ class TestFailedLoad:
         targets = {
             "optimizer": (inner, "load_state_dict"),
             "module": (state["model"], "load_state_dict"),
-            "reading": (checkpoint.untrusted.reader.SafeReader, "_part"),
+            "reading": (checkpoint.untrusted.reader.SafeReader, "_read"),
             "writing": (checkpoint.planners.HybridLoadPlanner, "commit_tensor"),
             "last step": (checkpoint.restoration.Restoration, "fill"),
         }
@@ -220,11 +220,13 @@ class TestFailedLoad:
             self.check(tmp_path, everything(spec, persistent, 1), RuntimeError, any_recipe=True)
 
     def test_with_what_an_earlier_version_could_not_read(self, tmp_path):
-        """It verifies as good: its files are what was written."""
+        """Its files are what was written, and there is no other step to load."""
         with mock.patch.object(checkpoint.planners.HybridSavePlanner, "stage_values"):
-            checkpoint.save(tmp_path, 1, {**everything("fp8", False, 0), "data": {"n": pathlib.Path("a")}})
-        assert checkpoint.verify(tmp_path) == {1: []}
-        self.check(tmp_path, everything("fp8", False, 1), ValueError)
+            state = everything("fp8", False, 0)
+            state["data"]["n"] = pathlib.Path("a")
+            checkpoint.save(tmp_path, 1, state)
+        assert "cannot be read" in checkpoint.verify(tmp_path)[1][0]
+        self.check(tmp_path, everything("fp8", False, 1), RuntimeError)
 
     def test_a_load_after_it_is_that_of_a_fresh_run(self, tmp_path):
         source = everything("nvfp4", True, 0)

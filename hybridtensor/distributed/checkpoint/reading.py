@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,7 +31,11 @@ from hybridtensor.distributed.checkpoint.training import Training
 from hybridtensor.distributed.checkpoint.undo import Former
 from hybridtensor.distributed.checkpoint.untrusted.files import digest_file
 from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
-from hybridtensor.distributed.checkpoint.untrusted.reader import SafeReader, Staged
+from hybridtensor.distributed.checkpoint.untrusted.reader import (
+    SafeReader,
+    Staged,
+    UnreadableError,
+)
 
 
 def load(
@@ -65,9 +70,9 @@ def load(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the checkpoint is of another recipe, names, shapes or dtypes differ, an entry
-            cannot be read, or ranks pass different arguments; on every rank.
-        RuntimeError: If no step is what was written, reading fails on a rank, or a rank is gone; on
+        ValueError: If the checkpoint is of another recipe, names, shapes or dtypes differ, or ranks
+            pass different arguments; on every rank.
+        RuntimeError: If no step is what was written and can be read, reading fails on a rank, or a rank is gone; on
             every rank.
     """
     wait_for_previous()
@@ -79,9 +84,9 @@ def load(
 
     root, training = ranks.each(given)
     check_arguments(ranks, directory=os.path.normpath(root), step=step, any_recipe=any_recipe)
-    number, path = _newest(ranks, root, step)
-    planner, restoration, metadata = ranks.each(lambda: _checked(path, training, any_recipe))
-    plan, staged = ranks.each(lambda: _read(path, planner, metadata))
+    number, planner, restoration, plan, staged = _read_newest(
+        ranks, root, step, lambda path: _checked(path, training, any_recipe)
+    )
     former = ranks.each(lambda: Former(training, planner.places(plan)))
     _put(ranks, planner, plan, staged, restoration, former)
     return number
@@ -113,23 +118,25 @@ def _put(
         raise
 
 
-def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
-    """Return number and folder of the newest intact step, or those of ``step``."""
+def _read_newest(
+    ranks: Ranks, root: Path, step: int | None, checked: Callable[[Path], Checked]
+) -> tuple[int, HybridLoadPlanner, Restoration, LoadPlan, Staged]:
+    """Read the newest intact step, or ``step``, and return its number and what was read."""
     found = ranks.first(lambda: steps(root))
     if step is not None:
         found = {number: path for number, path in found.items() if number == step}
     reasons: list[str] = []
     for number, path in found.items():
-        share = (ranks.rank, ranks.size)
-        told = ranks.gather(functools.partial(_problems, path, number, share))
-        wrong = list(dict.fromkeys(text for _, texts in told for text in texts))
-        others = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
-        if others and not wrong:
-            wrong = [f"{path.name}: ranks {others} see another checkpoint there than rank 0"]
+        wrong = _wrong(ranks, path, number)
+        if not wrong:
+            planner, restoration, metadata = ranks.each(partial(checked, path))
+            read: list[tuple[LoadPlan, Staged]] = []
+            told = ranks.gather(partial(_read, path, planner, metadata, read))
+            wrong = list(dict.fromkeys(filter(None, told)))
         if not wrong:
             for reason in reasons:
                 warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
-            return number, path
+            return number, planner, restoration, *read[0]
         reasons.append("; ".join(wrong))
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     if not reasons:
@@ -139,15 +146,26 @@ def _newest(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Path]:
     raise RuntimeError(f"checkpoint.load: no intact {wanted} in {root}: {' | '.join(reasons)}")
 
 
+def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
+    """Return what is wrong with a step, on all ranks the same."""
+    told = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
+    wrong = list(dict.fromkeys(text for _, texts in told for text in texts))
+    others = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
+    if others and not wrong:
+        wrong = [f"{path.name}: ranks {others} see another checkpoint there than rank 0"]
+    return wrong
+
+
 def _problems(path: Path, number: int, share: tuple[int, int]) -> tuple[str, list[str]]:
     """Return the digest of a step's manifest, and what is wrong with a rank's share of the step."""
     found = problems(path, number, share)
     return "" if found else digest_file(path / MANIFEST)[1], found
 
 
-def _checked(
-    path: Path, training: Training, any_recipe: bool
-) -> tuple[HybridLoadPlanner, Restoration, Metadata]:
+Checked = tuple[HybridLoadPlanner, Restoration, Metadata]
+
+
+def _checked(path: Path, training: Training, any_recipe: bool) -> Checked:
     """Return planner, restoration and metadata of a step, after checking all that can be checked
     without changing anything.
     """
@@ -168,14 +186,25 @@ def _checked(
     return planner, restoration, metadata
 
 
-def _read(path: Path, planner: HybridLoadPlanner, metadata: Metadata) -> tuple[LoadPlan, Staged]:
-    """Return the plan of this rank, and its values, read and checked, in no place yet."""
+def _read(
+    path: Path,
+    planner: HybridLoadPlanner,
+    metadata: Metadata,
+    read: list[tuple[LoadPlan, Staged]],
+) -> str:
+    """Append the plan of this rank to ``read``, and its values, which are in no place yet; return
+    why they cannot be read, or ``""``.
+    """
     # The steps of ``dcp.load`` in their order, without its collectives: every rank reads its own
     # part, and writes nothing before all have read theirs
     reader = SafeReader(path)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
-    return plan, reader.stage(plan, planner)
+    try:
+        read.append((plan, reader.stage(plan, planner)))
+    except UnreadableError as error:
+        return str(error)
+    return ""
 
 
 def _check(
@@ -201,7 +230,7 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     """Read every step in ``directory``, or the one that it is, and return what is wrong with each,
     the newest first.
 
-    A step with an empty list is what was written.
+    A step with an empty list is what was written, and can be read.
 
     Raises:
         TypeError: If ``directory`` is not a path.
@@ -212,7 +241,14 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
         found = {
             number: path for number, path in steps(root.parent).items() if path.name == root.name
         }
-    return {number: problems(path, number) for number, path in found.items()}
+    return {number: problems(path, number) or _unreadable(path) for number, path in found.items()}
+
+
+def _unreadable(path: Path) -> list[str]:
+    """Return a text for each file of a step with an entry that cannot be read."""
+    reader = SafeReader(path)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    return reader.unreadable()
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:

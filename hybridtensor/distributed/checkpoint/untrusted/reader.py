@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
@@ -20,6 +25,10 @@ from torch.futures import Future
 from hybridtensor.distributed.checkpoint.untrusted.files import open_file
 from hybridtensor.distributed.checkpoint.untrusted.items import read_tensor, read_value
 from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
+
+
+class UnreadableError(ValueError):
+    """What a step stores cannot be read, whatever the digests of its files say."""
 
 
 class Staged:
@@ -64,8 +73,9 @@ class SafeReader(FileSystemReader):
     """``FileSystemReader`` that runs nothing and writes nothing before everything is read.
 
     Raises:
-        ValueError: If a file is damaged, no regular file of the checkpoint, or holds what cannot be
-            read without running code.
+        ValueError: If a file is damaged or no regular file of the checkpoint.
+        UnreadableError: If an entry is not what metadata says, or cannot be read without running
+            code.
     """
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
@@ -91,40 +101,70 @@ class SafeReader(FileSystemReader):
 
     def stage(self, plan: LoadPlan, planner: LoadPlanner) -> Staged:
         """Read and check all that ``plan`` asks for, into new memory."""
-        files: dict[str, list[ReadItem]] = {}
+        wanted: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            files.setdefault(place.relative_path, []).append(item)
+            wanted.setdefault(item.storage_index, []).append(item)
         tensors: list[tuple[ReadItem, Tensor]] = []
         values: list[tuple[ReadItem, bytes]] = []
-        for name, items in files.items():
+        for index, found in self._stored(list(wanted)):
+            for item in wanted[index]:
+                if isinstance(found, Tensor):
+                    tensors.append((item, _part(found, item)))
+                else:
+                    values.append((item, found))
+        return Staged(planner, tensors, values)
+
+    def unreadable(self) -> list[str]:
+        """Return a text for the first entry of each file that cannot be read; set the reader up before."""
+        files: dict[str, list[MetadataIndex]] = {}
+        for index, place in self.storage_data.items():
+            files.setdefault(place.relative_path, []).append(index)
+        found = []
+        for indices in files.values():
+            try:
+                for _ in self._stored(indices):
+                    pass
+            except (ValueError, OSError) as error:
+                found.append(str(error))
+        return found
+
+    def _stored(
+        self, indices: list[MetadataIndex]
+    ) -> Iterator[tuple[MetadataIndex, Tensor | bytes]]:
+        """Yield what is stored of entries: tensors, and the bytes of values, which can be read."""
+        files: dict[str, list[MetadataIndex]] = {}
+        for index in indices:
+            files.setdefault(self.storage_data[index].relative_path, []).append(index)
+        for name, of_file in files.items():
             with open_file(Path(self.path), name) as stream:
-                for item in items:
-                    where = f"{Path(self.path).name}: {name}: {item.storage_index.fqn}"
-                    place = self.storage_data[item.storage_index]
+                for index in of_file:
+                    place = self.storage_data[index]
                     stream.seek(place.offset)
                     data = stream.read(place.length)
                     try:
-                        if item.type == LoadItemType.BYTE_IO:
-                            read_value(io.BytesIO(data))
-                            values.append((item, data))
-                        else:
-                            tensors.append((item, self._part(data, item)))
+                        yield index, self._read(data, index)
                     except ValueError as error:
-                        raise ValueError(f"{where} cannot be read: {error}") from error
-        return Staged(planner, tensors, values)
+                        where = f"{Path(self.path).name}: {name}: {index.fqn}"
+                        raise UnreadableError(f"{where} cannot be read: {error}") from error
 
-    def _part(self, data: bytes, item: ReadItem) -> Tensor:
-        """Return the part of a stored tensor that is asked for."""
+    def _read(self, data: bytes, index: MetadataIndex) -> Tensor | bytes:
+        """Return a stored tensor, or the bytes of a value, if it is what metadata says."""
+        entry = self._entries[index.fqn]
+        if not isinstance(entry, TensorStorageMetadata):
+            read_value(io.BytesIO(data))
+            return data
         tensor = read_tensor(io.BytesIO(data))
-        entry = self._entries[item.storage_index.fqn]
-        if not isinstance(entry, TensorStorageMetadata) or tensor.dtype != entry.properties.dtype:
+        if tensor.dtype != entry.properties.dtype:
             raise ValueError(f"a tensor of another dtype is required, got {tensor.dtype}")
-        offsets = item.storage_index.offset
-        sizes = next((c.sizes for c in entry.chunks if c.offsets == offsets), None)
+        sizes = next((c.sizes for c in entry.chunks if c.offsets == index.offset), None)
         if tensor.size() != sizes:
             raise ValueError(f"a tensor of {sizes} is required, got {tuple(tensor.shape)}")
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-        return tensor if whole else tensor.clone()  # not the part that nobody asked for
+        return tensor
+
+
+def _part(tensor: Tensor, item: ReadItem) -> Tensor:
+    """Return the part of a stored tensor that is asked for."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    return tensor if whole else tensor.clone()  # not the part that nobody asked for
