@@ -48,10 +48,10 @@ def test_every_wrong_kind_of_argument_is_a_clear_error(name):
 
 def test_and_so_it_is_under_python_o():
     helpers = str(Path(wrong_use.__file__).parent)
-    package = str(Path(wrong_use.PACKAGE).parent)
+    path = os.pathsep.join([helpers, str(Path(wrong_use.PACKAGE).parent), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, "-O", "-c", "import wrong_use; wrong_use.main()"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([helpers, package])},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.fullmatch(r"\d{4} tried, 0 not right, __debug__ is False\n", run.stdout)

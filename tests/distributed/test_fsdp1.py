@@ -41,7 +41,7 @@ def test_flat_parameters(two, recipe):
 
 def original_parameters(rank):
     with pytest.raises(NotImplementedError, match="pass use_orig_params=False, or use fully_shard"):
-        FullyShardedDataParallel(model("fp8"), use_orig_params=True, device_id=torch.device(here()))
+        FullyShardedDataParallel(model("fp8"), use_orig_params=True, device_id=torch.get_default_device())
 
 
 def test_original_parameters_are_refused_when_wrapped(two):

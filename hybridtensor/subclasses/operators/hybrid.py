@@ -257,6 +257,13 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(*map(values, args), **{name: values(item) for name, item in kwargs.items()})
 
 
+def _wait(work: torch.ScriptObject) -> None:
+    """Wait for a collective; there is nothing to wait for where NCCL orders it on the stream."""
+    unboxed = torch.distributed.Work.unbox(work)
+    if unboxed is not None:
+        unboxed.wait()
+
+
 def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Send the bytes of the faces, so that all ranks have the same."""
     (weight,), *others = args
@@ -265,7 +272,7 @@ def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
         own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
         before = own.clone()
         out = func([own], *others, **kwargs)
-        out[1].wait()
+        _wait(out[1])
         changed = changed or not torch.equal(own, before)
     if changed:  # the rank that sends keeps its values in high precision
         note_overwritten(weight)
@@ -280,7 +287,7 @@ def _allreduce_(func: Func, args: Args, kwargs: Kwargs) -> object:
         _present_values(t, "allreduce_") if isinstance(t, HybridTensor) else t for t in weights
     ]
     out = func(values, *others, **kwargs)
-    out[1].wait()
+    _wait(out[1])
     for weight, reduced in zip(weights, values, strict=True):
         if isinstance(weight, HybridTensor):
             _requantize_(weight, reduced)
