@@ -4,6 +4,7 @@ import hybridtensor.former_names  # noqa: F401  so that pickles of former versio
 from hybridtensor import distributed, formats, linear, offload, optim, recipes
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
+from hybridtensor.distributed.mesh import set_data_parallel_group_, set_mesh_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
 from hybridtensor.linear import share_inputs
@@ -19,7 +20,7 @@ from hybridtensor.quantizers import (
 )
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import Context, LayerState
-from hybridtensor.state.step import set_data_parallel_group_, step_, step_after
+from hybridtensor.state.step import step_, step_after
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
 
@@ -55,6 +56,7 @@ __all__ = [
     "recipes",
     "set_config_",
     "set_data_parallel_group_",
+    "set_mesh_",
     "share_inputs",
     "step_",
     "step_after",

@@ -19,7 +19,7 @@ from hybridtensor import formats
 from hybridtensor.arguments import require_flag, require_module, told, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
-from hybridtensor.linear.stand_in import recipe_of
+from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS

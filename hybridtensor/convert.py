@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_flag, require_function, require_module, require_text
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
+from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.dtensor import local, with_local
+from hybridtensor.linear.layer_forward import recipe_of, set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
-from hybridtensor.linear.stand_in import recipe_of, set_recipe
+from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage, linear_modules
-from hybridtensor.state import Context, LayerState
+from hybridtensor.state import LayerState
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
@@ -110,7 +114,7 @@ def _check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> No
         )
     for layer, module, config in plan:
         _check_weight(layer, module, persistent)
-        _check_sizes(layer, module.weight, config)
+        _check_sizes(layer, module, config)
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
@@ -167,7 +171,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
             "set_config_: a model with weights of this library is required, got none; call quantize_ first"
         )
     for name, module, config in plan:
-        _check_sizes(name, module.weight, config)
+        _check_sizes(name, module, config)
         part = part_of(module.weight)
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
@@ -199,13 +203,19 @@ def _check_weight(name: str, module: nn.Linear, persistent: bool) -> None:
         raise TypeError(
             f"{where}: {kind} is required as weight, got {type(weight).__name__}; remove what computes it"
         )
-    if isinstance(weight, HybridTensor) and not persistent:
+    if isinstance(part_of(weight), HybridTensor) and not persistent:
         raise ValueError(
             f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
         )
-    if not is_converted(weight) and type(weight) not in (nn.Parameter, Tensor):
+    if isinstance(weight, DTensor) and locate(module) and not is_converted(part_of(weight)):
         raise TypeError(
-            f"{where}: a plain Parameter is required, got {type(weight).__name__}; quantize the model first"
+            f"{where}: a plain Parameter is required, got one that FSDP2 shards; call quantize_ "
+            "before fully_shard"
+        )
+    part = part_of(weight)
+    if not is_converted(part) and type(part) not in (nn.Parameter, Tensor):
+        raise TypeError(
+            f"{where}: a plain Parameter is required, got {type(part).__name__}; quantize the model first"
         )
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(
@@ -213,20 +223,18 @@ def _check_weight(name: str, module: nn.Linear, persistent: bool) -> None:
         )
 
 
-def _check_sizes(name: str, weight: Tensor, config: HybridConfig) -> None:
-    """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of
-    their formats.
+def _check_sizes(name: str, module: nn.Linear, config: HybridConfig) -> None:
+    """Raise ValueError if a layer, or what tensor parallelism leaves of it to a rank, is not of
+    whole blocks.
     """
-    out_features, in_features = weight.shape
-    operands = {
-        "input": (None, in_features),
-        "weight": (out_features, in_features),
-        "grad_output": (None, out_features),
-    }
-    for role, (rows, columns) in operands.items():
-        getattr(config, role).check_matrix(
-            rows, columns, f"quantize_: layer {name or '<root>'}, {role}"
-        )
+    who, weight = f"quantize_: layer {name or '<root>'}", module.weight
+    size: tuple[int, ...] = tuple(weight.shape)
+    if isinstance(weight, DTensor):
+        held = [sharded.size for sharded in locate(module) if sharded.tensor is part_of(weight)]
+        size = held[0] if held else tuple(local(weight).shape)
+        if size != tuple(weight.shape):
+            who += f" (a part {list(size)} of {list(weight.shape)} on this rank)"
+    config.check_sizes(size[0], size[1], who)
 
 
 def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
@@ -238,19 +246,20 @@ def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: boo
     layer = _attach_state(name, module, config)
     set_recipe(module, config, layer)
     if not isinstance(module.weight, nn.Parameter):
-        return  # computed by a parametrization, say: see ``linear.stand_in``
+        return  # computed by a parametrization, say: see ``linear.layer_forward``
     if isinstance(weight, MasterWeight) and not persistent:
         weight.config = config
     elif isinstance(weight, HybridTensor):
         if weight.config != config:
             _requantize(weight, config)
     else:
+        section = section_of(module.weight) if isinstance(module.weight, DTensor) else None
         values = weight.plain if isinstance(weight, MasterWeight) else weight.data
         new: Any = MasterWeight(values, config)
         if persistent:
-            new = persistent_weight(values, config, weight.requires_grad, layer)
-        new.layer = layer
-        swap("quantize_", weight, new)
+            new = persistent_weight(values, config, module.weight.requires_grad, layer, section)
+        new.layer, new.record.section = layer, section
+        swap("quantize_", module.weight, with_local(module.weight, new))
     keep_recipe_(module)
     give_plain_values_(module)
 
@@ -278,8 +287,7 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     current = weight.high_precision.current
     values = weight.dequantize() if current is None else current
     if not remake_(weight, values, config):
-        context = Context("weight", weight.state)
-        made = quantize(config.weight, values, dtype=weight.dtype, context=context)
+        made = quantize(config.weight, values, dtype=weight.dtype, context=weight.context)
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
     weight.record = weight.record.with_values(
         weight.high_precision.moved()
@@ -298,7 +306,7 @@ def _torchao_handler(
             f"{type(module).__name__}; choose linear layers with filter_fn"
         )
     _check_weight(type(module).__name__, module, isinstance(module.weight, HybridTensor))
-    _check_sizes(type(module).__name__, module.weight, config)
+    _check_sizes(type(module).__name__, module, config)
     _convert("", module, config, isinstance(module.weight, HybridTensor))
     watch(module)
     return module

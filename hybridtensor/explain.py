@@ -14,7 +14,7 @@ from torch import nn
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.formats import Format
-from hybridtensor.linear.stand_in import recipe_of
+from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig

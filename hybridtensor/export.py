@@ -32,7 +32,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
-from hybridtensor.state import Context
+from hybridtensor.state import STATE
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -169,7 +169,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     """Yield name and tensor of all that is exported, and the first name of the same tensor."""
     first: dict[int, str] = {}
     for name, value in (*named_parameters(model), *named_buffers(model)):
-        if f".{name}".rpartition(".")[0].rpartition(".")[2] != "quantization_state":
+        if f".{name}".rpartition(".")[0].rpartition(".")[2] != STATE:
             yield name, value, first.setdefault(id(value), name)
 
 
@@ -222,7 +222,7 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
 
 def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
     """Quantize a master weight as the next forward would, without taking note of it."""
-    context = Context("weight", weight.state, record=False)
+    context = weight.context._replace(record=False)
     return quantize(weight.config.weight, weight.plain, columnwise=columnwise, context=context)
 
 

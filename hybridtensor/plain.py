@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_dtype, require_module
 from hybridtensor.distributed.checkpoint.plain import as_part_of
-from hybridtensor.dtensor import local
-from hybridtensor.linear import sharing, stand_in
-from hybridtensor.state import LayerState
+from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.distributed.fsdp.torch_compat import everything
+from hybridtensor.dtensor import local, with_local
+from hybridtensor.linear import layer_forward, sharing
+from hybridtensor.state import STATE, LayerState
 from hybridtensor.state_dicts import drop_hooks
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.swap import swap
-
-STATE = "quantization_state"
 
 
 def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -44,15 +44,16 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None:
         require_dtype("plain_", dtype)
     converted = [p for p in model.parameters() if is_converted(local(p))]
+    managed = {id(sharded.tensor) for sharded in everything()} if converted else set()
     for parameter in converted:
-        if isinstance(parameter, DTensor):
+        if id(part_of(parameter)) in managed:
             raise RuntimeError(
                 "plain_: FSDP2 shards this model, and would go on with the weights that it has; "
                 "load plain_state_dict(model) into a plain model"
             )
     for parameter in converted:
-        values = high_precision_values(parameter)
-        swap("plain_", parameter, values.to(dtype or parameter.dtype))
+        values = high_precision_values(local(parameter)).to(dtype or parameter.dtype)
+        swap("plain_", parameter, with_local(parameter, values))
     for module in model.modules():
         _forget(module)
     return model
@@ -100,7 +101,7 @@ def high_precision_values(weight: Tensor) -> Tensor:
 def _forget(module: nn.Module) -> None:
     """Take this library's hooks and attributes off a module."""
     if isinstance(module, nn.Linear):
-        stand_in.drop_recipe(module)
+        layer_forward.drop_recipe(module)
     if isinstance(module._modules.get(STATE), LayerState):
         del module._modules[STATE]
     sharing.forget(module)

@@ -12,7 +12,7 @@ from torch import nn
 from hybridtensor import recipes
 from hybridtensor.arguments import require_items, require_text, told
 from hybridtensor.dtensor import local
-from hybridtensor.linear.stand_in import recipe_of
+from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.subclasses import is_converted

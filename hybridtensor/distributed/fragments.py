@@ -44,7 +44,7 @@ class Fragment(NamedTuple):
     @property
     def context(self) -> Context:
         """What is quantized, with the layer's state."""
-        return Context("weight", self.weight.state)
+        return self.weight.context
 
     def matrix(self) -> Tensor:
         """Return the master ``[N, K]`` with zeros where it is not here."""

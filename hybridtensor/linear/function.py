@@ -107,7 +107,7 @@ def linear(
         bias=grad and bias is not None and bias.requires_grad,
     )
     training = needs.input or needs.weight or needs.bias
-    context = Context("input", weight.state, record=training)
+    context = Context("input", weight.state, record=training, section=weight.record.section)
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:
         return _forward(input, weight, bias, call)[0]

@@ -33,7 +33,7 @@ class _Scope:
         module: The module, weakly.
         parent: Its name, by which layers know that they belong to it.
         outer: The forward that it runs in, or None.
-        input: The last input that was quantized, weakly.
+        input: The last input that was quantized, or the tensor that it is a view of, weakly.
         key: Everything else that its faces depend on.
         faces: What it was quantized to.
         readers: Records of the weights that it was quantized for.
@@ -53,6 +53,8 @@ class _Scope:
     ) -> Faces | None:
         """Return the faces of this very input, made for another layer of the module, or None.
 
+        Another view of the same elements is the same input: DTensors give each layer a view.
+
         If it is None, ``remember`` is to be called with what the input is quantized to.
 
         Args:
@@ -63,8 +65,9 @@ class _Scope:
         stream = (
             torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
         )  # orders the cast
-        key = (input._version, stream, *how)
-        known = self.input is not None and self.input() is input and self.key == key
+        place = (input.shape, input.stride(), input.storage_offset())
+        key = (input._version, place, stream, *how)
+        known = self.input is not None and self.input() is _owner(input) and self.key == key
         if known and all(record is not reader for reader in self.readers):
             self.readers.append(record)
             return self.faces
@@ -77,11 +80,17 @@ class _Scope:
 
         Apart from ``known_faces``: an input whose cast raised has no faces to share.
         """
-        self.input, self.faces = _until_death(input, self), faces
+        self.input, self.faces = _until_death(_owner(input), self), faces
 
     def clear(self) -> None:
         """Let go of the faces."""
         self.input, self.faces, self.readers = None, (None, None), []
+
+
+def _owner(input: Tensor) -> Tensor:
+    """Return the tensor that ``input`` is a view of, or itself."""
+    base = input._base
+    return input if base is None else base
 
 
 class _Thread(threading.local):

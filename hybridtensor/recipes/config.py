@@ -210,6 +210,24 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         except ValueError:
             return None
 
+    def check_sizes(self, out_features: int, in_features: int, who: str) -> None:
+        """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of
+        their formats.
+
+        Args:
+            out_features: Of the layer, or of a rank's part of it.
+            in_features: Likewise.
+            who: Begins the message.
+        """
+        operands = {
+            "input": (None, in_features),
+            "weight": (out_features, in_features),
+            "grad_output": (None, out_features),
+        }
+        for role, (rows, columns) in operands.items():
+            quantizer: Quantizer = getattr(self, role)
+            quantizer.check_matrix(rows, columns, f"{who}, {role}")
+
     def formats(self, gemm: Gemm) -> tuple[Format, Format]:
         """Return the formats that ``gemm`` multiplies, left and right.
 

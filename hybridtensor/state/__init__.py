@@ -1,15 +1,19 @@
 """What quantizers remember from step to step, and how it advances."""
 
 from hybridtensor.state.context import MAX_SEED, Context, require_context
-from hybridtensor.state.layer import ROLES, DelayedRule, LayerState, StateTensors, required
+from hybridtensor.state.layer import ROLES, STATE, DelayedRule, LayerState, StateTensors, required
+from hybridtensor.state.ranks import Section, TrainingRanks
 
 __all__ = [
     "MAX_SEED",
     "ROLES",
+    "STATE",
     "Context",
     "DelayedRule",
     "LayerState",
+    "Section",
     "StateTensors",
+    "TrainingRanks",
     "require_context",
     "required",
 ]

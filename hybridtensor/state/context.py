@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_flag, require_int, require_kind, wrong
 from hybridtensor.state.layer import ROLES, StateTensors
+from hybridtensor.state.ranks import Section
 
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
 MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
@@ -24,6 +25,7 @@ class Context(NamedTuple):
         record: Whether delayed scaling takes note of this tensor: where a gradient is needed.
         first_row: Index of the first row in the whole tensor, for random rounding. By default ranks
             have the rows of one batch in order, and all of a weight.
+        section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
         amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
             tensor is a part of one whose scales it gets; see ``ops.quantize``.
     """
@@ -33,6 +35,7 @@ class Context(NamedTuple):
     direction: str | None = None
     record: bool = True
     first_row: int | None = None
+    section: Section | None = None
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __str__(self) -> str:
@@ -54,8 +57,9 @@ class Context(NamedTuple):
     def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
         """Return key and step of random rounding, int64 ``[2]``, and the index of the first of ``rows``.
 
-        The ranks of a data-parallel group hold the rows of one batch in order, as many each. On its
-        own, without a layer, a tensor draws key and step from torch's generator.
+        The ranks of a data-parallel group hold the rows of one batch in order, as many each. Parts
+        of rows, which ranks of a tensor-parallel group have, draw as if they came one after the
+        other. On its own, without a layer, a tensor draws key and step from torch's generator.
         """
         if self.state is None:
             return torch.randint(2**63 - 1, (2,), device=device), 0
@@ -63,9 +67,13 @@ class Context(NamedTuple):
             raise ValueError(
                 f"{self}: no counter for stochastic rounding; change recipes with set_config_"
             )
-        if self.first_row is not None:
-            return self.state.rounding, self.first_row
-        return self.state.rounding, 0 if self.role == "weight" else self.state.rank * rows
+        index, count = (0, 1) if self.section is None else self.section.columns(self.role)
+        first = self.first_row
+        if first is None and self.role == "weight":
+            first = 0 if self.section is None else self.section.first_out
+        elif first is None:
+            first = self.state.rank * rows
+        return self.state.rounding, first * count + index * rows
 
 
 def require_context(who: str, context: object) -> None:
@@ -82,6 +90,7 @@ def require_context(who: str, context: object) -> None:
     require_flag(who, record=context.record)
     if context.first_row is not None:
         require_int(who, at_least=0, first_row=context.first_row)
+    require_kind(who, "a Section or None as section", context.section, (Section, type(None)))
     amaxes = context.amaxes
     if not (isinstance(amaxes, tuple) and len(amaxes) == 2):
         raise wrong(who, "a pair of tensors or None as amaxes", amaxes)

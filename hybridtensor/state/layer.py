@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
+from hybridtensor.state.ranks import ALL_RANKS
 
 ROLES = ("input", "weight", "grad_output")
+STATE = "quantization_state"
+"""Name of the state in its layer."""
 _FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
 
 
@@ -66,7 +68,7 @@ class StateTensors(NamedTuple):
             without delayed scaling.
         amax: fp32 ``[S]``, the largest magnitudes since the last step.
         slots: Names of the delayed scales.
-        rank: Rank in the data-parallel group; 0 where nothing rounds at random.
+        rank: Which part of a batch this rank has; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
         hints: What speeds up casts of tensors like those before, by slot; None while compiling.
     """
@@ -113,7 +115,7 @@ class LayerState(nn.Module):
         parent: Name of the module whose forward calls the layer, or None if that is not known.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
         rules: How each follows.
-        group: The data-parallel group, whose ranks train on parts of one batch; None is all ranks.
+        ranks: The ranks that train the layer together.
         version: Counts changes, for caches of what was quantized with this state.
         replayed: Whether a step went into a CUDA graph: its replays change the state without being
             counted.
@@ -134,7 +136,7 @@ class LayerState(nn.Module):
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
         self.amax: Tensor | None = None
-        self.group: dist.ProcessGroup | None = None
+        self.ranks = ALL_RANKS
         self.version = 0
         self.replayed = False
         self.hints: dict[str, Hint] = {}
@@ -187,8 +189,7 @@ class LayerState(nn.Module):
         # Asked several times per product, and a module's attributes take longer to look up.
         buffers = self._buffers
         rounding = buffers["rounding"]
-        draws = rounding is not None and dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank(self.group) if draws else 0
+        rank = 0 if rounding is None else self.ranks.part_of_batch()
         return StateTensors(
             rounding, buffers["encode_scale"], self.amax, self.slots, rank, self.name, self.hints
         )
@@ -273,23 +274,36 @@ class LayerState(nn.Module):
         self.version += 1
         self._left = None
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the state itself, but to who walks through the modules of its layer alone.
+
+        That is what ``distribute_module`` does, which shards a layer by doing the same to all
+        modules in it: the state would have to have a weight, and its buffers would turn into
+        DTensors.
+        """
+        if prefix != STATE:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
-        """Copy all but the group, which is shared, and the hints."""
+        """Copy all but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        others = ("group", "hints")
+        others = ("ranks", "hints")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
-        new.__dict__.update(copy.deepcopy(own, memo), group=self.group, hints={})
+        new.__dict__.update(copy.deepcopy(own, memo), ranks=self.ranks, hints={})
         return new
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what belongs to this process: the group, hints."""
-        return self.__dict__ | {"group": None, "hints": {}}
+        """Leave out what belongs to this process: the ranks, hints."""
+        return {name: v for name, v in self.__dict__.items() if name != "ranks"} | {"hints": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``Module``; what was saved before there were hints has none."""
         buffers = {_FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
-        super().__setstate__({"hints": {}} | state | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        state.pop("group", None)  # of former versions
+        super().__setstate__({"hints": {}, "ranks": ALL_RANKS} | state | {"_buffers": buffers})  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights.

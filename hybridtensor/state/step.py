@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hybridtensor.arguments import require_group, require_module, wrong
+from hybridtensor.arguments import require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.update import update_scales
 from hybridtensor.state.watch import layer_states
 
@@ -21,9 +22,10 @@ from hybridtensor.state.watch import layer_states
 def step_(model: nn.Module) -> nn.Module:
     """Advance what quantizers remember: call it once after every ``optimizer.step()``.
 
-    Delayed scales follow from the amaxes of the step, reduced over the data-parallel group in one
-    collective for all layers; stochastic rounding moves to its next step. Does nothing for recipes
-    without state, but all ranks of a data-parallel group call it.
+    Delayed scales follow from the amaxes of the step, reduced over the ranks that train the model
+    (all, unless ``set_mesh_`` says otherwise) in one collective for all layers; stochastic rounding
+    moves to its next step. Does nothing for recipes
+    without state, but all ranks that train the model call it.
 
     The microbatches of one step share a step of the random rounding: call it after each of them if
     their errors should be independent, except with delayed scaling, whose scales follow once per
@@ -45,8 +47,8 @@ def step_(model: nn.Module) -> nn.Module:
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
             torch._foreach_add_(counters, 1)
-        for group in dict.fromkeys(state.group for state in states) or [None]:
-            _update_scales(model, [state for state in states if state.group is group], group)
+        for ranks in dict.fromkeys(state.ranks for state in states) or [ALL_RANKS]:
+            _update_scales(model, [state for state in states if state.ranks == ranks], ranks)
     captured = is_captured()
     for state in states:
         state.count_step(captured)
@@ -120,47 +122,22 @@ class step_after:  # noqa: N801  (used as a function)
         step_(self._model)
 
 
-def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Say which ranks train on parts of one batch: all by default.
-
-    Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run
-    does not depend on how many they are (given that a batch is split among them in order and
-    evenly).
-
-    Args:
-        model: A model that went through ``quantize_``.
-        group: The data-parallel group; None is all ranks.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-    """
-    require_module("set_data_parallel_group_", model)
-    require_group("set_data_parallel_group_", group)
-    weights = (
-        getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters()
-    )  # also of DTensors
-    layers = (getattr(weight, "layer", None) for weight in weights)  # also those that are empty now
-    for state in (
-        *layer_states(model),
-        *(layer for layer in layers if isinstance(layer, LayerState)),
-    ):
-        state.group = group
-    return model
-
-
-def _update_scales(
-    model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None
-) -> None:
-    """Update the delayed scales of one data-parallel group, all layers in one collective."""
+def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
+    """Update the delayed scales of layers that the same ranks train, all in one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
-    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-    if distributed:
+    groups = [
+        group
+        for group in ranks.groups
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    ]
+    for group in groups:
         _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
         reduced = None
-        if distributed:
+        if groups:
             reduced = torch.cat([required(state.amax) for state in of_device])
+        for group in groups:
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
         update_scales(of_device, reduced)
 
@@ -194,6 +171,6 @@ def _check_same_scales(
         raise RuntimeError(
             "step_: the same delayed scales of the same layers are required on all ranks, got as "
             f"many (with digests of names and rules): {', '.join(every)}; convert the model alike "
-            "everywhere, or name the data-parallel ranks with set_data_parallel_group_"
+            "everywhere, or name the ranks that train it with set_mesh_"
         )
     checked[group] = layout

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, WrapperTensor
@@ -98,6 +98,11 @@ class InterceptingTensor(WrapperTensor):
         layer = self.record.layer
         return layer.tensors() if isinstance(layer, LayerState) else layer
 
+    @property
+    def context(self) -> Context:
+        """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it."""
+        return Context("weight", self.state, section=self.record.section)
+
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``WrapperTensor.carried``: the tensors of the layer's state."""
         state = self.state
@@ -131,8 +136,11 @@ class InterceptingTensor(WrapperTensor):
         return None if self.state is None else self.state.amax
 
     def like(self, other: Self) -> Self:
-        """Belong to the layer, and the shard, that ``other`` belongs to; return this tensor."""
+        """Belong to the layer, its section and the shard that ``other`` belongs to; return this
+        tensor.
+        """
         self.record.layer, self.record.shard = other.record.layer, other.record.shard
+        self.record.section = other.record.section
         return self
 
     def map_inner(

@@ -11,7 +11,6 @@ from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Faces
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import Stamp, WeightRecord, version_of
@@ -152,9 +151,8 @@ class MasterWeight(InterceptingTensor):
 
     def _quantized(self, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
         """Return faces that are made now."""
-        context = Context("weight", self.state)
         return self.config.weight.faces(
-            self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+            self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=self.context
         )
 
     def take_memory(self, plain: Tensor) -> None:

@@ -19,7 +19,7 @@ from hybridtensor.ops import Cast, Faces
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
-from hybridtensor.state import Context, LayerState, require_context
+from hybridtensor.state import Context, LayerState, Section, require_context
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
 from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor, face_tensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
@@ -99,7 +99,11 @@ def face_tensors(
 
 
 def persistent_weight(
-    values: Tensor, config: HybridConfig, trainable: bool, layer: LayerState
+    values: Tensor,
+    config: HybridConfig,
+    trainable: bool,
+    layer: LayerState,
+    section: Section | None = None,
 ) -> HybridTensor:
     """Return the persistent weight that values become.
 
@@ -108,10 +112,12 @@ def persistent_weight(
         config: The recipe.
         trainable: Whether to hold on to the values until an optimizer takes them.
         layer: State of the layer.
+        section: Which part of the layer's matrix this is.
     """
-    made = quantize(config.weight, values, context=Context("weight", layer.tensors()))
+    context = Context("weight", layer.tensors(), section=section)
+    made = quantize(config.weight, values, context=context)
     weight = HybridTensor(made.rowwise, made.columnwise, config)
-    weight.layer = layer
+    weight.layer, weight.record.section = layer, section
     if trainable:
         weight.record.values = HighPrecisionValues(values, follows=True)
     return weight
@@ -210,7 +216,7 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     whole.
     """
     if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
-        update_(weight.recipe.weight, weight, values, context=Context("weight", weight.state))
+        update_(weight.recipe.weight, weight, values, context=weight.context)
     weight.high_precision.note_quantized(values, weight.taken)
 
 
@@ -228,8 +234,7 @@ def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
     if isinstance(value, HybridTensor) and value.config == config and _has_faces_of(value, weight):
         made, follows = value, value.high_precision.follows
     else:
-        context = Context("weight", weight.state)
-        made = quantize(config.weight, values, context=context)
+        made = quantize(config.weight, values, context=weight.context)
         made.config = config
     before, known = weight.record, weight.record.values
     copied = None if known is None else known.copied(torch.clone, _all, same=True)

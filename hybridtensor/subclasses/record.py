@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_captured
-from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.state import LayerState, Section, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 
 _NO_FACES: Faces = (None, None)
@@ -84,6 +84,7 @@ class WeightRecord:
             model would never be collected: autograd's views refer to tensors where Python's
             collector does not look.
         gathered: What keeps the faces, if this is a weight that FSDP2 gathered, or None.
+        section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
         writes: Writes that handlers counted.
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
@@ -99,6 +100,7 @@ class WeightRecord:
         "handed",
         "layer",
         "replayed",
+        "section",
         "shard",
         "values",
         "writes",
@@ -109,6 +111,7 @@ class WeightRecord:
         self.values: HighPrecisionValues | None = None
         self.shard: weakref.ref[Any] | None = None
         self.gathered: Gathered | None = None
+        self.section: Section | None = None
         self.writes = self.handed = 0
         self.replayed = False
         self._stamp: Stamp | None = None
@@ -120,6 +123,7 @@ class WeightRecord:
         """Return a record of the same weight with other values, which aliases so far do not share."""
         made = WeightRecord(self.layer)
         made.values, made.shard, made.gathered = values, self.shard, self.gathered
+        made.section = self.section
         return made
 
     def successor(self) -> WeightRecord:

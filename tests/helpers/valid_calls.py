@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import hybridtensor as ht
 from hybridtensor import recipes, testing
@@ -110,6 +111,17 @@ def sharing(enabled):
         pass
 
 
+def meshed(mesh, **arguments):
+    """Call ``set_mesh_`` with a mesh of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if mesh == "a mesh":
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        return ht.set_mesh_(mesh=mesh, **arguments)
+    finally:
+        dist.destroy_process_group()
+
+
 def in_context(**fields):
     return ht.Float8Quantizer().quantize(HALF, context=ht.Context(**fields))
 
@@ -207,10 +219,12 @@ ROWS = {
     "set_data_parallel_group_": row(
         ht.set_data_parallel_group_, {"model": "module", "group": "None"}, model=linear, group=None
     ),
+    "set_mesh_": row(meshed, {"model": "module"}, model=linear, mesh="a mesh", dp="dp", tp="tp", ep="ep"),
     # -- quantizers, configs, state
     "Context": row(
-        in_context, {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer"},
-        role="weight", state=None, direction=None, record=True, first_row=None, amaxes=(None, None),
+        in_context,
+        {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer", "section": "None"},
+        role="weight", state=None, direction=None, record=True, first_row=None, section=None, amaxes=(None, None),
     ),
     "Float8Quantizer": row(
         ht.Float8Quantizer, {"pow2_scale": "None flag", "block": "None"},

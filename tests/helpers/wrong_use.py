@@ -44,7 +44,18 @@ METHODS_OF_OTHERS = {
     ),
     *("rows", "share_memory_", "take_carried", "take_memory", "untyped_storage", "view_of"),
     # layers, on every product
-    *("cast", "check_matrix", "check_shape", "count_step", "delayed_rules", "draws", "faces", "materialize_"),
+    *(
+        "cast",
+        "check_matrix",
+        "check_shape",
+        "check_sizes",
+        "named_modules",
+        "count_step",
+        "delayed_rules",
+        "draws",
+        "faces",
+        "materialize_",
+    ),
     *("of_rowwise", "request", "require", "scale_shape", "simplified", "stored", "stream", "take_name"),
     *("tensor_scale_shape", "tensors"),
     # torch, with what it made

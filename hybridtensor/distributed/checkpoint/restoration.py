@@ -21,13 +21,12 @@ from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.distributed.checkpoint.training import Training, has_parts
 from hybridtensor.dtensor import local
+from hybridtensor.state import STATE
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.quantizing import refresh_
 
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and indices that lead to a value in a nested state, the name of an entry first."""
-
-_STATE = "quantization_state"
 
 
 class Restoration:
@@ -95,7 +94,7 @@ class Restoration:
 
     def _add(self, entry: str, name: str, value: object) -> None:
         """Plan one tensor of a module."""
-        layer, _, rest = name.rpartition(f"{_STATE}.")
+        layer, _, rest = name.rpartition(f"{STATE}.")
         if rest and not self._same(f"{entry}.{layer}weight"):
             return  # load_state_dict starts it afresh
         if isinstance(value, Tensor) and isinstance(local(value), HybridTensor):
@@ -149,7 +148,7 @@ class Restoration:
         found = []
         for flat in metadata.state_dict_metadata:
             entry, _, name = flat.partition(".")
-            layer, _, state = name.rpartition(f"{_STATE}.")
+            layer, _, state = name.rpartition(f"{STATE}.")
             weight = next((name[: -len(d) - 1 - len(tail)] for d, tail in _face_tails(name)), name)
             skipped = (state and not self._same(f"{entry}.{layer}weight")) or not self._same(
                 f"{entry}.{weight}"

@@ -13,7 +13,7 @@ from hybridtensor.distributed.fsdp.plan import Plan, rows_together
 from hybridtensor.ops import CastInputs, Faces, PreparedCast
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.quantizers.base import cast_inputs
-from hybridtensor.state import Context, StateTensors
+from hybridtensor.state import Context, Section, StateTensors
 
 
 class Part(NamedTuple):
@@ -27,6 +27,7 @@ class Part(NamedTuple):
         amaxes: Amaxes of all ranks, fp32 of shape ``plan.amaxes``, or None.
         state: State of the layer's quantizers, or None.
         dtype: Dtype of the computation.
+        section: Which part of the layer's matrix is sharded, under tensor parallelism.
     """
 
     values: Tensor
@@ -36,6 +37,7 @@ class Part(NamedTuple):
     amaxes: Tensor | None
     state: StateTensors | None
     dtype: torch.dtype
+    section: Section | None = None
 
     def faces(self, *, rowwise: bool, columnwise: bool) -> tuple[Faces, int]:
         """Return the faces asked for, as those of the whole, and where the part's rows begin in
@@ -48,7 +50,7 @@ class Part(NamedTuple):
         amaxes = None if plan.reduce is None else self.amaxes  # those of another recipe
         if amaxes is not None and (plan.reduce == "blocks" or plan.of_rowwise):
             values, first = _with_amaxes(values, plan, self.rank, amaxes)
-            context = context._replace(first_row=self.rank * self.values.shape[0] - first)
+            context = context._replace(first_row=(context.first_row or 0) - first)
         elif amaxes is not None:
             context = context._replace(amaxes=_by_face(plan, amaxes))
         faces = self.quantizer.faces(
@@ -81,7 +83,9 @@ class Part(NamedTuple):
         return ops.prepare(self.values, request, inputs), inputs
 
     def _context(self) -> Context:
-        return Context("weight", self.state, first_row=self.rank * self.values.shape[0])
+        before = 0 if self.section is None else self.section.first_out
+        first_row = before + self.rank * self.values.shape[0]
+        return Context("weight", self.state, first_row=first_row, section=self.section)
 
 
 def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:

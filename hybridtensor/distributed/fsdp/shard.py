@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, StateTensors
+from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
@@ -254,7 +254,9 @@ class Shard:
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return values of this rank's part with all that they are quantized by."""
         config, rank = self.config, self.sharded.rank
-        return Part(values, config.weight, self.plan, rank, self.amaxes, state, self.dtype)
+        tensor: Any = self.sharded.tensor
+        section = tensor.record.section
+        return Part(values, config.weight, self.plan, rank, self.amaxes, state, self.dtype, section)
 
     # -- after the gather
 
@@ -316,7 +318,7 @@ class Shard:
         held = self.plan.column.kind == "held"
         made = self.config.weight.faces(
             values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
-            context=Context("weight", tensor.state),
+            context=tensor.context,
         )  # fmt: skip
         faces.take_faces(made)
         if wanted[0] and faces.values is not None:

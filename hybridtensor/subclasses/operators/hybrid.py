@@ -264,19 +264,59 @@ def _wait(work: torch.ScriptObject) -> None:
         unboxed.wait()
 
 
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return a copy that collectives take: contiguous, which scales that lie block by block are not,
+    and bytes where backends know no FP8.
+    """
+    own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _receive(tensor: Tensor, sent: Tensor) -> bool:
+    """Write what ``_sendable`` gave, and a collective filled; return whether it is another."""
+    own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+    changed = not torch.equal(own, sent)
+    own.copy_(sent)
+    return changed
+
+
 def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Send the bytes of the faces, so that all ranks have the same."""
     (weight,), *others = args
     out, changed = None, False
     for tensor in flatten(weight)[0]:
-        own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
-        before = own.clone()
-        out = func([own], *others, **kwargs)
+        sent = _sendable(tensor)
+        out = func([sent], *others, **kwargs)
         _wait(out[1])
-        changed = changed or not torch.equal(own, before)
+        changed = _receive(tensor, sent) or changed
     if changed:  # the rank that sends keeps its values in high precision
         note_overwritten(weight)
         weight.high_precision.note_copied(weight.dequantize, weight.taken)
+    return out
+
+
+def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Send each rank the bytes of its part, and the values in high precision that go with them."""
+    (part,), given, *others = args
+    original = part.original
+    out = None
+    sources: list[list[Tensor]] = [flatten(source)[0] for source in (given[0] if given else [])]
+    targets = flatten(part)[0]
+    if original is not None:
+        targets = [*targets, original]
+        for source, weight in zip(sources, given[0] if given else [], strict=True):
+            source.append(_present_values(weight, "scatter_"))
+    for i, tensor in enumerate(targets):
+        sent = _sendable(tensor)
+        out = func(
+            [sent],
+            [[_sendable(source[i]) for source in sources]] if given else [],
+            *others,
+            **kwargs,
+        )
+        _wait(out[1])
+        _receive(tensor, sent)
+    note_overwritten(part)
     return out
 
 
@@ -298,5 +338,6 @@ COLLECTIVES = {}
 if torch.distributed.is_available():
     c10d = torch.ops.c10d
     COLLECTIVES = {c10d.broadcast_.default: _broadcast_, c10d.allreduce_.default: _allreduce_}
+    COLLECTIVES[c10d.scatter_.default] = _scatter_
 for collective, handler in COLLECTIVES.items():
     table.register(collective)(handler)

@@ -84,9 +84,7 @@ PRODUCTS = [
 
 
 def _unwrap(value: object) -> object:
-    """Replace master weights by their plain tensors, in lists too (there is no deeper nesting in
-    aten).
-    """
+    """Replace master weights by their plain tensors, in lists, and lists of them, too."""
     if isinstance(value, MasterWeight):
         return value.plain
     if isinstance(value, (list, tuple)):
@@ -153,7 +151,22 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     out = _run(func, args, kwargs)
     for weight in _weights((*args, *kwargs.values())):
         weight.note_write()
+    if func is _SCATTER:
+        for part in _weights(args[0]):
+            _check_part(part)
     return out
+
+
+_SCATTER = torch.ops.c10d.scatter_.default if torch.distributed.is_available() else None
+
+
+def _check_part(part: MasterWeight) -> None:
+    """Raise ValueError if a rank's part of a layer cannot be cut into the blocks of its formats."""
+    name = "" if part.state is None else part.state.name
+    rows, columns = part.shape
+    part.config.check_sizes(
+        rows, columns, f"distribute_tensor: layer {name}, a part {[rows, columns]}"
+    )
 
 
 def _wait(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

@@ -1,9 +1,17 @@
 """A converted layer applies its recipe to whatever tensor stands at ``weight``; transforms raise."""
 
 import copy
+import functools
+import gc
+import inspect
+import io
+import pickle
+import types
+import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.utils as utils
 from torch import nn
 from torch.func import functional_call, stack_module_state
@@ -135,13 +143,11 @@ def test_an_input_by_name():
     assert torch.equal(functional_call(layer, values, (), {"input": X}), functional_call(layer, values, X))
 
 
-def test_an_input_that_is_quantized_is_refused():
-    layer = ht.quantize_(nn.Linear(64, 64), "fp8")
-    quantized = ht.Float8Quantizer().quantize(X)
-    with pytest.raises(
-        NotImplementedError, match="a plain input is required where a plain tensor stands at a converted"
-    ):
-        functional_call(layer, dict(nn.Linear(64, 64).named_parameters()), quantized)
+def test_an_input_that_is_quantized():
+    layer, weights = ht.quantize_(nn.Linear(64, 64), "fp8"), nn.Linear(64, 64)
+    quantized = layer.weight.config.input.quantize(X)
+    values = dict(weights.named_parameters())
+    assert torch.equal(functional_call(layer, values, quantized), functional_call(layer, values, X))
 
 
 TRANSFORMS = {
@@ -185,3 +191,127 @@ def test_a_product_that_would_stay_plain_is_refused(multiply):
     layer(X)
     with pytest.raises(NotImplementedError, match=r"F\.linear is required where a plain tensor stands .* in Own"):
         functional_call(layer, dict(nn.Linear(64, 64).named_parameters()), X)
+
+
+# -- a layer's forward, which is the layer's own: copied, pickled, and under and over those of others
+
+
+class Above:
+    """A forward that a library puts over a layer's, as accelerate does: a function of the one before."""
+
+    def __init__(self, layer):
+        self.before = layer.forward
+        layer.forward = self
+
+    def __call__(self, x):
+        return self.before(x) + 1
+
+
+def twice(layer, x):
+    return nn.Linear.forward(layer, x) * 2
+
+
+def under(layer):
+    """A bound method that a library gave the layer before it was converted."""
+    layer.forward = types.MethodType(twice, layer)
+
+
+def converted(kind):
+    layer = nn.Linear(64, 64)
+    if kind == "under":
+        under(layer)
+    ht.quantize_(layer, "fp8")
+    if kind == "above":
+        Above(layer)
+    return layer
+
+
+def saved(layer):
+    stream = io.BytesIO()
+    torch.save(layer, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved}
+
+
+@pytest.mark.parametrize("kind", ["alone", "above", "under"])
+@pytest.mark.parametrize("how", COPIES)
+def test_the_copy_of_a_layer_has_a_forward_of_its_own(how, kind):
+    torch.manual_seed(0)
+    layer = converted(kind)
+    plain = F.linear(X, layer.weight.dequantize(), layer.bias)
+    changed = {"alone": lambda y: y, "above": lambda y: y + 1, "under": lambda y: y * 2}[kind]
+    expected = layer(X)
+    fresh = ht.quantize_(nn.Linear(64, 64), "fp8")
+    fresh.weight.data, fresh.bias.data = layer.weight.dequantize().clone(), layer.bias.data
+    assert torch.equal(expected, changed(fresh(X)))
+    made = COPIES[how](layer)
+    assert torch.equal(made(X), expected)
+    with torch.no_grad():
+        made.weight.zero_()
+        made.bias.zero_()
+    assert torch.equal(made(X), changed(torch.zeros_like(plain)))
+    assert torch.equal(layer(X), expected)
+    values = {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}
+    assert torch.equal(functional_call(layer, values, X), changed(torch.zeros_like(plain)))
+
+
+def run_in_a_process(layer, queue):
+    queue.put(layer(X).tolist())
+
+
+def test_a_layer_in_a_spawned_process():
+    layer = converted("under")
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    values = pickle.dumps(layer)  # torch's own reduction would share memory, which wrappers have none of
+    process = context.Process(target=unpickle_and_run, args=(values, queue))
+    process.start()
+    got = queue.get()
+    process.join()
+    assert got == layer(X).tolist()
+
+
+def unpickle_and_run(values, queue):
+    run_in_a_process(pickle.loads(values), queue)
+
+
+@pytest.mark.parametrize("kind", ["alone", "above", "under"])
+def test_plain_gives_the_former_forward_back(kind):
+    layer = converted(kind)
+    ht.plain_(layer)
+    expected = nn.Linear.forward(layer, X)
+    assert torch.equal(layer(X), {"alone": expected, "above": expected + 1, "under": expected * 2}[kind])
+    if kind != "above":  # what is above calls ours, which has nothing to do any more
+        assert ("forward" in layer.__dict__) == (kind == "under")
+
+
+def test_the_type_and_signature_of_a_layer_stay():
+    layer = converted("alone")
+    assert type(layer) is nn.Linear
+    assert str(inspect.signature(layer.forward)) == str(inspect.signature(nn.Linear(1, 1).forward))
+    expected, forward = layer(X), layer.forward
+    layer.forward = functools.update_wrapper(functools.partial(forward), forward)  # as accelerate's hooks are put
+    assert torch.equal(copy.deepcopy(layer)(X), expected)
+
+
+def test_a_forward_whose_layer_is_gone():
+    forward = converted("alone").forward
+    gc.collect()
+    with pytest.raises(RuntimeError, match="forward: the layer that this is the forward of is gone"):
+        forward(X)
+
+
+def test_a_layer_is_freed_at_once():
+    layer = converted("under")
+    gone = weakref.ref(layer)
+    layer(X)
+    gc.disable()
+    try:
+        del layer.forward.inner  # a bound method of the layer is a cycle, as without us
+        del layer
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,131 @@
+"""Say which ranks train what: the groups that scales, amaxes and random draws belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.arguments import require_group, require_kind, require_module, require_text
+from hybridtensor.dtensor import local
+from hybridtensor.linear.layer_forward import recipe_of
+from hybridtensor.linear.tensor_parallel import section_of
+from hybridtensor.state import LayerState, TrainingRanks
+from hybridtensor.state.watch import layer_states
+from hybridtensor.subclasses import is_converted
+
+Names = str | tuple[str, ...]
+"""Dimensions of a mesh."""
+
+
+def set_mesh_(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dp: Names = "dp",
+    tp: Names = "tp",
+    ep: Names = "ep",
+) -> nn.Module:
+    """Say what the dimensions of a mesh are for.
+
+    Delayed scales are reduced over all of them, as each rank sees a part of the batch or of the
+    layer: they are those of the model on one device. Random rounding draws by the rank's part of
+    the batch and of the weight, so that no two ranks draw alike for different numbers, and alike
+    for the same ones. Dimensions of other names, such as pipeline stages, have nothing to do with
+    it.
+
+    Args:
+        model: A model that went through ``quantize_``.
+        mesh: The mesh, or a part of it; with names.
+        dp: What parts of a batch go to, in their order: ``("dp_replicate", "dp_shard")`` for HSDP.
+        tp: What parts of a layer go to.
+        ep: What experts go to. To all other layers its ranks are data-parallel ones.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the mesh has no names, or none of these, or a dimension has two of the roles.
+    """
+    require_module("set_mesh_", model)
+    require_kind("set_mesh_", "a DeviceMesh", mesh, DeviceMesh)
+    batch, parts = (
+        (*_dimensions(mesh, "dp", dp), *_dimensions(mesh, "ep", ep)),
+        _dimensions(mesh, "tp", tp),
+    )
+    used = (*batch, *parts)
+    if not used or len(set(used)) < len(used):
+        raise ValueError(
+            f"set_mesh_: dimensions of the mesh, each for one thing, are required as dp, tp and ep, "
+            f"got dp={dp!r}, tp={tp!r}, ep={ep!r} for {mesh.mesh_dim_names}; name those that there are"
+        )
+    rank = 0
+    for name in batch:
+        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+    ranks = TrainingRanks(tuple(mesh.get_group(name) for name in used), rank, named=True)
+    for state in _states(model):
+        state.ranks = ranks
+    for parameter in model.parameters():
+        part: Any = local(parameter)
+        if isinstance(parameter, DTensor) and is_converted(part):
+            known = parameter.device_mesh.mesh_dim_names or ()
+            part.record.section = section_of(
+                parameter, [known.index(name) for name in parts if name in known]
+            )
+    return model
+
+
+def _dimensions(mesh: DeviceMesh, role: str, names: Names) -> tuple[str, ...]:
+    """Return those of the named dimensions that a mesh has; a name that is not the default must be
+    there.
+    """
+    given = names if isinstance(names, tuple) else (names,)
+    for name in given:
+        require_text("set_mesh_", **{role: name})
+    known = mesh.mesh_dim_names or ()
+    missing = [name for name in given if name not in known]
+    if missing and names != role:
+        raise ValueError(
+            f"set_mesh_: dimensions of the mesh are required as {role}, got {names!r} for "
+            f"{mesh.mesh_dim_names}; init_device_mesh names them with mesh_dim_names"
+        )
+    return tuple(name for name in given if name in known)
+
+
+def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Say which ranks train on parts of one batch: all by default. ``set_mesh_`` says it by a mesh.
+
+    Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run
+    does not depend on how many they are (given that a batch is split among them in order and
+    evenly).
+
+    Args:
+        model: A model that went through ``quantize_``.
+        group: The data-parallel group; None is all ranks.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+    """
+    require_module("set_data_parallel_group_", model)
+    require_group("set_data_parallel_group_", group)
+    for state in _states(model):
+        state.ranks = TrainingRanks((group,), named=group is not None)
+    return model
+
+
+def _states(model: nn.Module) -> Iterator[LayerState]:
+    """Yield the states of all converted layers, also those that are empty now."""
+    yield from layer_states(model)
+    for module in model.modules():
+        recipe = recipe_of(module)
+        if recipe is not None:
+            yield recipe.state
+    for parameter in model.parameters():
+        layer = getattr(local(parameter), "layer", None)
+        if isinstance(layer, LayerState):
+            yield layer

@@ -1,0 +1,274 @@
+"""What a converted layer runs: its own forward, with its recipe applied to whatever stands at
+``weight``.
+
+| at ``weight`` | what runs |
+|---|---|
+| a weight of this library | the layer's forward: ``F.linear`` finds the weight |
+| its shards, a DTensor | the layer's forward; ``F.linear`` runs on the local parts, see ``tensor_parallel`` |
+| any other tensor | the layer's forward; ``F.linear`` quantizes by the layer's recipe |
+
+``torch.func.functional_call`` puts other tensors there for one call, ``weight_norm`` and
+parametrizations compute them. DTensor switches off what would let a weight see torch's functions,
+so that the layer itself has to look.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from hybridtensor.dtensor import local
+from hybridtensor.linear.function import linear, require_plain_autograd
+from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.linear.tensor_parallel import sharded_linear
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import LayerState
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+
+_RECIPE = "_hybridtensor_recipe"
+
+
+class LayerRecipe(NamedTuple):
+    """What a converted layer quantizes by, whoever holds its weight.
+
+    Attributes:
+        config: The recipe.
+        state: What its quantizers remember.
+    """
+
+    config: HybridConfig
+    state: LayerState
+
+
+def set_recipe(module: nn.Linear, config: HybridConfig, state: LayerState) -> None:
+    """Have a layer apply a recipe to whatever tensor stands at ``weight``."""
+    if _RECIPE not in module.__dict__:
+        module.forward = LayerForward(module, module.__dict__.get("forward"))  # type: ignore[method-assign]
+        # Transformers runs a layer that says so with its own parts of weights and inputs.
+        module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+    module.__dict__[_RECIPE] = LayerRecipe(config, state)
+
+
+def drop_recipe(module: nn.Linear) -> None:
+    """Undo ``set_recipe``; where another library's forward calls ours, that runs the layer's."""
+    module.__dict__.pop(_RECIPE, None)
+    module.__dict__.pop("_hf_quantized_needs_local_tp", None)
+    own = module.__dict__.get("forward")
+    if isinstance(own, LayerForward):
+        del module.__dict__["forward"]
+        if own.inner is not None:
+            module.__dict__["forward"] = own.inner
+
+
+def recipe_of(module: nn.Module) -> LayerRecipe | None:
+    """Return the recipe and state of a converted layer, or None of any other module."""
+    found: LayerRecipe | None = module.__dict__.get(_RECIPE)
+    return found
+
+
+class LayerForward:
+    """The ``forward`` of one converted layer, which is an attribute of the layer, not of its class.
+
+    It is copied and pickled with the layer, and belongs to the copy then: a bound method would
+    come back as that of the class.
+
+    Args:
+        layer: The layer, which is referred to weakly: the layer holds its forward.
+        inner: A forward that another library had given the layer before, or None.
+
+    Attributes:
+        inner: The same.
+    """
+
+    __slots__ = ("__weakref__", "_layer", "inner")
+
+    def __init__(self, layer: nn.Linear, inner: Callable[..., Any] | None = None) -> None:
+        self._layer, self.inner = weakref.ref(layer), inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward."""
+        layer = _required(self._layer())
+        inner = self.inner
+        weight: Any = layer._parameters.get("weight")
+        if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
+            return (
+                type(layer).forward(layer, *args, **kwargs)
+                if inner is None
+                else inner(*args, **kwargs)
+            )
+        if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
+            _require_ranks(layer.__dict__[_RECIPE].state)
+            if inner is None and type(layer).forward is nn.Linear.forward:
+                return sharded_linear(*_input(*args, **kwargs), weight, layer._parameters["bias"])
+            with _OnParts():
+                return (
+                    type(layer).forward(layer, *args, **kwargs)
+                    if inner is None
+                    else inner(*args, **kwargs)
+                )
+        return _with_recipe(layer, inner, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward that runs."""
+        layer = self._layer()
+        if self.inner is not None or layer is None:
+            return inspect.signature(self.inner or nn.Linear.forward)
+        return inspect.signature(types.MethodType(type(layer).forward, layer))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerForward:
+        inner = self.inner
+        if isinstance(inner, types.MethodType):
+            inner = types.MethodType(inner.__func__, copy.deepcopy(inner.__self__, memo))
+        else:
+            inner = copy.deepcopy(inner, memo)
+        return type(self)(_required(copy.deepcopy(self._layer(), memo)), inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        inner = self.inner
+        # a bound method is pickled by its name, which would find this forward
+        if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
+            return _unbound, (), (self._layer(), inner.__func__, True)
+        return _unbound, (), (self._layer(), inner, False)
+
+    def __setstate__(self, state: tuple[nn.Linear, Any, bool]) -> None:
+        layer, inner, bound = state
+        self.__init__(layer, types.MethodType(inner, layer) if bound else inner)  # type: ignore[misc]
+
+
+def _required(layer: nn.Linear | None) -> nn.Linear:
+    if layer is None:
+        raise RuntimeError("forward: the layer that this is the forward of is gone; call a layer")
+    return layer
+
+
+def _unbound() -> LayerForward:
+    """Return a forward that ``__setstate__`` completes."""
+    return LayerForward.__new__(LayerForward)
+
+
+def _input(input: Any) -> tuple[Any]:
+    """Return the arguments of ``nn.Linear.forward``."""
+    return (input,)
+
+
+def _require_ranks(state: LayerState) -> None:
+    """Raise where random rounding cannot know which ranks hold the same numbers."""
+    if state.rounding is not None and not state.ranks.named:
+        raise ValueError(
+            f"linear: layer {state.name} rounds at random, and under tensor parallelism needs to "
+            "know which ranks hold the same rows of a batch, got no mesh; call "
+            "hybridtensor.set_mesh_(model, mesh)"
+        )
+
+
+class _OnParts(TorchFunctionMode):
+    """Has ``F.linear`` run on the local parts of our weights that are DTensors."""
+
+    def __torch_function__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func is F.linear:
+            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            weight = operands["weight"]
+            if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
+                return sharded_linear(operands["input"], weight, operands.get("bias"))
+        return func(*args, **(kwargs or {}))
+
+
+# a graph cannot make a weight's record
+@torch.compiler.disable(reason="a plain tensor stands at the weight of a converted layer")  # type: ignore[untyped-decorator]
+def _with_recipe(
+    layer: nn.Linear,
+    inner: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a layer's forward where a tensor stands at its weight that is none of ours."""
+    require_plain_autograd()
+    with parametrize.cached():
+        weight = (
+            layer.weight
+        )  # computed now, by a parametrization, and not while its products are watched
+        with _AtWeight(layer, weight):
+            return (
+                type(layer).forward(layer, *args, **kwargs)
+                if inner is None
+                else inner(*args, **kwargs)
+            )
+
+
+class _AtWeight(TorchFunctionMode):
+    """Has ``F.linear`` apply the recipe of a layer to what stands at its weight.
+
+    Args:
+        layer: The layer.
+        weight: What stands there.
+    """
+
+    def __init__(self, layer: nn.Linear, weight: Tensor) -> None:
+        super().__init__()
+        self._layer, self._weight = layer, weight
+
+    def __torch_function__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func is F.linear:
+            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            if operands["weight"] is self._weight:
+                return self._linear(**operands)
+        elif func in _PRODUCTS:
+            self._refuse_weight([*args, *(kwargs or {}).values()])
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        recipe = self._layer.__dict__[_RECIPE]
+        made = _AsWeight.apply(weight, recipe.config)  # type: ignore[no-untyped-call]
+        made.record.layer = recipe.state
+        return linear(input, made, bias)
+
+    def _refuse_weight(self, operands: list[Any]) -> None:
+        """Raise for another product with the weight, or its transpose."""
+        memory = _memory(self._weight)
+        if any(isinstance(t, Tensor) and _memory(t) == memory for t in operands):
+            raise NotImplementedError(
+                "linear: F.linear is required where a plain tensor stands at a converted layer's "
+                f"weight, got a product of matrices in {type(self._layer).__name__}; it would not "
+                "be quantized"
+            )
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what identifies the memory of a tensor."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+_PRODUCTS = (
+    torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__,
+    Tensor.__rmatmul__,
+)  # fmt: skip
+
+
+class _AsWeight(torch.autograd.Function):
+    """A plain tensor as a weight with a recipe; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, config: HybridConfig) -> MasterWeight:
+        return MasterWeight(values.detach(), config)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None

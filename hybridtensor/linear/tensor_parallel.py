@@ -1,0 +1,152 @@
+"""A linear layer whose weight is a DTensor: the layer runs on the local parts.
+
+Each rank multiplies its part of the weight as if it were a layer of its own; placements say what
+the parts of input and output are. So there is one implementation of the three products, and each
+part of a weight has the scales of that part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from hybridtensor.linear.function import linear, require_plain_autograd
+from hybridtensor.linear.operands import QUANTIZED
+from hybridtensor.state import Section
+
+
+class _Placed(NamedTuple):
+    """Placements along one dimension of a mesh.
+
+    Attributes:
+        input: What the product needs.
+        grad_input: Of the input's gradient.
+        grad_weight: Of the weight's gradient.
+        output: What the product gives.
+        grad_bias: Of the bias's gradient.
+    """
+
+    input: Placement
+    grad_input: Placement
+    grad_weight: Placement
+    output: Placement
+    grad_bias: Placement
+
+
+def _placed(weight: Placement, given: Placement, last: int) -> _Placed:
+    """Return the placements of a product.
+
+    Args:
+        weight: That of the weight.
+        given: That of the input.
+        last: The input's last dimension.
+    """
+    replicate, partial = Replicate(), Partial()
+    if weight == Shard(0):  # column parallel
+        return _Placed(replicate, partial, weight, Shard(last), weight)
+    if weight == Shard(1):  # row parallel
+        return _Placed(Shard(last), Shard(last), weight, partial, replicate)
+    need = given if given.is_shard() and given != Shard(last) else replicate
+    of_all = partial if need.is_shard() else replicate
+    return _Placed(need, need, of_all, need, of_all)
+
+
+# Dynamo cannot look into a weight that a graph makes; what traces after it can
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) -> Tensor:
+    """Return ``F.linear`` of a weight whose local part is a weight of this library, as a DTensor.
+
+    Args:
+        input: A DTensor ``[..., in_features]`` on the weight's mesh, which is redistributed where
+            it has to be; or a ``HybridTensor`` of all that this rank multiplies.
+        weight: ``[out_features, in_features]``, replicated or sharded along either dimension.
+        bias: A DTensor ``[out_features]``, or None.
+
+    Raises:
+        TypeError: If the input or bias is a plain tensor.
+        ValueError: If they are on different meshes.
+    """
+    require_plain_autograd()
+    mesh, last = weight.device_mesh, input.dim() - 1
+    _check("input", input, weight)
+    given = input.placements if isinstance(input, DTensor) else (Replicate(),) * mesh.ndim
+    placed = [_placed(w, x, last) for w, x in zip(weight.placements, given, strict=True)]
+    needed, grad_input, grad_weight, out, grad_bias = (
+        list(one) for one in zip(*placed, strict=True)
+    )
+    shape = (*input.shape[:-1], weight.shape[0])
+    x: Tensor = input
+    if isinstance(input, DTensor):
+        if list(given) != needed:
+            input = input.redistribute(placements=needed)
+        x = input.to_local(grad_placements=grad_input)
+    w: Any = weight.to_local(grad_placements=grad_weight)
+    w.record.section = section_of(weight)
+    b: Tensor | None = None
+    if bias is not None:
+        _check("bias", bias, weight)
+        b = bias.to_local(grad_placements=grad_bias)
+        for dim, placement in enumerate(weight.placements):
+            if placement == Shard(1) and mesh.get_local_rank(dim):
+                b = _Elsewhere.apply(b)  # type: ignore[no-untyped-call]
+    y = linear(x, w, b)
+    stride = _contiguous(shape)
+    return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def section_of(weight: DTensor, dims: Iterable[int] | None = None) -> Section:
+    """Return which part of a layer's matrix this rank has.
+
+    Args:
+        weight: The weight.
+        dims: Dimensions of its mesh that are tensor parallel; None is all.
+    """
+    index, count, first = [0, 0], [1, 1], [0, 0]
+    size = list(weight.shape)
+    for dim in range(weight.device_mesh.ndim) if dims is None else dims:
+        placement = weight.placements[dim]
+        if isinstance(placement, Shard):
+            along, parts = placement.dim, weight.device_mesh.size(dim)
+            mine = weight.device_mesh.get_local_rank(dim)
+            largest = -(-size[along] // parts)  # as torch cuts: the last parts may be smaller
+            first[along] += min(mine * largest, size[along])
+            index[along], count[along] = index[along] * parts + mine, count[along] * parts
+            size[along] = max(min(largest, size[along] - mine * largest), 0)
+    return Section(index[0], count[0], first[0], index[1], count[1])
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class _Elsewhere(torch.autograd.Function):
+    """A bias that another rank adds to a sum over ranks; its gradient is the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+def _check(name: str, x: Tensor, weight: DTensor) -> None:
+    """Raise unless a tensor goes with the weight."""
+    if name == "input" and isinstance(x, QUANTIZED):
+        return
+    if not isinstance(x, DTensor):
+        raise TypeError(
+            f"linear: a DTensor is required as {name}, as the weight is one, got "
+            f"{type(x).__name__}; parallelize_module prepares inputs, DTensor.from_local makes one"
+        )
+    if x.device_mesh != weight.device_mesh:
+        raise ValueError(
+            f"linear: one mesh is required, got {name} on {x.device_mesh} and a weight on "
+            f"{weight.device_mesh}; redistribute the {name}"
+        )
