@@ -13,6 +13,7 @@ from torch import nn
 
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
+from hybridtensor.distributed.sequence.styles import travels
 from hybridtensor.formats import Format
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.ops.scaled_mm import select_backend
@@ -70,6 +71,25 @@ class GatherRow:
 
 
 @dataclass(frozen=True)
+class SequenceRow:
+    """What ranks send of an activation whose tokens they share.
+
+    Attributes:
+        module: Fully qualified name of the module with the style.
+        tensor: ``input`` or ``grad_output``.
+        forward: What travels before forward, or "" for nothing.
+        backward: What travels in backward, or "".
+        reason: Why values travel; or for which numbers of tokens bytes do.
+    """
+
+    module: str
+    tensor: str
+    forward: str
+    backward: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What ``explain`` found.
 
@@ -80,6 +100,8 @@ class Explanation:
         shared: The layers whose weight is quantized anew at each use, because someone else holds
             its memory: a state dict, ``weight.master``, or what was made from these.
         coverage: How much of the model is quantized, and which large matrices are not.
+        sequence: What sequence parallelism sends, for modules with the styles of
+            ``hybridtensor.distributed``.
     """
 
     rows: tuple[GemmRow, ...]
@@ -87,6 +109,7 @@ class Explanation:
     gathers: tuple[GatherRow, ...] = ()
     shared: tuple[str, ...] = ()
     coverage: Coverage = field(default_factory=lambda: Coverage(0.0, 0.0, ()))
+    sequence: tuple[SequenceRow, ...] = ()
 
     def __rich__(self) -> Group:
         """Render as tables."""
@@ -116,6 +139,13 @@ class Explanation:
                 sent.add_column(header, overflow="fold")
             for gather in self.gathers:
                 sent.add_row(gather.layer, gather.forward, gather.backward, gather.reason)
+            parts.append(sent)
+        if self.sequence:
+            sent = Table(title="Gathered by sequence parallelism", box=box.SIMPLE_HEAD)
+            for header in ("module", "tensor", "before forward", "in backward", "why"):
+                sent.add_column(header, overflow="fold")
+            for travelling in self.sequence:
+                sent.add_row(*vars(travelling).values())
             parts.append(sent)
         if self.shared:
             names = ", ".join(self.shared)
@@ -168,8 +198,13 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
             rows += _layer_rows(layer, config, weight.dtype, weight.device, module.in_features)
         else:
             skipped.append((layer, why_skipped(name, module) or "not converted"))
+    sequence = [
+        SequenceRow(name or "<root>", *travelling)
+        for name, module in model.named_modules()
+        for travelling in travels(module)
+    ]
     explanation = Explanation(
-        tuple(rows), tuple(skipped), tuple(sent), tuple(shared), coverage(model)
+        tuple(rows), tuple(skipped), tuple(sent), tuple(shared), coverage(model), tuple(sequence)
     )
     if show:
         from rich.console import Console

@@ -2,5 +2,16 @@
 
 from hybridtensor.distributed.fsdp.hooks import expect_recompute_
 from hybridtensor.distributed.master_weights import quantize_master_weights
+from hybridtensor.distributed.sequence.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
-__all__ = ["expect_recompute_", "quantize_master_weights"]
+__all__ = [
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "RowwiseParallel",
+    "expect_recompute_",
+    "quantize_master_weights",
+]

@@ -28,7 +28,7 @@ from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
-from hybridtensor.subclasses import IdentityTensor
+from hybridtensor.subclasses import HybridTensor, IdentityTensor
 from hybridtensor.subclasses.observing import note_product, observers
 from hybridtensor.subclasses.operators.matmul import take_face
 
@@ -158,7 +158,8 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input, grad_weight, grad_bias = ctx.products.gradients(
-            tokens(grad_output), list(ctx.saved_tensors)
+            grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output),
+            list(ctx.saved_tensors),
         )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)

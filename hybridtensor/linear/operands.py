@@ -11,6 +11,7 @@ and gives its columnwise face back from them::
 |---|---|
 | ``Operand`` | faces that are there: cast now, cached, shared, brought along or handed in by another function |
 | ``KeptInput`` | an input that is kept in high precision; its columnwise face is made in backward |
+| ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
 | ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
 
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from hybridtensor.linear.sharing import sharing_scope
-from hybridtensor.ops import Face, FaceKind
+from hybridtensor.ops import Face, FaceKind, Faces, after
+from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -35,6 +37,7 @@ from hybridtensor.subclasses import (
 )
 from hybridtensor.subclasses.hybrid_tensor import columnwise_face, rowwise_face
 from hybridtensor.subclasses.operators.matmul import take_face
+from hybridtensor.subclasses.sharded_face import ShardedFace
 
 Weight = MasterWeight | HybridTensor
 WEIGHTS = (MasterWeight, HybridTensor)
@@ -89,6 +92,9 @@ class Operand:
         self._kind = FaceKind(column.format, column.dequantized_rowwise)
         return column.tensors()
 
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        """Begin what ``columnwise`` will wait for, if anything, once the gradient is there."""
+
     def columnwise(self, saved: list[Tensor]) -> Face:
         """Return the columnwise face from what was saved.
 
@@ -141,6 +147,73 @@ class KeptInput(Operand):
         return _required(column, "columnwise", "grad_weight")
 
 
+class ShardedInput(Operand):
+    """An input whose columnwise face is on several ranks until backward: this rank's is saved.
+
+    Args:
+        row: The rowwise face, of all tokens.
+        face: The columnwise face.
+        config: The recipe.
+        dtype: Dtype of the computation.
+        context: Which tensor this is.
+    """
+
+    __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_sharing")
+
+    def __init__(
+        self,
+        row: Face | None,
+        face: ShardedFace,
+        config: HybridConfig,
+        dtype: torch.dtype,
+        context: Context,
+    ) -> None:
+        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"))
+        self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing
+        self._config, self._dtype, self._context = config, dtype, context
+
+    def save(self) -> list[Tensor]:
+        """See ``Operand.save``."""
+        self._sharing.readers += 1
+        return super().save()
+
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        """See ``Operand.begin``: gather, unless another layer has."""
+        if is_traced():
+            saved = [after(tensor, grad) for tensor in saved]
+        self._start(saved)
+
+    def _start(self, saved: list[Tensor]) -> None:
+        shared = self._sharing
+        if shared.face is None and shared.parts is None:
+            shared.parts = self._sequence.start(super().columnwise(saved), "columnwise")
+            shared.waiting = shared.readers
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``."""
+        self._start(saved)
+        shared = self._sharing
+        if shared.face is None:
+            whole = self._sequence.finish(
+                super().columnwise(saved), "columnwise", shared.parts or []
+            )
+            shared.face, shared.parts = self._quantized(whole), None
+        face = shared.face
+        shared.waiting -= 1
+        if shared.waiting <= 0:
+            shared.face = None
+        return face
+
+    def _quantized(self, whole: Face) -> Face:
+        """Return what was gathered, quantized if only values could be."""
+        if not self._quantize:
+            return whole
+        column = self._config.input.faces(
+            whole.qdata, rowwise=False, columnwise=True, dtype=self._dtype, context=self._context
+        )[1]
+        return _required(column, "columnwise", "grad_weight")
+
+
 class GatheredWeight(Operand):
     """A weight that FSDP2 gathers again for backward: its memory goes in between.
 
@@ -182,7 +255,7 @@ def input_operand(
         context: Which tensor of which layer this is.
     """
     if isinstance(input, QUANTIZED):
-        return brought_along(input, needs, input.dtype)
+        return brought_along(input, needs, input.dtype, config, context)
     dtype = input.dtype
     columnwise = needs.weight and not config.save_original_input
     scope = sharing_scope(cast_from, weight.record) if config.input.repeatable else None
@@ -202,7 +275,9 @@ def input_operand(
     return Operand(faces[0], faces[1])
 
 
-def brought_along(input: Tensor, needs: Needs, dtype: torch.dtype) -> Operand:
+def brought_along(
+    input: Tensor, needs: Needs, dtype: torch.dtype, config: HybridConfig, context: Context
+) -> Operand:
     """Return the operand that a tensor is that was quantized before.
 
     Raises:
@@ -214,7 +289,25 @@ def brought_along(input: Tensor, needs: Needs, dtype: torch.dtype) -> Operand:
     if not needs.weight:
         return Operand(row, None)
     column = take_face(input, "columnwise", name="input", gemm="grad_weight")
+    if isinstance(column, ShardedFace):
+        return ShardedInput(row, column, config, dtype, context)
     return Operand(row, columnwise_face(_matrix(column), dtype, "grad_weight"))
+
+
+def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+    """Return the faces asked for of a gradient that came quantized, as those of a matrix.
+
+    Raises:
+        ValueError: If one is absent.
+    """
+    row = column = None
+    if rowwise:
+        face = tensor.require_face("rowwise", name="grad_output", gemm="grad_input")
+        row = rowwise_face(_matrix(face), dtype, "grad_input")
+    if columnwise:
+        face = tensor.require_face("columnwise", name="grad_output", gemm="grad_weight")
+        column = columnwise_face(_matrix(face), dtype, "grad_weight")
+    return row, column
 
 
 def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.linear.operands import Needs, Operand
+from hybridtensor.linear.operands import Needs, Operand, faces_of
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import note_product
 
 
@@ -86,14 +87,22 @@ class Backward(NamedTuple):
         """Return the gradients.
 
         Args:
-            grad: The output's gradient, ``[tokens, out_features]``.
+            grad: The output's gradient, ``[tokens, out_features]``; or of any shape, where it was
+                quantized before it came here.
             saved: What ``save`` returned.
         """
         needs, count, dtype = self.needs, self.num_saved, grad.dtype
         context = self.context._replace(role="grad_output", record=True)
-        row, column = self.config.grad_output.faces(
-            grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
-        )
+        if needs.weight:
+            self.input.begin(
+                saved[:count], grad
+            )  # gathered while the gradient is cast and multiplied
+        if isinstance(grad, HybridTensor):
+            row, column = faces_of(grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype)
+        else:
+            row, column = self.config.grad_output.faces(
+                grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
+            )
         grad_input = grad_weight = None
         if row is not None:
             right = self.weight.columnwise(saved[count:])

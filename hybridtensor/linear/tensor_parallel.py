@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.operands import QUANTIZED
 from hybridtensor.state import Section
@@ -140,6 +141,11 @@ def _check(name: str, x: Tensor, weight: DTensor) -> None:
     """Raise unless a tensor goes with the weight."""
     if name == "input" and isinstance(x, QUANTIZED):
         return
+    if isinstance(x, DTensor) and isinstance(local(x), QUANTIZED):
+        raise ValueError(
+            "linear: a quantized input as PrepareModuleInput gave it is required, got a DTensor of one, "
+            "whose gradient would be summed twice; give the layer hybridtensor.distributed.ColwiseParallel"
+        )
     if not isinstance(x, DTensor):
         raise TypeError(
             f"linear: a DTensor is required as {name}, as the weight is one, got "

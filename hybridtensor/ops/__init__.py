@@ -17,6 +17,7 @@ from hybridtensor.ops.cast import (
 )
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.face import Face, FaceKind, columnwise_of, empty_face, high_precision
+from hybridtensor.ops.order import after
 from hybridtensor.ops.scaled_mm import Backend, product, rowwise_values, scaled_mm, select_backend
 from hybridtensor.ops.transpose import transpose
 
@@ -31,6 +32,7 @@ __all__ = [
     "Faces",
     "Hint",
     "PreparedCast",
+    "after",
     "can_hold",
     "columnwise_of",
     "dequantize",

@@ -17,11 +17,13 @@ from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.record import Gathered, WeightRecord, version_of
+from hybridtensor.subclasses.sharded_face import ShardedFace
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride
 
 FaceTensor = QuantizedTensor | IdentityTensor
-_FACE, _CONFIG = (QuantizedTensor, IdentityTensor, type(None)), (HybridConfig, type(None))
+_FACE = (QuantizedTensor, IdentityTensor, ShardedFace, type(None))
+_CONFIG = (HybridConfig, type(None))
 _OPPOSITE = {"rowwise": "columnwise", "columnwise": "rowwise"}
 
 
@@ -282,7 +284,7 @@ class HybridTensor(InterceptingTensor):
         faces = [
             face
             for face in (self._present("rowwise"), self._present("columnwise"))
-            if face is not None
+            if face is not None and not isinstance(face, ShardedFace)
         ]
         return max(faces, key=_precision).dequantize(dtype)
 

@@ -203,7 +203,7 @@ def make_plan(
         reader: What reads the values, beside linear layers; or "".
     """
     quantizer: Quantizer = config.weight
-    row_quantizer, column_quantizer, of_rowwise = _by_direction(quantizer)
+    row_quantizer, column_quantizer, of_rowwise = by_direction(quantizer)
     whole, rows = "", -(-size[0] // num_ranks)
     if dim != 0:
         whole, rows = (
@@ -214,8 +214,8 @@ def make_plan(
         whole = f"{size[0]} rows on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
     elif reader:
         whole = f"{reader} reads its values, too"
-    row = _face_plan(row_quantizer, ROW, rows, num_ranks)
-    column = _face_plan(column_quantizer, COLUMN, rows, num_ranks)
+    row = face_plan(row_quantizer, ROW, rows, num_ranks)
+    column = face_plan(column_quantizer, COLUMN, rows, num_ranks)
     if of_rowwise:
         column = _of_rowwise(row, column, row_quantizer)
     if "blocks" in (row.reduce, column.reduce):
@@ -228,7 +228,7 @@ def make_plan(
     return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
 
 
-def _by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
+def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
     """Return the quantizers of both faces, and whether the columnwise one works on what the rowwise
     one made.
     """
@@ -241,7 +241,7 @@ def _by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
     return quantizer, quantizer, False
 
 
-def _face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
+def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
     """Return the plan of one face, on its own."""
     fmt = quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
     if isinstance(quantizer, IdentityQuantizer):

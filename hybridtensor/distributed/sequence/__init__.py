@@ -1,0 +1,1 @@
+"""Sequence parallelism: activations are quantized where their tokens are, and bytes are gathered."""

@@ -1,0 +1,158 @@
+"""Gathers of activations that are quantized where their tokens are.
+
+Shape letters: ``T`` tokens of all ranks, ``t`` of this one, ``K`` features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.distributed.fsdp.plan import ROW
+from hybridtensor.distributed.sequence.layout import SequenceLayout, c10d
+from hybridtensor.distributed.sequence.plan import SequencePlan
+from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
+from hybridtensor.ops import Cast, CastRequest, Face, columnwise_of
+from hybridtensor.ops.library import is_traced
+from hybridtensor.quantizers import HybridQuantizer, Quantizer, tokens
+from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.hybrid_tensor import face_tensor
+from hybridtensor.subclasses.sharded_face import ShardedFace
+
+
+class Gathering(NamedTuple):
+    """How an activation is quantized and gathered.
+
+    Attributes:
+        quantizer: That of its role.
+        context: Which tensor of which layer it is.
+        plan: What travels.
+        layout: How tokens follow each other.
+        dim: The dimension that is split.
+        columnwise: Whether a columnwise face is needed.
+        rank: Which part this rank has.
+    """
+
+    quantizer: Quantizer
+    context: Context
+    plan: SequencePlan
+    layout: SequenceLayout
+    dim: int
+    columnwise: bool
+    rank: int
+
+    def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of the whole of a rank's part."""
+        whole = list(shape)
+        whole[self.dim] *= self.layout.num_ranks
+        return tuple(whole)
+
+    def quantized(self, x: Tensor) -> HybridTensor:
+        """Return all tokens, quantized, of this rank's ``x``.
+
+        The columnwise face stays where it is until it is asked for, or is made of the rowwise one.
+        """
+        matrix, dtype, layout = tokens(x).detach(), x.dtype, self.layout
+        shape = self.whole_shape(x.shape)
+        own_column = self.columnwise and self.plan.column == "bytes"
+        row, column = self.quantizer.faces(
+            matrix, rowwise=True, columnwise=own_column, dtype=dtype, context=self._context(matrix)
+        )
+        if row is None:
+            raise ValueError(f"{self.context}: a quantizer made no rowwise face; it is required")
+        whole = layout.finish(row, ROW, layout.start(row, ROW))
+        rowwise = face_tensor(whole, -1, shape, dtype)
+        if not self.columnwise:
+            return HybridTensor(rowwise, None)
+        if self.plan.column in ("transposed", "rowwise"):
+            return HybridTensor(
+                rowwise, face_tensor(self._column_of(whole, dtype), 0, shape, dtype)
+            )
+        if column is None:
+            column = columnwise_of(ops.high_precision(matrix), dtype)
+        source: Any = face_tensor(column, 0, x.shape, dtype)
+        sharded: Any = ShardedFace(source, layout, self.plan.column == "quantized", shape)
+        return HybridTensor(rowwise, sharded)
+
+    def _column_of(self, row: Face, dtype: torch.dtype) -> Face | None:
+        """Return the columnwise face that is made of the whole rowwise one."""
+        if self.plan.column == "rowwise" and isinstance(self.quantizer, HybridQuantizer):
+            return self.quantizer.of_rowwise(row, dtype, self.context)
+        return transposed(row)
+
+    def _context(self, matrix: Tensor) -> Context:
+        """Return the context with the amaxes of all ranks, and where the part's rows begin."""
+        plan, context = self.plan, self.context
+        context = context._replace(first_row=self._first_row(matrix.shape[0]))
+        if plan.reduce is None:
+            return context
+        of_column = plan.reduce == "column"
+        cast = Cast(FP8_E4M3_ROW if of_column else FP8_E4M3_TENSOR)
+        request = CastRequest(None, cast) if of_column else CastRequest(cast)
+        mine = ops.prepare(matrix, request).measure(matrix)[1 if of_column else 0]
+        amaxes = c10d.wait_tensor(c10d.all_reduce(mine, "max", self.layout.group))
+        of_tensor = amaxes.max()[None] if of_column else amaxes
+        row = of_tensor if plan.row_reduces else None
+        column = None
+        if self.columnwise and plan.column_reduces is not None:
+            column = amaxes if plan.column_reduces == "column" else of_tensor
+        if self.columnwise and plan.column == "transposed":
+            column = None
+        return context._replace(amaxes=(row, column))
+
+    def _first_row(self, rows: int) -> int:
+        """Return where this rank's rows begin among those of the batch."""
+        state = self.context.state
+        before = 0 if state is None else state.rank * self.layout.num_ranks
+        return (before + self.rank) * rows
+
+
+def transposed(row: Face) -> Face:
+    """Return the columnwise face whose bytes are those of a rowwise one with square blocks."""
+    rows, width = row.qdata.shape
+    of_bytes = row.qdata.view(torch.uint8)
+    if is_traced():
+        column = of_bytes.t().contiguous()
+    else:
+        column = torch.empty(width, rows, dtype=torch.uint8, device=row.qdata.device)
+        ops.transpose(of_bytes[None], row=None, column=column, bits=8)
+    scale = None if row.scale is None else row.scale.t().contiguous()
+    return Face(column.view(row.qdata.dtype), scale, None, row.format)
+
+
+class GatherInput(torch.autograd.Function):
+    """The tokens of all ranks, quantized; the gradient goes back to where they came from, as a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathering: Gathering) -> HybridTensor:
+        ctx.gathering = gathering
+        return gathering.quantized(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return scattered(grad_output, ctx.gathering.dim, ctx.gathering.layout), None
+
+
+class ScatterOutput(torch.autograd.Function):
+    """The sum over ranks, of which each keeps its tokens; their gradient is quantized, then gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering = gathering
+        return scattered(y, gathering.dim, gathering.layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return ctx.gathering.quantized(grad_output.contiguous()), None
+
+
+def scattered(x: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
+    """Return this rank's part of the sum of ``x`` over the ranks, split along ``dim``."""
+    if dim:  # what a rank gets has to lie together
+        x = torch.cat(x.chunk(layout.num_ranks, dim))
+    out = c10d.reduce_scatter_tensor(x.contiguous(), "sum", layout.num_ranks, layout.group)
+    return c10d.wait_tensor(out)  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""A columnwise face of which each rank has a part, until it is asked for."""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import Format
+from hybridtensor.ops import Face
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
+
+
+class Sequence(Protocol):
+    """How the parts of ranks follow each other; a frozen value, ``distributed.sequence`` makes it."""
+
+    def start(self, face: Face, direction: str) -> list[Tensor]:
+        """Begin to gather the parts of all ranks."""
+
+    def finish(self, face: Face, direction: str, parts: list[Tensor]) -> Face:
+        """Wait for them, and return the whole face."""
+
+
+class Sharing:
+    """What layers that read one input share of its columnwise face in backward.
+
+    Attributes:
+        readers: How many layers saved it.
+        waiting: How many have not asked for it yet.
+        parts: What is being gathered, or None.
+        face: The whole face, or None.
+    """
+
+    __slots__ = ("face", "parts", "readers", "waiting")
+
+    def __init__(self) -> None:
+        self.readers = self.waiting = 0
+        self.parts: list[Tensor] | None = None
+        self.face: Face | None = None
+
+
+class ShardedFace(WrapperTensor):
+    """The columnwise face of an activation whose tokens were quantized where they were.
+
+    Attributes:
+        source: The face of this rank's tokens.
+        sequence: How those of all ranks follow each other.
+        quantize: Whether ``source`` has values that are quantized after they were gathered.
+        sharing: What is kept while layers ask for the whole, outside of compiled graphs.
+    """
+
+    ops = OpTable("ShardedFace", "its tokens are on several ranks; give it to a linear layer")
+    inner_names = ("source",)
+    metadata_names = ("sequence", "quantize")
+    transient_names = ("sharing",)
+
+    source: QuantizedTensor | IdentityTensor
+    sequence: Sequence
+    quantize: bool
+    sharing: Sharing
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: QuantizedTensor | IdentityTensor,
+        sequence: Sequence,
+        quantize: bool,
+        size: Size | None = None,
+        stride: Stride = None,
+    ) -> Self:
+        return cls._make(
+            source.size() if size is None else size, stride, source.dtype, source.device
+        )
+
+    def __init__(
+        self,
+        source: QuantizedTensor | IdentityTensor,
+        sequence: Sequence,
+        quantize: bool,
+        size: Size | None = None,
+        stride: Stride = None,
+    ) -> None:
+        self.source, self.sequence, self.quantize = source, sequence, quantize
+        self.sharing = Sharing()
+
+    @property
+    def format(self) -> Format:
+        """That of the tokens' face."""
+        return self.source.format
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ShardedFace({self.source!r} of {tuple(self.shape)}, {self.sequence})"
+
+
+@ShardedFace.ops.register(torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+def _alias(func: object, args: tuple[ShardedFace], kwargs: object) -> ShardedFace:
+    made = args[0].map_inner(lambda tensor: tensor)
+    made.sharing = args[0].sharing
+    return made

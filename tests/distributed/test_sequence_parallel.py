@@ -1,0 +1,296 @@
+"""Sequence parallelism: what is quantized on its shard and gathered as bytes is bitwise what is gathered in values and
+quantized then. Oracle: torch's own styles, whose inputs and gradients are gathered before layers quantize them.
+"""
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_styles
+from expecttest import assert_expected_inline
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from processes import here
+from tensor_parallel import cut, data, make, step, tp_mesh, whole
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+import hybridtensor.distributed as our_styles
+from hybridtensor.dtensor import local
+from hybridtensor.testing import saved_for_backward
+
+RECIPES = [
+    "bf16", "fp8", "fp8_block", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4", "fp8+dequantized", "fp8+high_precision",
+    "fp8_rowwise+dequantized", "mxfp8/fp8/bf16",
+]  # fmt: skip
+SHAPES = [(0, (64, 64)), (0, (64, 2, 64)), (1, (2, 64, 64)), (0, (256, 64)), (1, (2, 256, 64))]
+
+
+def styles(of, dim, **options):
+    """Return the plan of a block: its input is gathered once, its output's tokens are split."""
+    prepare = of.PrepareModuleInput(input_layouts=(Shard(dim),), desired_input_layouts=(Replicate(),))
+    return {
+        "0": prepare, "0.up": of.ColwiseParallel(), "0.side": of.ColwiseParallel(),
+        "0.down": of.RowwiseParallel(output_layouts=Shard(dim), **options),
+    }  # fmt: skip
+
+
+def block(recipe, mesh, of, dim=0, bias=False, **options):
+    model = ht.quantize_(nn.Sequential(make(bias)), recipe)
+    return ht.set_mesh_(parallelize_module(model, mesh, styles(of, dim, **options)), mesh)
+
+
+def same(mine, theirs):
+    return all(
+        torch.equal(a, b)
+        for one, other in zip(mine, theirs, strict=True)
+        for a, b in zip(*([t] if torch.is_tensor(t) else t.values() for t in (one, other)), strict=True)
+    )
+
+
+def like_torchs(rank, recipes, shapes, bias):
+    mesh = tp_mesh()
+    for dim, shape in shapes:
+        x, grad = data(1, *shape), data(2, *shape)
+        with torch.no_grad():
+            x.select(dim, -1)[..., 3] = 40.0  # an outlier of one rank
+        x, grad = (t.chunk(2, dim)[rank].contiguous() for t in (x, grad))
+        for recipe in recipes:
+            got, expected = (step(block(recipe, mesh, of, dim, bias), x, grad) for of in (our_styles, torch_styles))
+            assert same(got, expected), (recipe, dim, shape)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bitwise_what_torch_gathers(two, recipe):
+    two.run(like_torchs, [recipe], SHAPES, False)
+
+
+def test_with_a_bias(two):
+    two.run(like_torchs, ["mxfp8", "fp8"], SHAPES[:1], True)
+
+
+NAMES = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter", "all_reduce": "max"}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what ranks send: bytes of this rank's part, by operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("_c10d_functional.").removesuffix(".default")
+        if "_c10d_functional" in str(func) and "wait" not in name and "wrap" not in name:
+            count = args[0].nbytes // (2 if "scatter" in name else 1)
+            self.sent.append(f"{NAMES[name]} {str(args[0].dtype).removeprefix('torch.')} {count}")
+        return out
+
+
+def traffic(model, x, grad):
+    x = x.clone().requires_grad_()
+    with Collectives() as forward:
+        y = model(x)
+    with Collectives() as backward:
+        y.backward(grad)
+    return forward.sent, backward.sent
+
+
+def log(rank, recipes, path):
+    mesh, lines = tp_mesh(), []
+    x, grad = (data(seed, 512, 64).chunk(2)[rank] for seed in (1, 2))
+    for recipe in recipes:
+        for name, of in (("torch", torch_styles), ("ours", our_styles)):
+            if name == "torch" and recipe != "bf16":
+                continue
+            model = block(recipe, mesh, of)
+            for phase, sent in zip(("forward", "backward"), traffic(model, x, grad), strict=True):
+                lines.append(f"{recipe}, {name}, {phase}: {', '.join(sent)}")
+    if rank == 0:
+        path.write_text("\n".join(lines))
+
+
+def test_bytes_per_phase(two, tmp_path):
+    """Of 256 tokens of 64 features on each rank, 32768 bytes in bf16, each rank sends its face; and as many of sums.
+
+    TransformerEngine, with quantizers of its own choice per face, gathers values (32768) in forward and in backward.
+    """
+    two.run(log, ["bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "fp8_rowwise+dequantized"], tmp_path / "log")
+    assert_expected_inline((tmp_path / "log").read_text(), """\
+bf16, torch, forward: gather bfloat16 32768, scatter bfloat16 32768
+bf16, torch, backward: gather bfloat16 32768, scatter bfloat16 32768
+bf16, ours, forward: gather bfloat16 32768, scatter bfloat16 32768
+bf16, ours, backward: gather bfloat16 32768, scatter bfloat16 32768
+fp8, ours, forward: max float32 4, gather uint8 16384, scatter bfloat16 32768
+fp8, ours, backward: max float32 4, gather uint8 16384, scatter bfloat16 32768
+fp8_rowwise, ours, forward: max float32 256, gather uint8 16384, gather float32 1024, scatter bfloat16 32768
+fp8_rowwise, ours, backward: gather bfloat16 32768, gather uint8 16384, scatter bfloat16 32768
+fp8_block, ours, forward: gather uint8 16384, gather float32 1024, scatter bfloat16 32768
+fp8_block, ours, backward: gather bfloat16 32768, gather uint8 16384, gather float32 512, scatter bfloat16 32768
+mxfp8, ours, forward: gather uint8 16384, gather uint8 512, scatter bfloat16 32768
+mxfp8, ours, backward: gather bfloat16 32768, gather uint8 16384, gather uint8 512, scatter bfloat16 32768
+fp8_rowwise+dequantized, ours, forward: gather uint8 16384, gather float32 1024, scatter bfloat16 32768
+fp8_rowwise+dequantized, ours, backward: gather bfloat16 32768, scatter bfloat16 32768""")
+
+
+def collectives_of(graph):
+    names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "c10d" in str(node.target)]
+    return [NAMES[name] for name in names if name in NAMES]
+
+
+def compiled(rank, recipes):
+    mesh = tp_mesh()
+    x, grad = (data(seed, 256, 64).chunk(2)[rank] for seed in (1, 2))
+    for recipe in recipes:
+        model = block(recipe, mesh, our_styles)
+        outer = nn.Sequential(model)  # what a compiled root's hook returns would be a graph's output
+        expected, graphs = step(outer, x, grad), []
+
+        def keep(graph, inputs, graphs=graphs):
+            graphs.append(collectives_of(graph))
+            return make_boxed_func(graph)
+
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+        made = torch.compile(outer, backend=backend, fullgraph=True)
+        assert same(step(made, x, grad), expected), recipe
+        eager = [[line.split()[0] for line in phase] for phase in traffic(outer, x, grad)]
+        assert [sorted(graph) for graph in graphs] == [sorted(phase) for phase in eager], (recipe, graphs, eager)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_graph_that_sends_as_much(two):
+    """One forward and one backward graph, with the collectives of eager mode: siblings share theirs."""
+    two.run(compiled, ["mxfp8", "fp8", "fp8_rowwise", "fp8_delayed"])
+
+
+def recomputed(rank):
+    mesh = tp_mesh()
+    x, grad = (data(seed, 256, 64).chunk(2)[rank] for seed in (1, 2))
+    for recipe in ("mxfp8", "fp8"):
+        model = block(recipe, mesh, our_styles)
+
+        class Recomputed(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x):
+                return checkpoint(self.inner, x, use_reentrant=False)
+
+        assert same(step(Recomputed(model), x, grad), step(model, x, grad)), recipe
+        y = model(x)
+        y.sum().backward(retain_graph=True)
+        once = [whole(p.grad).clone() for p in model.parameters()]
+        y.sum().backward()
+        assert all(torch.equal(whole(p.grad), 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+
+
+def test_recomputed_and_twice(two):
+    two.run(recomputed)
+
+
+def saved(rank):
+    """Column-parallel layers save their rank's columnwise face: a byte per number and its scales, once for both."""
+    mesh = tp_mesh()
+    x = data(1, 256, 64).chunk(2)[rank].requires_grad_()
+    sizes = {}
+    for name, of in (("torch", torch_styles), ("ours", our_styles)):
+        model = block("mxfp8", mesh, of)
+        model[0].forward = lambda y, m=model[0]: m.up(y) + m.side(y)
+        with saved_for_backward() as counted:
+            model(x)
+        sizes[name] = counted.nbytes()
+    assert sizes["torch"] - sizes["ours"] == (256 - 128) * 64 * 33 // 32
+
+
+def test_saved_activations_shrink(two):
+    two.run(saved)
+
+
+def told(rank):
+    mesh = tp_mesh()
+    rows = ht.explain(block("mxfp8", mesh, our_styles), show=False).sequence
+    assert [(row.module, row.tensor, row.forward, row.backward) for row in rows] == [
+        ("0", "input", "rowwise, mxfp8_e4m3", "columnwise, mxfp8_e4m3"),
+        ("0.down", "grad_output", "", "values"),
+    ]
+    assert [row.reason for row in rows] == [
+        "where a rank has a multiple of 32 tokens of a sequence",
+        "two faces are as many bytes as values",
+    ]
+    rows = ht.explain(block("fp8", mesh, our_styles), show=False).sequence
+    assert [(row.forward, row.backward, row.reason) for row in rows] == [
+        ("rowwise, fp8_e4m3_tensor", "", ""),
+        ("", "rowwise, fp8_e5m2_tensor", ""),
+    ]
+    (_, row) = ht.explain(block("fp8", mesh, our_styles, bias=True), show=False).sequence
+    assert row.reason == "the bias needs a sum of values"
+    mixed = nn.Sequential(make())
+    ht.quantize_(mixed, ht.torchao_compat.FqnToConfig({"0.up": "mxfp8", "0.side": "fp8", "0.down": "fp8"}))
+    parallelize_module(mixed, mesh, styles(our_styles, 0))
+    assert ht.explain(mixed, show=False).sequence[0].reason.startswith("its layers quantize it by different recipes")
+    x = data(1).chunk(2)[rank]
+    assert torch.isfinite(mixed(x)).all()
+
+
+def test_what_travels_is_explained(two):
+    two.run(told)
+
+
+def fall_back(rank):
+    """Twenty tokens on a rank cut blocks of 32: values are gathered, the same numbers."""
+    mesh = tp_mesh()
+    x, grad = (data(seed, 40, 64).chunk(2)[rank] for seed in (1, 2))
+    with Collectives() as sent:
+        block("mxfp8", mesh, our_styles)(x)
+    assert sent.sent[:1] == ["gather uint8 1280"]  # rows are cut by no block
+    for recipe in ("mxfp8", "nvfp4", "fp8_block"):
+        assert same(*(step(block(recipe, mesh, of), x, grad) for of in (our_styles, torch_styles))), recipe
+
+
+def test_shards_that_cut_blocks(two):
+    two.run(fall_back)
+
+
+def errors(rank):
+    mesh = tp_mesh()
+    plan = styles(our_styles, 0) | {"0.up": torch_styles.ColwiseParallel()}
+    model = parallelize_module(ht.quantize_(nn.Sequential(make()), "mxfp8"), mesh, plan)
+    x = data(1).chunk(2)[rank]
+    with pytest.raises((ValueError, NotImplementedError), match=r"hybridtensor\.distributed\.ColwiseParallel|view"):
+        model(x)
+    model = block("mxfp8", mesh, our_styles)
+    with pytest.raises(ValueError, match="PrepareModuleInput: as many inputs as layouts, 1, are required, got 2"):
+        model[0](x, x)
+
+
+def test_errors(two):
+    two.run(errors)
+
+
+def alone(rank):
+    """A column-parallel layer gathers its own input; plain layers and embeddings do as torch's."""
+    mesh = tp_mesh()
+    x, grad = data(1).chunk(2)[rank], data(2, 64, 128)
+    results = []
+    for of in (our_styles, torch_styles):
+        model = ht.quantize_(nn.Sequential(make().up), "mxfp8")
+        style = of.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+        results.append(step(parallelize_module(model, mesh, {"0": style}), x, grad))
+        plain = parallelize_module(make(), mesh, {"up": of.ColwiseParallel(input_layouts=Shard(0))})
+        assert plain.up(x).shape == (64, 64)
+        table = nn.Embedding(16, 8).to(here())
+        assert parallelize_module(table, mesh, of.ColwiseParallel())(torch.arange(4, device=here())).shape == (4, 4)
+    assert same(*results)
+    uncut = cut("mxfp8", mesh)
+    assert isinstance(local(uncut.up.weight), ht.MasterWeight)
+    given = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    assert torch.equal(model(given), model(x))
+
+
+def test_a_layer_alone(two):
+    two.run(alone)
