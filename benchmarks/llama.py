@@ -44,21 +44,31 @@ class Attention(nn.Module):
         return self.out(mixed.flatten(-2))
 
 
+class MLP(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(size.hidden, size.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, T, D]``."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Block(nn.Module):
-    """Attention and a gated MLP."""
+    """Attention and a gated MLP, each behind a norm and beside a residual."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(size.dim, eps=1e-5), nn.RMSNorm(size.dim, eps=1e-5)
-        self.attention = Attention(size)
-        self.gate_proj, self.up_proj = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(size.hidden, size.dim, bias=False)
+        self.attention, self.mlp = Attention(size), MLP(size)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
         x = x + self.attention(self.norm1(x), turn)
-        y = self.norm2(x)
-        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+        return x + self.mlp(self.norm2(x))
 
 
 class Llama(nn.Module):
