@@ -43,13 +43,13 @@ class Attention(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.width = size.dim // size.heads
         self.qkv = nn.Linear(size.dim, 3 * size.dim, bias=False)
         self.out = nn.Linear(size.dim, size.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Attend within ``x``, ``[B, T, D]``."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, T, E]
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)  # each [B, H, T, E]
         mixed = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -59,13 +59,12 @@ class SwiGLU(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(size.dim, 2 * size.hidden, bias=False)
+        self.gate_proj, self.up = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(size.hidden, size.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[B, T, D]`` to the same."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate_proj(x)) * self.up(x))
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from data import Bytes, load_text
 from model import SIZES
-from ranks import become_ranks, check_ranks, is_started, joined, without_rank
+from ranks import Degrees, become_ranks, check_ranks, is_started, joined, without_rank
 from report import plot, table, write_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -48,6 +48,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for plots, numbers, checkpoints")
     parser.add_argument("--fsdp", type=int, metavar="N", help="shard the model over N ranks (FSDP2), which this starts")
     parser.add_argument(
+        "--tp", type=int, metavar="N", help="cut each layer over N ranks (tensor and sequence parallel)"
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="continue the runs in --out for some steps, on any number of ranks"
     )
     arguments = parser.parse_args(argv)
@@ -58,13 +61,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         arguments.size = arguments.size or ("medium" if arguments.device.startswith("cuda") else "small")
         size = SIZES[arguments.size]
         check_checkpoints(arguments)
-        check_ranks(arguments.fsdp, torch.device(arguments.device), size.batch)
+        check_ranks(degrees(arguments), torch.device(arguments.device), size)
         text = load_text(arguments.data, without=arguments.out)
         arguments.text = Bytes(text, context=size.context, batch=size.batch, seed=arguments.seed)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
         parser.error(str(error).splitlines()[0])
     return arguments
+
+
+def degrees(arguments: argparse.Namespace) -> Degrees:
+    """Return how many ranks the model is spread over."""
+    return Degrees(arguments.fsdp, arguments.tp)
 
 
 def check_values(arguments: argparse.Namespace) -> None:
@@ -171,14 +179,15 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Run the demo."""
     arguments = parse_arguments()
-    if arguments.fsdp is not None and not is_started():
-        become_ranks(arguments.fsdp)
+    ranks = degrees(arguments)
+    if ranks.size is not None and not is_started():
+        become_ranks(ranks.size)
     out, size = arguments.out, SIZES[arguments.size]
     if arguments.compile:
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own use of what it deprecated
     torch.use_deterministic_algorithms(True)  # so that a resumed run can be compared bit for bit
     torch.utils.deterministic.fill_uninitialized_memory = False
-    with joined(arguments.fsdp, arguments.device) as (rank, own):
+    with joined(ranks, arguments.device) as (rank, own):
         console = Console(quiet=rank.number > 0)
         rate = arguments.lr or size.learning_rate
         plan = Plan(size, arguments.steps, arguments.seed, own, rate, arguments.compile, rank)

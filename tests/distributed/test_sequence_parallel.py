@@ -119,7 +119,9 @@ def test_bytes_per_phase(two, tmp_path):
     TransformerEngine, with quantizers of its own choice per face, gathers values (32768) in forward and in backward.
     """
     two.run(log, ["bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "fp8_rowwise+dequantized"], tmp_path / "log")
-    assert_expected_inline((tmp_path / "log").read_text(), """\
+    assert_expected_inline(
+        (tmp_path / "log").read_text(),
+        """\
 bf16, torch, forward: gather bfloat16 32768, scatter bfloat16 32768
 bf16, torch, backward: gather bfloat16 32768, scatter bfloat16 32768
 bf16, ours, forward: gather bfloat16 32768, scatter bfloat16 32768
@@ -133,7 +135,8 @@ fp8_block, ours, backward: gather bfloat16 32768, gather uint8 16384, gather flo
 mxfp8, ours, forward: gather uint8 16384, gather uint8 512, scatter bfloat16 32768
 mxfp8, ours, backward: gather bfloat16 32768, gather uint8 16384, gather uint8 512, scatter bfloat16 32768
 fp8_rowwise+dequantized, ours, forward: gather uint8 16384, gather float32 1024, scatter bfloat16 32768
-fp8_rowwise+dequantized, ours, backward: gather bfloat16 32768, scatter bfloat16 32768""")
+fp8_rowwise+dequantized, ours, backward: gather bfloat16 32768, scatter bfloat16 32768""",
+    )
 
 
 def collectives_of(graph):
