@@ -13,6 +13,12 @@ import hybridtensor as ht
 
 WIDTH, HIDDEN, TOKENS = 64, 128, 64
 
+# Whose scales a cut does not change: blocks along a row and square ones, and rows where only the other side is cut
+SAME_WEIGHT_GRADIENTS = [
+    "bf16", "mxfp8", "fp8_rowwise", "fp8_delayed", "fp8_block", "fp8_high_precision_backward",
+    "fp8_rowwise_hp_grad_weight",
+]  # fmt: skip
+
 
 class MLP(nn.Module):
     """Column parallel twice, of one input, then row parallel."""
