@@ -1,11 +1,17 @@
 """Transformers: resizing, saving, training with Trainer."""
 
 import logging
+import os
+import warnings
 
+import processes
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import hybridtensor as ht
+from hybridtensor.dtensor import local
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: make test-frameworks")
 pytest.importorskip("accelerate", reason="needs accelerate: make test-frameworks")
@@ -117,3 +123,66 @@ def test_histograms_of_every_parameter(persistent, tmp_path):
         for name, parameter in ht.quantize_(make(), "fp8", persistent=persistent).named_parameters():
             writer.add_histogram(name, parameter, 0)
     assert any(tmp_path.iterdir())
+
+
+def loaded_in_parts(rank, path):
+    """``tp_plan="auto"``, then ``quantize_``: layers run on their parts, as Transformers says or as we do."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    warnings.filterwarnings("ignore")
+    whole = ht.quantize_(transformers.LlamaForCausalLM.from_pretrained(path), "mxfp8")
+    model = transformers.LlamaForCausalLM.from_pretrained(path, tp_plan="auto")
+    with torch.no_grad():
+        plain = model(IDS).logits
+    ht.set_mesh_(ht.quantize_(model, "mxfp8"), model.model.layers[0].mlp.up_proj.weight.device_mesh)
+    assert isinstance(local(model.model.layers[0].mlp.up_proj.weight), ht.MasterWeight)
+    logits, expected = model(IDS).logits, whole(IDS).logits
+    assert (
+        logits - expected
+    ).norm() <= 2**-8 * expected.norm()  # sums in another order, and what then rounds otherwise
+    assert (plain - expected).norm() > 2**-6 * expected.norm()  # which quantizing does
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    for name, p in model.named_parameters():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        other = whole.get_parameter(name).grad
+        assert (grad - other).norm() <= 2**-5 * other.norm(), name
+
+
+def test_tensor_parallel_models(tmp_path):
+    make_for_parts().save_pretrained(tmp_path / "model")
+    processes.run(loaded_in_parts, 2, tmp_path, str(tmp_path / "model"))
+
+
+def make_for_parts():
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=96, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def cut_by_transformers(rank):
+    """Its own styles on layers that were quantized before."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+
+    warnings.filterwarnings("ignore")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False))
+    expected = ht.quantize_(layers, "mxfp8")(X)
+    for layer, style in zip(layers, (ColwiseParallel(), RowwiseParallel()), strict=True):
+        style.shard_param(layer, "weight", mesh)
+        style.install_forward(layer, mesh)
+    y = layers(X)
+    y = y.full_tensor() if isinstance(y, DTensor) else y
+    assert (y - expected).norm() <= 2**-18 * expected.norm()  # one fp32 sum in another order
+    y.sum().backward()
+    assert isinstance(layers[0].weight.grad, DTensor)
+
+
+def test_its_styles_on_quantized_layers(tmp_path):
+    processes.run(cut_by_transformers, 2, tmp_path)
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
