@@ -71,6 +71,29 @@ def test_with_a_bias(two):
     two.run(like_torchs, ["mxfp8", "fp8"], SHAPES[:1], True)
 
 
+def under_autocast(rank):
+    """Inputs are rounded to autocast's dtype before they are quantized, as layers do with what was gathered.
+
+    Gradients of inputs are summed in that dtype, where torch's styles sum those of two layers and ranks in fp32.
+    """
+    mesh = tp_mesh()
+    x, grad = (data(seed, 64, 64, dtype=torch.float32).chunk(2)[rank] for seed in (1, 2))
+    for recipe in ("mxfp8", "fp8", "fp8_rowwise"):
+        results = []
+        for of in (our_styles, torch_styles):
+            model = ht.quantize_(nn.Sequential(make(dtype=torch.float32)), recipe)
+            parallelize_module(model, mesh, styles(of, 0))
+            with torch.autocast(here(), torch.bfloat16):
+                results.append(step(model, x, grad.bfloat16()))
+        (y, dx, grads), (other_y, other_dx, other_grads) = results
+        assert same((y, grads), (other_y, other_grads)), recipe
+        assert (dx - other_dx).norm() <= 2**-7 * other_dx.norm()
+
+
+def test_under_autocast(two):
+    two.run(under_autocast)
+
+
 NAMES = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter", "all_reduce": "max"}
 
 

@@ -19,6 +19,7 @@ from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.plan import SequencePlan, sequence_plan
 from hybridtensor.dtensor import local
 from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -304,6 +305,8 @@ def gathered_input(
 def _gather_input(x: Tensor, weight: DTensor, dim: int, columnwise: bool) -> HybridTensor | DTensor:
     part: Any = weight._local_tensor
     mesh, quantizer = weight.device_mesh, part.config.input
+    if autocasts(x.device.type):  # as the layer would cast what was gathered
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     plan = sequence_plan(quantizer, x.shape[dim], mesh.size())
     if plan.reason:
         _tell_once(part, "input", plan.reason)
