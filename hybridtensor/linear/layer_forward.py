@@ -100,25 +100,22 @@ class LayerForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
         layer = _required(self._layer())
-        inner = self.inner
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
-            return (
-                type(layer).forward(layer, *args, **kwargs)
-                if inner is None
-                else inner(*args, **kwargs)
-            )
+            return self.run(layer, args, kwargs)
         if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
             _require_ranks(layer.__dict__[_RECIPE].state)
-            if inner is None and type(layer).forward is nn.Linear.forward:
-                return sharded_linear(*_input(*args, **kwargs), weight, layer._parameters["bias"])
+            if self.inner is None and type(layer).forward is nn.Linear.forward:
+                return sharded_linear(_input(*args, **kwargs), weight, layer._parameters["bias"])
             with _OnParts():
-                return (
-                    type(layer).forward(layer, *args, **kwargs)
-                    if inner is None
-                    else inner(*args, **kwargs)
-                )
-        return _with_recipe(layer, inner, args, kwargs)
+                return self.run(layer, args, kwargs)
+        return _with_recipe(self, layer, args, kwargs)
+
+    def run(self, layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward that the layer has without this one."""
+        if self.inner is None:
+            return type(layer).forward(layer, *args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -159,9 +156,9 @@ def _unbound() -> LayerForward:
     return LayerForward.__new__(LayerForward)
 
 
-def _input(input: Any) -> tuple[Any]:
-    """Return the arguments of ``nn.Linear.forward``."""
-    return (input,)
+def _input(input: Any) -> Any:
+    """Return the argument of ``nn.Linear.forward``, given by position or by name."""
+    return input
 
 
 def _require_ranks(state: LayerState) -> None:
@@ -191,23 +188,16 @@ class _OnParts(TorchFunctionMode):
 # a graph cannot make a weight's record
 @torch.compiler.disable(reason="a plain tensor stands at the weight of a converted layer")  # type: ignore[untyped-decorator]
 def _with_recipe(
-    layer: nn.Linear,
-    inner: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    forward: LayerForward, layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a layer's forward where a tensor stands at its weight that is none of ours."""
     require_plain_autograd()
     with parametrize.cached():
         weight = (
             layer.weight
-        )  # computed now, by a parametrization, and not while its products are watched
+        )  # computed now, by a parametrization, not while its products are watched
         with _AtWeight(layer, weight):
-            return (
-                type(layer).forward(layer, *args, **kwargs)
-                if inner is None
-                else inner(*args, **kwargs)
-            )
+            return forward.run(layer, args, kwargs)
 
 
 class _AtWeight(TorchFunctionMode):

@@ -11,7 +11,7 @@ from processes import here
 from tensor_parallel import cut, data, make, step, tp_mesh, whole
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -316,6 +316,12 @@ def alone(rank):
     assert isinstance(local(uncut.up.weight), ht.MasterWeight)
     given = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
     assert torch.equal(model(given), model(x))
+    uneven = distribute_tensor(data(1)[:33], mesh, [Shard(0)])  # 17 and 16 tokens: in values, as torch pads them
+    ours = parallelize_module(
+        ht.quantize_(nn.Sequential(make().up), "mxfp8"), mesh,
+        {"0": our_styles.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())},
+    )  # fmt: skip
+    assert torch.equal(ours(uneven), model(uneven))
 
 
 def test_a_layer_alone(two):

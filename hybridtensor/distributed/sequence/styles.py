@@ -268,6 +268,12 @@ def config_of(layers: Sequence[nn.Linear]) -> HybridConfig | None:
     return found
 
 
+def _is_even(x: DTensor) -> bool:
+    """Return whether all ranks have as many tokens: what a gather of bytes takes."""
+    (layout,) = x.placements
+    return not isinstance(layout, Shard) or x.shape[layout.dim] % x.device_mesh.size() == 0
+
+
 def tokens_of(x: Tensor, layout: Placement | None) -> int | None:
     """Return how many tokens of a sequence this rank has, or None if no tokens are split."""
     if not isinstance(layout, Shard) or not isinstance(x, Tensor) or not x.is_floating_point():
@@ -289,7 +295,7 @@ def gathered_input(
         mesh: Over which it is.
     """
     if isinstance(x, DTensor):
-        if x.placements != (layout,):
+        if x.placements != (layout,) or not _is_even(x):
             return None
         x = x.to_local()
     if config_of(layers) is None or tokens_of(x, layout) is None or not isinstance(layout, Shard):
