@@ -4,13 +4,17 @@ quantized then. Oracle: torch's own styles, whose inputs and gradients are gathe
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_styles
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from processes import here
 from tensor_parallel import cut, data, make, step, tp_mesh, whole
+from tiers import long
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -326,3 +330,50 @@ def alone(rank):
 
 def test_a_layer_alone(two):
     two.run(alone)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = make(dtype=torch.float32)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def under_fsdp(rank, recipe):
+    """FSDP2 over the cut layers, and compiled blocks: the losses of the model that is only cut, bit for bit."""
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "tp"))
+    x = data(1, 128, 64, dtype=torch.float32).chunk(4)[rank]
+    plan = {name.replace("0", "inner"): style for name, style in styles(our_styles, 0).items()}
+    losses = {}
+    for how in ("cut", "sharded", "compiled"):
+        torch._dynamo.reset()
+        model = ht.quantize_(nn.Sequential(Residual(), Residual()), recipe)
+        for layer in model:
+            parallelize_module(layer, mesh["tp"], plan)
+        ht.set_mesh_(model, mesh)
+        for layer in model if how != "cut" else ():
+            if how == "compiled":
+                layer.compile(backend="aot_eager", fullgraph=True)
+            fully_shard(layer, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[how] = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            for p in model.parameters() if how == "cut" else ():
+                dist.all_reduce(local(p.grad), group=mesh.get_group("dp"))
+                local(p.grad).div_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+            ht.step_(model)
+            losses[how].append(loss.item())
+    assert losses["cut"] == losses["sharded"] == losses["compiled"]
+    assert losses["cut"][2] < losses["cut"][0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("fp8_delayed", marks=long("one with state"))])
+def test_under_fsdp2_and_compiled(four, recipe):
+    four.run(under_fsdp, recipe)
