@@ -112,6 +112,7 @@ SAMPLES = {
         "half bytes": lambda device: transpose(device, 4),
         "the transpose only": lambda device: transpose(device, 8, copied=False),
     },
+    "after": {"bytes": lambda device: (torch.ones(4, 8, dtype=torch.uint8, device=device), matrix(device))},
 }
 
 

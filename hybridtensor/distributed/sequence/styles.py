@@ -309,7 +309,7 @@ def gathered_input(
 # Dynamo cannot look into a weight that a graph makes; what traces after it can
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def _gather_input(x: Tensor, weight: DTensor, dim: int, columnwise: bool) -> HybridTensor | DTensor:
-    part: Any = weight._local_tensor
+    part: Any = local(weight)
     mesh, quantizer = weight.device_mesh, part.config.input
     if autocasts(x.device.type):  # as the layer would cast what was gathered
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -340,7 +340,7 @@ def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | No
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def _scatter_output(y: DTensor, weight: DTensor, dim: int) -> Tensor:
-    part: Any = weight._local_tensor
+    part: Any = local(weight)
     mesh = weight.device_mesh
     plan = gradient_plan(part.config, y.shape[dim] // mesh.size(), mesh.size())
     if plan.reason:
