@@ -75,6 +75,24 @@ def test_with_a_bias(two):
     two.run(like_torchs, ["mxfp8", "fp8"], SHAPES[:1], True)
 
 
+def state_of_layers(rank):
+    """Layers that read one input have delayed scales each: it is gathered in values, and each takes note of it."""
+    mesh = tp_mesh()
+    x, grad = (data(seed, 256, 64).chunk(2)[rank] for seed in (1, 2))
+    models = [block("fp8_delayed", mesh, of) for of in (our_styles, torch_styles)]
+    for factor in (1, 8, 2):
+        assert same(*(step(model, x * factor, grad) for model in models))
+        for model in models:
+            ht.step_(model)
+        assert same(*([dict(model.named_buffers())] for model in models))
+    (row, _) = ht.explain(models[0], show=False).sequence
+    assert (row.forward, row.reason) == ("values", "each layer has its own scales, or draws of its own")
+
+
+def test_state_of_layers_that_read_one_input(two):
+    two.run(state_of_layers)
+
+
 def under_autocast(rank):
     """Inputs are rounded to autocast's dtype before they are quantized, as layers do with what was gathered.
 

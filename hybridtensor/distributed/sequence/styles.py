@@ -218,7 +218,7 @@ def _of_input(layers: list[nn.Linear]) -> Travels:
         return Travels(
             "input", "values", "", "its layers quantize it by different recipes, or not at all"
         )
-    plan = sequence_plan(config.input, _ANY, 2)
+    plan = input_plan(config.input, _ANY, 2, len(layers) > 1)
     if plan.reason:
         return Travels("input", "values", "", plan.reason)
     backward = {
@@ -302,18 +302,21 @@ def gathered_input(
         return None
     needed = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)
     weight: Any = layers[0].weight
-    gathered: HybridTensor | DTensor = _gather_input(x, weight, layout.dim % x.dim(), needed)
+    dim, several = layout.dim % x.dim(), len(layers) > 1
+    gathered: HybridTensor | DTensor = _gather_input(x, weight, dim, several, needed)
     return gathered
 
 
 # Dynamo cannot look into a weight that a graph makes; what traces after it can
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
-def _gather_input(x: Tensor, weight: DTensor, dim: int, columnwise: bool) -> HybridTensor | DTensor:
+def _gather_input(
+    x: Tensor, weight: DTensor, dim: int, several: bool, columnwise: bool
+) -> HybridTensor | DTensor:
     part: Any = local(weight)
     mesh, quantizer = weight.device_mesh, part.config.input
     if autocasts(x.device.type):  # as the layer would cast what was gathered
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    plan = sequence_plan(quantizer, x.shape[dim], mesh.size())
+    plan = input_plan(quantizer, x.shape[dim], mesh.size(), several)
     if plan.reason:
         _tell_once(part, "input", plan.reason)
         values = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
@@ -322,6 +325,14 @@ def _gather_input(x: Tensor, weight: DTensor, dim: int, columnwise: bool) -> Hyb
     layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
     gathering = Gathering(quantizer, context, plan, layout, dim, columnwise, rank)
     return GatherInput.apply(x, gathering)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def input_plan(quantizer: Quantizer, tokens: int, num_ranks: int, several: bool) -> SequencePlan:
+    """Return the plan of an input, which ``several`` layers read, or one."""
+    plan = sequence_plan(quantizer, tokens, num_ranks)
+    if plan.reason or not several or quantizer.repeatable:
+        return plan
+    return dataclasses.replace(plan, reason="each layer has its own scales, or draws of its own")
 
 
 def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | None:
