@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.arguments import require_group, require_kind, require_module, require_text
 from hybridtensor.dtensor import local
 from hybridtensor.linear.layer_forward import recipe_of
-from hybridtensor.linear.tensor_parallel import section_of
+from hybridtensor.linear.tensor_parallel import note_section
 from hybridtensor.state import LayerState, TrainingRanks
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses import is_converted
@@ -74,9 +74,7 @@ def set_mesh_(
         part: Any = local(parameter)
         if isinstance(parameter, DTensor) and is_converted(part):
             known = parameter.device_mesh.mesh_dim_names or ()
-            part.record.section = section_of(
-                parameter, [known.index(name) for name in parts if name in known]
-            )
+            note_section(parameter, part, [known.index(name) for name in parts if name in known])
     return model
 
 

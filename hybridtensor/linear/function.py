@@ -123,6 +123,18 @@ def require_plain_autograd() -> None:
         )
 
 
+def require_own_tokens(input: object) -> None:
+    """Raise ValueError for what ``PrepareModuleInput`` gathered, unless the layer is cut by columns:
+    its gradient is summed over ranks, and any other layer would give all of it on each.
+    """
+    if isinstance(input, HybridTensor) and input.is_of_all_ranks:
+        raise ValueError(
+            "linear: a column-parallel layer is required where hybridtensor.distributed gathered the "
+            "input, got one that is not cut, or by rows; give it ColwiseParallel, or prepare the "
+            "input with torch's PrepareModuleInput"
+        )
+
+
 def _forward(
     input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
 ) -> tuple[Tensor, Operand, Operand]:

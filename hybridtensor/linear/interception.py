@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.arguments import require_kind
-from hybridtensor.linear.function import linear
+from hybridtensor.linear.function import linear, require_own_tokens
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
@@ -72,6 +72,7 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     with (
         torch._C.DisableTorchFunctionSubclass()
     ):  # every attribute of a weight would come back here
+        require_own_tokens(operands["input"])
         return linear(**operands)
 
 

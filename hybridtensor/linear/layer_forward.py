@@ -78,6 +78,16 @@ def recipe_of(module: nn.Module) -> LayerRecipe | None:
     return found
 
 
+def runs_linear(module: nn.Linear) -> bool:
+    """Return whether a converted layer's forward is that of ``nn.Linear``, and nothing around it."""
+    own = module.__dict__.get("forward")
+    return isinstance(own, LayerForward) and own.inner is None and _is_linear(module)
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    return type(module).forward is nn.Linear.forward
+
+
 class LayerForward:
     """The ``forward`` of one converted layer, which is an attribute of the layer, not of its class.
 
@@ -105,7 +115,7 @@ class LayerForward:
             return self.run(layer, args, kwargs)
         if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
             _require_ranks(layer.__dict__[_RECIPE].state)
-            if self.inner is None and type(layer).forward is nn.Linear.forward:
+            if self.inner is None and _is_linear(layer):
                 return sharded_linear(_input(*args, **kwargs), weight, layer._parameters["bias"])
             with _OnParts():
                 return self.run(layer, args, kwargs)

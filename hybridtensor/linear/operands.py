@@ -158,7 +158,7 @@ class ShardedInput(Operand):
         context: Which tensor this is.
     """
 
-    __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_sharing")
+    __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_shape", "_sharing")
 
     def __init__(
         self,
@@ -170,6 +170,7 @@ class ShardedInput(Operand):
     ) -> None:
         super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"))
         self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing
+        self._shape = face.source.shape
         self._config, self._dtype, self._context = config, dtype, context
 
     def save(self) -> list[Tensor]:
@@ -195,7 +196,7 @@ class ShardedInput(Operand):
         shared = self._sharing
         if shared.face is None:
             whole = self._sequence.finish(
-                super().columnwise(saved), "columnwise", shared.parts or []
+                super().columnwise(saved), "columnwise", shared.parts or [], self._shape
             )
             shared.face, shared.parts = self._quantized(whole), None
         face = shared.face

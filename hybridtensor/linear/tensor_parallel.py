@@ -8,7 +8,7 @@ part of a weight has the scales of that part.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hybridtensor.dtensor import local
-from hybridtensor.linear.function import linear, require_plain_autograd
+from hybridtensor.linear.function import linear, require_own_tokens, require_plain_autograd
 from hybridtensor.linear.operands import QUANTIZED
 from hybridtensor.state import Section
 
@@ -73,6 +73,8 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
         ValueError: If they are on different meshes.
     """
     require_plain_autograd()
+    if any(placement != Shard(0) for placement in weight.placements):
+        require_own_tokens(input)
     mesh, last = weight.device_mesh, input.dim() - 1
     _check("input", input, weight)
     given = input.placements if isinstance(input, DTensor) else (Replicate(),) * mesh.ndim
@@ -86,8 +88,12 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
         if list(given) != needed:
             input = input.redistribute(placements=needed)
         x = input.to_local(grad_placements=grad_input)
-    w: Any = weight.to_local(grad_placements=grad_weight)
-    w.record.section = section_of(weight)
+    w: Any = local(
+        weight
+    )  # without a gradient there is nothing to place, in inference mode no view
+    if torch.is_grad_enabled():
+        w = weight.to_local(grad_placements=grad_weight)
+    note_section(weight, w)
     b: Tensor | None = None
     if bias is not None:
         _check("bias", bias, weight)
@@ -98,6 +104,24 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     y = linear(x, w, b)
     stride = _contiguous(shape)
     return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def note_section(weight: DTensor, part: Any, dims: Sequence[int] | None = None) -> None:
+    """Have a rank's part of a weight know which section of the layer it is.
+
+    Args:
+        weight: The weight.
+        part: The rank's part.
+        dims: Dimensions of its mesh that are tensor parallel; None is all.
+
+    Raises:
+        ValueError: If the part cannot be cut into the blocks of its formats.
+    """
+    if part.record.section is None and (dims is None or len(dims) == weight.device_mesh.ndim):
+        name = "" if part.state is None else part.state.name
+        who = f"linear: layer {name}, a part {list(part.shape)} of {list(weight.shape)}"
+        part.config.check_sizes(part.shape[0], part.shape[1], who)
+    part.record.section = section_of(weight, dims)
 
 
 def section_of(weight: DTensor, dims: Iterable[int] | None = None) -> Section:

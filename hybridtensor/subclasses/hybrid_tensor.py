@@ -42,6 +42,8 @@ class HybridTensor(InterceptingTensor):
             high-precision values.
         swapped: Whether this is the transpose of that weight, so that its rowwise face is the
             weight's columnwise one.
+        is_of_all_ranks: Whether this is the tokens of all ranks, whose gradient is summed over them:
+            only column-parallel layers may read it.
         is_saved: Whether this is of a state dict: savers that ask for its memory, as safetensors do,
             get that of its values.
     """
@@ -57,6 +59,7 @@ class HybridTensor(InterceptingTensor):
         *InterceptingTensor.transient_names,
         "taken",
         "swapped",
+        "is_of_all_ranks",
         "is_saved",
         "_plain",
     )
@@ -66,6 +69,7 @@ class HybridTensor(InterceptingTensor):
     config: HybridConfig | None
     taken: View
     swapped: bool
+    is_of_all_ranks: bool
     is_saved: bool
     _plain: tuple[tuple[int, ...], Tensor] | None
 
@@ -101,7 +105,8 @@ class HybridTensor(InterceptingTensor):
     ) -> None:
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
         self.record, self.taken, self.swapped = WeightRecord(), whole, False
-        self.is_saved, self._plain = False, None
+        self.is_of_all_ranks = self.is_saved = False
+        self._plain = None
 
     @property
     def high_precision(self) -> HighPrecisionValues:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridtensor.formats import Format
 from hybridtensor.ops import Face
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.op_table import OpTable
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
 
@@ -21,7 +21,7 @@ class Sequence(Protocol):
     def start(self, face: Face, direction: str) -> list[Tensor]:
         """Begin to gather the parts of all ranks."""
 
-    def finish(self, face: Face, direction: str, parts: list[Tensor]) -> Face:
+    def finish(self, face: Face, direction: str, parts: list[Tensor], shape: torch.Size) -> Face:
         """Wait for them, and return the whole face."""
 
 
@@ -96,8 +96,14 @@ class ShardedFace(WrapperTensor):
         return f"ShardedFace({self.source!r} of {tuple(self.shape)}, {self.sequence})"
 
 
-@ShardedFace.ops.register(torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-def _alias(func: object, args: tuple[ShardedFace], kwargs: object) -> ShardedFace:
-    made = args[0].map_inner(lambda tensor: tensor)
-    made.sharing = args[0].sharing
+@ShardedFace.ops.register(
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default
+)
+def _alias(func: Func, args: Args, kwargs: Kwargs) -> ShardedFace:
+    """Give the same face, as hooks of modules take a view of what comes; no other shape."""
+    face: ShardedFace = args[0]
+    if func is torch.ops.aten.view.default and tuple(args[1]) != tuple(face.shape):
+        ShardedFace.ops.refuse(func)
+    made = face.map_inner(lambda tensor: tensor)
+    made.sharing = face.sharing
     return made

@@ -395,3 +395,98 @@ def under_fsdp(rank, recipe):
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("fp8_delayed", marks=long("one with state"))])
 def test_under_fsdp2_and_compiled(four, recipe):
     four.run(under_fsdp, recipe)
+
+
+def other_readers(rank):
+    """A layer that is not cut by columns would give all of its gradient on each rank, and the sum be too large."""
+    mesh = tp_mesh()
+    x = data(1).chunk(2)[rank]
+
+    def with_side(placement):
+        model = ht.quantize_(nn.Sequential(make()), "mxfp8")
+        plan = {name: style for name, style in styles(our_styles, 0).items() if name != "0.side"}
+        parallelize_module(model, mesh, plan)
+        if placement is not None:
+            model[0].side.weight = nn.Parameter(distribute_tensor(model[0].side.weight, mesh, [placement]))
+        return model
+
+    for placement in (None, Replicate(), Shard(1)):
+        with pytest.raises(ValueError, match="a column-parallel layer is required where hybridtensor"):
+            with_side(placement)(x)
+
+
+def scales_of_their_own(rank):
+    """Bytes of one rank mean nothing by the delayed scale of another."""
+    mesh = tp_mesh()
+    own = [dist.new_group([r]) for r in range(2)][rank]
+    model = parallelize_module(
+        ht.quantize_(nn.Sequential(make().up), "fp8_delayed"), mesh,
+        {"0": our_styles.ColwiseParallel(input_layouts=Shard(0))},
+    )  # fmt: skip
+    ht.set_data_parallel_group_(model, own)
+    with pytest.raises(ValueError, match="has delayed scales, which tensor-parallel ranks must have in common"):
+        model(data(1).chunk(2)[rank])
+    ht.set_mesh_(model, mesh)
+    assert torch.isfinite(model(data(1).chunk(2)[rank])).all()
+
+
+def ways_to_call(rank):
+    """Inference mode, module hooks, named inputs beside others, and a forward that goes on after the product."""
+    mesh = tp_mesh()
+    x, grad = (data(seed, 256, 64).chunk(2)[rank] for seed in (1, 2))
+    for recipe in ("mxfp8", "fp8"):
+        model, expected = block(recipe, mesh, our_styles), None
+        expected = step(model, x, grad)
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected[0]), recipe
+        handles = [m.register_full_backward_hook(lambda *_: None) for m in (model[0], model[0].up)]
+        assert same(step(model, x, grad), expected), recipe
+        for handle in handles:
+            handle.remove()
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 0.5
+
+    results = []
+    for of in (our_styles, torch_styles):
+        inner = make()
+        inner.down.__class__ = Scaled
+        model = parallelize_module(ht.quantize_(nn.Sequential(inner), "fp8"), mesh, styles(of, 0))
+        results.append(step(model, x, grad))
+    assert same(*results)
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, scale, *, x):
+            return self.inner(x) * scale
+
+    results = []
+    for of in (our_styles, torch_styles):
+        model = ht.quantize_(nn.Sequential(Named()), "mxfp8")
+        plan = {name.replace("0.", "0.inner."): style for name, style in styles(of, 0).items() if name != "0"}
+        plan["0"] = of.PrepareModuleInput(
+            input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"x": Replicate()}
+        )
+        results.append(parallelize_module(model, mesh, plan)[0](2.0, x=x))
+    assert torch.equal(*results)
+
+
+def other_batches(rank):
+    """One compiled model takes batches of other sizes."""
+    mesh = tp_mesh()
+    model = nn.Sequential(block("mxfp8", mesh, our_styles, dim=1))
+    torch._dynamo.reset()
+    made = torch.compile(model, backend="aot_eager")
+    for size in (2, 3, 5):
+        x, grad = (data(seed, size, 64, 64).chunk(2, 1)[rank].contiguous() for seed in (1, 2))
+        assert same(step(made, x, grad), step(model, x, grad)), size
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("body", [other_readers, scales_of_their_own, ways_to_call, other_batches])
+def test_ways_to_use_it(two, body):
+    two.run(body)

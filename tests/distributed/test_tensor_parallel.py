@@ -618,6 +618,13 @@ def errors(rank):
     cut_blocks = parallelize_module(nn.Sequential(nn.Linear(64, 96)), mesh, {"0": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"layer 0 \(a part \[48, 64\] of \[96, 64\] on this rank\), .* got 48"):
         ht.quantize_(cut_blocks, "mxfp8")
+    unscattered = parallelize_module(
+        ht.quantize_(nn.Sequential(nn.Linear(64, 96)), "mxfp8"), mesh, {"0": ColwiseParallel()}, src_data_rank=None
+    )
+    with pytest.raises(ValueError, match=r"linear: layer 0, a part \[48, 64\] of \[96, 64\], .* got 48"):
+        unscattered(data(1, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"linear: layer 0, a part \[48, 64\] of \[96, 64\], .* got 48"):
+        ht.set_mesh_(unscattered, mesh)
     model = cut("mxfp8", mesh)
     with pytest.raises(TypeError, match="linear: a DTensor is required as input, as the weight is one, got Tensor"):
         model.up.forward(data(1))

@@ -64,7 +64,7 @@ class Gathering(NamedTuple):
         )
         if row is None:
             raise ValueError(f"{self.context}: a quantizer made no rowwise face; it is required")
-        whole = layout.finish(row, ROW, layout.start(row, ROW))
+        whole = layout.finish(row, ROW, layout.start(row, ROW), x.shape)
         rowwise = face_tensor(whole, -1, shape, dtype)
         if not self.columnwise:
             return HybridTensor(rowwise, None)
@@ -130,7 +130,9 @@ class GatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: Gathering) -> HybridTensor:
         ctx.gathering = gathering
-        return gathering.quantized(x)
+        gathered = gathering.quantized(x)
+        gathered.is_of_all_ranks = True
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.plan import ROW, pieces
+from hybridtensor.distributed.fsdp.plan import ROW
 from hybridtensor.ops import Face
 
 c10d = torch.ops._c10d_functional
@@ -38,20 +38,22 @@ class _Piece(NamedTuple):
 
 def _travelling(face: Face, direction: str) -> list[_Piece]:
     """Return what travels of a face of a rank's tokens: all but what all ranks have alike."""
-    tensors, along = face.tensors(), 0 if direction == ROW else 1
+    tensors, along, fmt = face.tensors(), 0 if direction == ROW else 1, face.format
     if face.scale is None:  # values lie as those of the rowwise face, whichever it is
         values = tensors[0].contiguous()
         return [_Piece(0, values, 0, False, values.dtype)]
-    other, contraction = tensors[0].shape
-    contraction *= face.format.elements_per_byte
-    rows, columns = (other, contraction) if along == 0 else (contraction, other)
+    travels = [True, fmt.block[along] is not None]
+    if fmt.tensor_block is not None:
+        travels.append(fmt.tensor_block[along] is not None)
     found = []
-    for piece in pieces(face.format, direction, rows, columns):
-        tensor = tensors[piece.index]
-        memory = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        memory = (memory.t() if piece.by_block else memory).contiguous()
-        axis = 1 - along if piece.by_block else along
-        found.append(_Piece(piece.index, memory, axis, piece.by_block, tensor.dtype))
+    for which, tensor in enumerate(tensors):
+        if travels[which]:
+            by_block = which == 1 and fmt.block[0] == 1 and fmt.block[1] is not None
+            memory = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            memory = (memory.t() if by_block else memory).contiguous()
+            found.append(
+                _Piece(which, memory, 1 - along if by_block else along, by_block, tensor.dtype)
+            )
     return found
 
 
@@ -62,12 +64,12 @@ class SequenceLayout:
     Attributes:
         group: Name of the process group.
         num_ranks: ``R``.
-        num_sequences: ``B``; 1 where the sequence is the first dimension.
+        batched: Whether sequences are behind a batch; otherwise ``B`` is 1.
     """
 
     group: str
     num_ranks: int
-    num_sequences: int
+    batched: bool
 
     def start(self, face: Face, direction: str) -> list[Tensor]:
         """Begin to gather what travels of a face of this rank's tokens."""
@@ -76,29 +78,30 @@ class SequenceLayout:
             for piece in _travelling(face, direction)
         ]
 
-    def finish(self, face: Face, direction: str, parts: list[Tensor]) -> Face:
+    def finish(self, face: Face, direction: str, parts: list[Tensor], shape: torch.Size) -> Face:
         """Return the face of all tokens.
 
         Args:
             face: That of this rank's tokens.
             direction: Which one it is.
             parts: What ``start`` returned.
+            shape: Of this rank's activation.
         """
+        batch = shape[0] if self.batched else 1
         tensors = list(face.tensors())
         for piece, part in zip(_travelling(face, direction), parts, strict=True):
             gathered = c10d.wait_tensor(part).view(self.num_ranks, *piece.memory.shape)
-            whole = self._in_order(gathered, piece.axis).view(piece.dtype)
+            whole = self._in_order(gathered, piece.axis, batch).view(piece.dtype)
             tensors[piece.which] = whole.t() if piece.by_block else whole
         return Face.of(tensors, face.kind)
 
-    def _in_order(self, gathered: Tensor, axis: int) -> Tensor:
+    def _in_order(self, gathered: Tensor, axis: int, batch: int) -> Tensor:
         """Return parts ``[R, a, b]``, whose tokens are along ``axis`` of ``[a, b]``, one after the
         other.
         """
         ranks, a, b = gathered.shape
-        batch = self.num_sequences
         if axis == 0:
-            if batch == 1:
+            if not self.batched:
                 return gathered.reshape(ranks * a, b)
             split = gathered.view(ranks, batch, a // batch, b)
             return split.transpose(0, 1).reshape(ranks * a, b)

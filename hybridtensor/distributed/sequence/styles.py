@@ -18,6 +18,7 @@ from hybridtensor.distributed.sequence.gather import Gathering, GatherInput, Sca
 from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.plan import SequencePlan, sequence_plan
 from hybridtensor.dtensor import local
+from hybridtensor.linear.layer_forward import recipe_of, runs_linear
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import Quantizer
@@ -101,9 +102,10 @@ class _Preparation:
                 f"PrepareModuleInput: as many inputs as layouts, {len(layouts)}, are required, got {len(args)}"
             )
         layers = self.layers(module)
+        pairs = zip(layouts, desired, strict=True) if layouts else [(None, None)] * len(args)
         made = [
             self._prepared(layers, x, layout, wanted)
-            for x, layout, wanted in zip(args, layouts, desired, strict=True)
+            for x, (layout, wanted) in zip(args, pairs, strict=True)
         ]
         named = {
             name: self._prepared(
@@ -114,7 +116,7 @@ class _Preparation:
             )
             for name, x in kwargs.items()
         }
-        return (tuple(made) if layouts else args), named
+        return tuple(made), named
 
     def layers(self, module: nn.Module) -> list[nn.Linear]:
         """Return the column-parallel layers of the module."""
@@ -201,12 +203,22 @@ def travels(module: nn.Module) -> list[Travels]:
         elif isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear):
             if isinstance(style.input_layouts[0], Shard):
                 found.append(_of_input([module]))
-        elif isinstance(style, PrepareModuleInput):
+        elif isinstance(style, PrepareModuleInput) and _gathers(style):
             layers = [
                 m for m in module.modules() if isinstance(m, nn.Linear) and _is_column_parallel(m)
             ]
             found.append(_of_input(layers))
     return found
+
+
+def _gathers(style: PrepareModuleInput) -> bool:
+    """Return whether a style gathers anything."""
+    given = [*(style.input_layouts or ()), *style.input_kwarg_layouts.values()]
+    wanted = [*(style.desired_input_layouts or ()), *style.desired_input_kwarg_layouts.values()]
+    return any(
+        isinstance(a, Shard) and isinstance(b, Replicate)
+        for a, b in zip(given, wanted, strict=True)
+    )
 
 
 _ANY = 1 << 20  # tokens that no block cuts
@@ -230,8 +242,13 @@ def _of_input(layers: list[nn.Linear]) -> Travels:
 
 def _of_gradient(layer: nn.Linear) -> Travels:
     config = config_of([layer])
-    if config is None or layer.bias is not None:
-        why = "it is not quantized" if config is None else "the bias needs a sum of values"
+    if config is None or not _takes_faces(layer):
+        why = (
+            "the bias needs a sum of values"
+            if layer.bias is not None
+            else "its forward is not Linear's"
+        )
+        why = "it is not quantized" if config is None else why
         return Travels("grad_output", "", "values", why)
     plan = gradient_plan(config, _ANY, 2)
     sent = "values" if plan.reason else f"rowwise, {config.grad_output.rowwise_format}"
@@ -268,6 +285,27 @@ def config_of(layers: Sequence[nn.Linear]) -> HybridConfig | None:
     return found
 
 
+def _takes_faces(layer: nn.Linear) -> bool:
+    """Return whether the product is the last that a layer does, so that its gradient may be
+    quantized.
+    """
+    return layer.bias is None and runs_linear(layer)
+
+
+def _require_common_scales(layer: nn.Linear, mesh: DeviceMesh) -> None:
+    """Raise ValueError where ranks that send each other bytes have delayed scales of their own."""
+    recipe = None if torch.compiler.is_compiling() else recipe_of(layer)
+    if recipe is None or recipe.state.encode_scale is None:
+        return
+    groups = recipe.state.ranks.groups
+    if None in groups or mesh.get_group() in groups:
+        return
+    raise ValueError(
+        f"linear: layer {recipe.state.name} has delayed scales, which tensor-parallel ranks must have "
+        "in common, got ranks without them; call hybridtensor.set_mesh_ with the tp dimension"
+    )
+
+
 def _is_even(x: DTensor) -> bool:
     """Return whether all ranks have as many tokens: what a gather of bytes takes."""
     (layout,) = x.placements
@@ -300,6 +338,7 @@ def gathered_input(
         x = x.to_local()
     if config_of(layers) is None or tokens_of(x, layout) is None or not isinstance(layout, Shard):
         return None
+    _require_common_scales(layers[0], mesh)
     needed = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)
     weight: Any = layers[0].weight
     dim, several = layout.dim % x.dim(), len(layers) > 1
@@ -339,11 +378,12 @@ def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | No
     """Return this rank's tokens of a sum over ranks, whose gradient is gathered quantized where one
     payload has both faces; None if they are no tokens, or the layer needs the gradient's values.
     """
-    if not isinstance(y, DTensor) or config_of([layer]) is None or layer.bias is not None:
+    if not isinstance(y, DTensor) or config_of([layer]) is None or not _takes_faces(layer):
         return None
     count = tokens_of(y, layout)
     if count is None or not isinstance(layout, Shard) or count % y.device_mesh.size():
         return None
+    _require_common_scales(layer, y.device_mesh)
     weight: Any = layer.weight
     scattered: Tensor = _scatter_output(y, weight, layout.dim % y.dim())
     return scattered
@@ -385,4 +425,4 @@ _logger = logging.getLogger("hybridtensor")
 
 
 def _layout(x: Tensor, mesh: DeviceMesh, dim: int) -> SequenceLayout:
-    return SequenceLayout(mesh.get_group().group_name, mesh.size(), x.shape[0] if dim else 1)
+    return SequenceLayout(mesh.get_group().group_name, mesh.size(), dim > 0)
