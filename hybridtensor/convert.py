@@ -88,11 +88,16 @@ def quantize_(
         _convert(layer, module, config, persistent)
     _share_inputs(model, plan, root)
     watch(model)
-    for owner in model.modules():  # an embedding may be tied to a layer
-        if any(is_converted(parameter) for parameter in owner._parameters.values()):
-            give_plain_values_(owner)
+    _give_plain_values_to_all(model)
     _tell_what_is_left(model)
     return model
+
+
+def _give_plain_values_to_all(model: nn.Module) -> None:
+    """Have every holder of a converted weight save it plain: an embedding may be tied to a layer."""
+    for owner in model.modules():
+        if any(is_converted(parameter) for parameter in owner._parameters.values()):
+            give_plain_values_(owner)
 
 
 def _tell_what_is_left(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
-from hybridtensor.distributed.sequence.styles import travels
+from hybridtensor.distributed.sequence.travels import travels
 from hybridtensor.formats import Format
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.ops.scaled_mm import select_backend

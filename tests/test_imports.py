@@ -21,7 +21,8 @@ LAYERS = [
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
-    "identity_tensor", "sharded_face", "hybrid_tensor", "followers", "master_tensor", "quantizing", "operators",
+    "identity_tensor", "sharded_face", "faces", "hybrid_tensor", "followers", "master_tensor", "quantizing",
+    "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]
 

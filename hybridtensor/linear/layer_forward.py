@@ -251,7 +251,7 @@ class _AtWeight(TorchFunctionMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor."""
+    """Return a number that identifies the memory of a tensor."""
     address: int = tensor.untyped_storage()._cdata
     return address
 

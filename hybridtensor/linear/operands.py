@@ -3,9 +3,9 @@
 An operand gives its rowwise face to the product of the forward, says which tensors backward needs,
 and gives its columnwise face back from them::
 
-    operand.rowwise()         # forward
-    operand.save()            # forward: plain tensors for backward, a list that never depends on
-    the phase operand.columnwise(saved) # backward
+    operand.rowwise()  # forward
+    operand.save()  # forward: plain tensors, a list that never depends on the phase
+    operand.columnwise(saved)  # backward
 
 | class | from |
 |---|---|
@@ -35,7 +35,7 @@ from hybridtensor.subclasses import (
     MasterWeight,
     QuantizedTensor,
 )
-from hybridtensor.subclasses.hybrid_tensor import columnwise_face, rowwise_face
+from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
 from hybridtensor.subclasses.operators.matmul import take_face
 from hybridtensor.subclasses.sharded_face import ShardedFace
 
@@ -206,7 +206,7 @@ class ShardedInput(Operand):
         return face
 
     def _quantized(self, whole: Face) -> Face:
-        """Return what was gathered, quantized if only values could be."""
+        """Return the gathered face, or that of gathered values, quantized now."""
         if not self._quantize:
             return whole
         column = self._config.input.faces(

@@ -1,7 +1,8 @@
 """The tensor classes; what they answer to aten operators is in ``operators``."""
 
 from hybridtensor.subclasses import operators, quantizing  # noqa: F401  (fill the tables, and add methods to quantizers)
-from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor
+from hybridtensor.subclasses.faces import FaceTensor
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.op_table import OpTable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor
+from hybridtensor.subclasses.faces import FaceTensor
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.wrapper import WrapperTensor

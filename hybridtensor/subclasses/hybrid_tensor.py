@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_kind
-from hybridtensor.ops import Face, Faces, columnwise_of, high_precision
+from hybridtensor.ops import Faces
 from hybridtensor.ops.library import is_traced
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses.faces import FaceTensor, columnwise_face, rowwise_face
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, View, is_same, whole
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -21,7 +22,6 @@ from hybridtensor.subclasses.sharded_face import ShardedFace
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride
 
-FaceTensor = QuantizedTensor | IdentityTensor
 _FACE = (QuantizedTensor, IdentityTensor, ShardedFace, type(None))
 _CONFIG = (HybridConfig, type(None))
 _OPPOSITE = {"rowwise": "columnwise", "columnwise": "rowwise"}
@@ -346,62 +346,6 @@ def _precision(face: FaceTensor) -> tuple[bool, int, bool, bool]:
         not leaf.format.hadamard,
         leaf.format.block != (None, None),
     )
-
-
-def rowwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "output") -> Face:
-    """Return the rowwise face of a tensor as the operators see it; one in high precision has
-    ``dtype``.
-    """
-    if isinstance(face, QuantizedTensor):
-        return _face(face, -1, gemm)
-    return high_precision(_matrix(face.dequantize(dtype)))
-
-
-def columnwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input") -> Face:
-    """Return the columnwise face of a tensor as the operators see it; one in high precision has
-    ``dtype``.
-    """
-    if isinstance(face, QuantizedTensor):
-        return _face(face, 0, gemm)
-    if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
-        return columnwise_of(_face(face.source, -1, gemm), dtype)
-    return columnwise_of(high_precision(_matrix(face.dequantize(dtype))), dtype)
-
-
-def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:
-    if face.axis != axis:
-        needed, side = ("rowwise", "left") if axis == -1 else ("columnwise", "right")
-        raise ValueError(
-            f"{gemm}: a {needed} face is required as {side} operand, got the other one, {face!r}; quantize both faces"
-        )
-    return face.face
-
-
-def _matrix(values: Tensor) -> Tensor:
-    return (
-        values if values.dim() == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
-    )
-
-
-def face_tensor(
-    face: Face | None, axis: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
-) -> FaceTensor | None:
-    """Return a face as a tensor of ``shape``.
-
-    Args:
-        face: The face, or None.
-        axis: -1 for a rowwise face, 0 for a columnwise one.
-        shape: Of the tensor that it was made from.
-        dtype: Nominal dtype of the result.
-    """
-    if face is None:
-        return None
-    if face.scale is None:
-        return IdentityTensor(face.qdata.view(shape))
-    if face.dequantized_rowwise is None:
-        return QuantizedTensor(face, axis, dtype, shape)
-    rowwise = Face(face.qdata, face.scale, face.tensor_scale, face.format)
-    return IdentityTensor(QuantizedTensor(rowwise, -1, face.dequantized_rowwise, shape))
 
 
 torch.serialization.add_safe_globals([HybridTensor])

@@ -20,8 +20,9 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
 from hybridtensor.state import Context, LayerState, Section, require_context
+from hybridtensor.subclasses.faces import FaceTensor, face_tensor
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
-from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor, face_tensor
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor

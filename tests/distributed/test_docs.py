@@ -8,8 +8,7 @@ from tensor_parallel import SAME_WEIGHT_GRADIENTS
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.payload import bytes_per_rank
 from hybridtensor.distributed.fsdp.plan import make_plan, pieces
-from hybridtensor.distributed.sequence.plan import sequence_plan
-from hybridtensor.distributed.sequence.styles import gradient_plan
+from hybridtensor.distributed.sequence.plan import gradient_plan, sequence_plan
 
 DOCS = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
 WANTED = ((True, False), (False, True), (True, True))

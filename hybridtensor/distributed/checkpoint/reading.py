@@ -147,7 +147,7 @@ def _read_newest(
 
 
 def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
-    """Return what is wrong with a step, on all ranks the same."""
+    """Return the defects of a step as texts, on all ranks the same."""
     told = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
     wrong = list(dict.fromkeys(text for _, texts in told for text in texts))
     others = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]

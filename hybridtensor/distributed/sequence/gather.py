@@ -20,7 +20,7 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer, Quantizer, tokens
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.hybrid_tensor import face_tensor
+from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.sharded_face import ShardedFace
 
 

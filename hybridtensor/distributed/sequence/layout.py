@@ -37,7 +37,7 @@ class _Piece(NamedTuple):
 
 
 def _travelling(face: Face, direction: str) -> list[_Piece]:
-    """Return what travels of a face of a rank's tokens: all but what all ranks have alike."""
+    """Return the tensors of a face that travel: all but those that all ranks have alike."""
     tensors, along, fmt = face.tensors(), 0 if direction == ROW else 1, face.format
     if face.scale is None:  # values lie as those of the rowwise face, whichever it is
         values = tensors[0].contiguous()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, FacePlan, by_direction, face_plan
 from hybridtensor.quantizers import IdentityQuantizer, OneFormatQuantizer, Quantizer
+from hybridtensor.recipes.config import HybridConfig
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,19 @@ def _sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> Sequenc
 
 def _cut(face: FacePlan, tokens: int) -> str:
     return f"{face.format}: {tokens} tokens of a sequence on a rank cut its blocks"
+
+
+def input_plan(quantizer: Quantizer, tokens: int, num_ranks: int, several: bool) -> SequencePlan:
+    """Return the plan of an input, which ``several`` layers read, or one."""
+    plan = sequence_plan(quantizer, tokens, num_ranks)
+    if plan.reason or not several or quantizer.repeatable:
+        return plan
+    return dataclasses.replace(plan, reason="each layer has its own scales, or draws of its own")
+
+
+def gradient_plan(config: HybridConfig, tokens: int, num_ranks: int) -> SequencePlan:
+    """Return the plan of a gradient, of which backward needs both faces at once."""
+    plan = sequence_plan(config.grad_output, tokens, num_ranks)
+    if plan.reason or plan.column in ("transposed", "rowwise"):
+        return plan
+    return dataclasses.replace(plan, reason="two faces are as many bytes as values")

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.subclasses.hybrid_tensor import FaceTensor, HybridTensor
+from hybridtensor.subclasses.faces import FaceTensor
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor

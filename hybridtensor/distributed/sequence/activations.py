@@ -1,0 +1,166 @@
+"""Activations as layers take them: gathered quantized, or in values where bytes do not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hybridtensor.distributed.sequence.gather import Gathering, GatherInput, ScatterOutput
+from hybridtensor.distributed.sequence.layout import SequenceLayout
+from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
+from hybridtensor.dtensor import local
+from hybridtensor.linear.layer_forward import recipe_of, runs_linear
+from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.ops.library import autocasts
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor
+
+
+def config_of(layers: Sequence[nn.Linear]) -> HybridConfig | None:
+    """Return the recipe by which the inputs of all layers are quantized, or None if they differ."""
+    found = None
+    for layer in layers:
+        weight = layer._parameters.get("weight")
+        part: Any = None if weight is None else local(weight)
+        if not isinstance(part, WEIGHTS) or part.config is None:
+            return None
+        if found is not None and found.input != part.config.input:
+            return None
+        found = part.config
+    return found
+
+
+def takes_faces(layer: nn.Linear) -> bool:
+    """Return whether the product is the last that a layer does, so that its gradient may be
+    quantized.
+    """
+    return layer.bias is None and runs_linear(layer)
+
+
+def _require_common_scales(layer: nn.Linear, mesh: DeviceMesh) -> None:
+    """Raise ValueError where ranks that send each other bytes have delayed scales of their own."""
+    recipe = None if torch.compiler.is_compiling() else recipe_of(layer)
+    if recipe is None or recipe.state.encode_scale is None:
+        return
+    groups = recipe.state.ranks.groups
+    if None in groups or mesh.get_group() in groups:
+        return
+    raise ValueError(
+        f"linear: layer {recipe.state.name} has delayed scales, which tensor-parallel ranks must have "
+        "in common, got ranks without them; call hybridtensor.set_mesh_ with the tp dimension"
+    )
+
+
+def _is_even(x: DTensor) -> bool:
+    """Return whether all ranks have as many tokens: what a gather of bytes takes."""
+    (layout,) = x.placements
+    return not isinstance(layout, Shard) or x.shape[layout.dim] % x.device_mesh.size() == 0
+
+
+def tokens_of(x: Tensor, layout: Placement | None) -> int | None:
+    """Return how many tokens of a sequence this rank has, or None if no tokens are split."""
+    if not isinstance(layout, Shard) or not isinstance(x, Tensor) or not x.is_floating_point():
+        return None
+    dim = layout.dim % x.dim()
+    return x.shape[dim] if dim < min(2, x.dim() - 1) else None
+
+
+def gathered_input(
+    x: Any, layers: Sequence[nn.Linear], layout: Placement, mesh: DeviceMesh
+) -> HybridTensor | DTensor | None:
+    """Return the whole of an input: quantized, or in values where scale blocks do not fit the
+    shards; None if it is none of tokens, or the layers need other faces.
+
+    Args:
+        x: This rank's tokens, or a DTensor of all.
+        layers: What reads it.
+        layout: How it is split.
+        mesh: Over which it is.
+    """
+    if isinstance(x, DTensor):
+        if x.placements != (layout,) or not _is_even(x):
+            return None
+        x = x.to_local()
+    if config_of(layers) is None or tokens_of(x, layout) is None or not isinstance(layout, Shard):
+        return None
+    _require_common_scales(layers[0], mesh)
+    needed = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)
+    weight: Any = layers[0].weight
+    dim, several = layout.dim % x.dim(), len(layers) > 1
+    gathered: HybridTensor | DTensor = _gather_input(x, weight, dim, several, needed)
+    return gathered
+
+
+# Dynamo cannot look into a weight that a graph makes; what traces after it can
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def _gather_input(
+    x: Tensor, weight: DTensor, dim: int, several: bool, columnwise: bool
+) -> HybridTensor | DTensor:
+    part: Any = local(weight)
+    mesh, quantizer = weight.device_mesh, part.config.input
+    if autocasts(x.device.type):  # as the layer would cast what was gathered
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    plan = input_plan(quantizer, x.shape[dim], mesh.size(), several)
+    if plan.reason:
+        _tell_once(part, "input", plan.reason)
+        values = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
+        return values.redistribute(placements=[Replicate()])
+    context = Context("input", part.state, record=torch.is_grad_enabled())
+    layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
+    gathering = Gathering(quantizer, context, plan, layout, dim, columnwise, rank)
+    return GatherInput.apply(x, gathering)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | None:
+    """Return this rank's tokens of a sum over ranks, whose gradient is gathered quantized where one
+    payload has both faces; None if they are no tokens, or the layer needs the gradient's values.
+    """
+    if not isinstance(y, DTensor) or config_of([layer]) is None or not takes_faces(layer):
+        return None
+    count = tokens_of(y, layout)
+    if count is None or not isinstance(layout, Shard) or count % y.device_mesh.size():
+        return None
+    _require_common_scales(layer, y.device_mesh)
+    weight: Any = layer.weight
+    scattered: Tensor = _scatter_output(y, weight, layout.dim % y.dim())
+    return scattered
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def _scatter_output(y: DTensor, weight: DTensor, dim: int) -> Tensor:
+    part: Any = local(weight)
+    mesh = weight.device_mesh
+    plan = gradient_plan(part.config, y.shape[dim] // mesh.size(), mesh.size())
+    if plan.reason:
+        _tell_once(part, "grad_output", plan.reason)
+        return y.redistribute(placements=[Shard(dim)]).to_local()
+    values = y.to_local(grad_placements=[Replicate()])
+    context, rank = Context("grad_output", part.state), mesh.get_local_rank()
+    layout = _layout(values, mesh, dim)
+    gathering = Gathering(part.config.grad_output, context, plan, layout, dim, True, rank)
+    return ScatterOutput.apply(values, gathering)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _tell_once(weight: Any, role: str, reason: str) -> None:
+    """Log why values are gathered, at the first call."""
+    name = "" if weight.state is None else weight.state.name
+    if (name, role, reason) not in _told:
+        _told.add((name, role, reason))
+        _logger.info("layer %s, %s: values are gathered, not bytes: %s", name, role, reason)
+
+
+_told: set[tuple[str, str, str]] = set()
+_logger = logging.getLogger("hybridtensor")
+
+
+def _layout(x: Tensor, mesh: DeviceMesh, dim: int) -> SequenceLayout:
+    return SequenceLayout(mesh.get_group().group_name, mesh.size(), dim > 0)

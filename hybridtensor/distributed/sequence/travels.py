@@ -1,0 +1,108 @@
+"""Say in words what of activations travels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from hybridtensor.distributed.sequence.activations import (
+    config_of,
+    takes_faces,
+)
+from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
+from hybridtensor.distributed.sequence.styles import (
+    STYLES,
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    is_column_parallel,
+)
+from hybridtensor.quantizers import Quantizer
+
+
+class Travels(NamedTuple):
+    """What of an activation ranks send.
+
+    Attributes:
+        tensor: ``"input"`` or ``"grad_output"``.
+        forward: What travels before forward, or "" for nothing.
+        backward: What travels in backward.
+        reason: Why values travel; or how many tokens of a sequence a rank needs a multiple of, for
+            bytes to travel.
+    """
+
+    tensor: str
+    forward: str
+    backward: str
+    reason: str
+
+
+def travels(module: nn.Module) -> list[Travels]:
+    """Return in words what the styles of a module send."""
+    found = []
+    for style in module.__dict__.get(STYLES, ()):
+        if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
+            if isinstance(style.output_layouts[0], Shard):
+                found.append(_of_gradient(module))
+        elif isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear):
+            if isinstance(style.input_layouts[0], Shard):
+                found.append(_of_input([module]))
+        elif isinstance(style, PrepareModuleInput) and _gathers(style):
+            layers = [
+                m for m in module.modules() if isinstance(m, nn.Linear) and is_column_parallel(m)
+            ]
+            found.append(_of_input(layers))
+    return found
+
+
+def _gathers(style: PrepareModuleInput) -> bool:
+    """Return whether a style gathers anything."""
+    given = [*(style.input_layouts or ()), *style.input_kwarg_layouts.values()]
+    wanted = [*(style.desired_input_layouts or ()), *style.desired_input_kwarg_layouts.values()]
+    return any(
+        isinstance(a, Shard) and isinstance(b, Replicate)
+        for a, b in zip(given, wanted, strict=True)
+    )
+
+
+_ANY = 1 << 20  # tokens that no block cuts
+
+
+def _of_input(layers: list[nn.Linear]) -> Travels:
+    config = config_of(layers)
+    if config is None:
+        return Travels(
+            "input", "values", "", "its layers quantize it by different recipes, or not at all"
+        )
+    plan = input_plan(config.input, _ANY, 2, len(layers) > 1)
+    if plan.reason:
+        return Travels("input", "values", "", plan.reason)
+    backward = {
+        "bytes": f"columnwise, {config.input.columnwise_format}", "values": "values", "quantized": "values",
+    }.get(plan.column, "")  # fmt: skip
+    forward = f"rowwise, {config.input.rowwise_format}"
+    return Travels("input", forward, backward, plan.column_reason or _multiple(config.input))
+
+
+def _of_gradient(layer: nn.Linear) -> Travels:
+    config = config_of([layer])
+    if config is None or not takes_faces(layer):
+        why = (
+            "the bias needs a sum of values"
+            if layer.bias is not None
+            else "its forward is not Linear's"
+        )
+        why = "it is not quantized" if config is None else why
+        return Travels("grad_output", "", "values", why)
+    plan = gradient_plan(config, _ANY, 2)
+    sent = "values" if plan.reason else f"rowwise, {config.grad_output.rowwise_format}"
+    return Travels("grad_output", "", sent, plan.reason or _multiple(config.grad_output))
+
+
+def _multiple(quantizer: Quantizer) -> str:
+    """Return the number of tokens that a rank needs a multiple of, in words; or ""."""
+    extents = [quantizer.rowwise_format.block[0], quantizer.columnwise_format.block[1]]
+    most = max(extent or 1 for extent in extents)
+    return f"where a rank has a multiple of {most} tokens of a sequence" if most > 1 else ""

@@ -1,0 +1,68 @@
+"""Between faces as operators see them, matrices, and faces as tensors of any shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops import Face, columnwise_of, high_precision
+from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+
+FaceTensor = QuantizedTensor | IdentityTensor
+
+
+def rowwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "output") -> Face:
+    """Return the rowwise face of a tensor as the operators see it; one in high precision has
+    ``dtype``.
+    """
+    if isinstance(face, QuantizedTensor):
+        return _face(face, -1, gemm)
+    return high_precision(_matrix(face.dequantize(dtype)))
+
+
+def columnwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input") -> Face:
+    """Return the columnwise face of a tensor as the operators see it; one in high precision has
+    ``dtype``.
+    """
+    if isinstance(face, QuantizedTensor):
+        return _face(face, 0, gemm)
+    if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
+        return columnwise_of(_face(face.source, -1, gemm), dtype)
+    return columnwise_of(high_precision(_matrix(face.dequantize(dtype))), dtype)
+
+
+def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:
+    if face.axis != axis:
+        needed, side = ("rowwise", "left") if axis == -1 else ("columnwise", "right")
+        raise ValueError(
+            f"{gemm}: a {needed} face is required as {side} operand, got the other one, {face!r}; quantize both faces"
+        )
+    return face.face
+
+
+def _matrix(values: Tensor) -> Tensor:
+    return (
+        values if values.dim() == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
+    )
+
+
+def face_tensor(
+    face: Face | None, axis: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> FaceTensor | None:
+    """Return a face as a tensor of ``shape``.
+
+    Args:
+        face: The face, or None.
+        axis: -1 for a rowwise face, 0 for a columnwise one.
+        shape: Of the tensor that it was made from.
+        dtype: Nominal dtype of the result.
+    """
+    if face is None:
+        return None
+    if face.scale is None:
+        return IdentityTensor(face.qdata.view(shape))
+    if face.dequantized_rowwise is None:
+        return QuantizedTensor(face, axis, dtype, shape)
+    rowwise = Face(face.qdata, face.scale, face.tensor_scale, face.format)
+    return IdentityTensor(QuantizedTensor(rowwise, -1, face.dequantized_rowwise, shape))
