@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridtensor as ht
 
-SIZES = {"cuda": (Size(layers=4), (4, 8192)), "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512))}
+SIZES = {"cuda": (Size(layers=4), (8, 4096)), "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512))}
 RECIPES = {
     "eager": ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "torchao tensorwise"],
     "compiled": ["fp8", "fp8_rowwise", "torchao tensorwise"],

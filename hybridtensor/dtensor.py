@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeVar, overload
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 T = TypeVar("T", bound=Tensor)
 
@@ -34,3 +35,20 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
     # The private ``_spec`` and constructor: the public ``from_local`` would be recorded by
     # autograd.
     return DTensor(part, like._spec, requires_grad=part.requires_grad)
+
+
+def mesh_along(tensor: DTensor, name: str | None) -> DeviceMesh:
+    """Return the mesh of a tensor, of which a dimension called ``name`` if it has several."""
+    mesh = tensor.device_mesh
+    return mesh if mesh.ndim == 1 or name is None else mesh[name]
+
+
+def placement_along(tensor: DTensor, name: str | None) -> Placement:
+    """Return how a tensor is placed along the dimension of its mesh that is called ``name``."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tensor.placements[names.index(name) if name in names else 0]
+
+
+def name_of(mesh: DeviceMesh) -> str | None:
+    """Return the name of a one-dimensional mesh."""
+    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None

@@ -365,16 +365,22 @@ def under_fsdp(rank, recipe):
     x = data(1, 128, 64, dtype=torch.float32).chunk(4)[rank]
     plan = {name.replace("0", "inner"): style for name, style in styles(our_styles, 0).items()}
     losses = {}
-    for how in ("cut", "sharded", "compiled"):
+    for how in ("cut", "sharded", "layers", "compiled"):
         torch._dynamo.reset()
         model = ht.quantize_(nn.Sequential(Residual(), Residual()), recipe)
         for layer in model:
             parallelize_module(layer, mesh["tp"], plan)
         ht.set_mesh_(model, mesh)
+        said = ht.explain(model, show=False).sequence
         for layer in model if how != "cut" else ():
             if how == "compiled":
                 layer.compile(backend="aot_eager", fullgraph=True)
+            for inner in layer.modules() if how == "layers" else ():
+                if isinstance(inner, nn.Linear):
+                    fully_shard(inner, mesh=mesh["dp"])
             fully_shard(layer, mesh=mesh["dp"])
+        if how == "layers":
+            assert ht.explain(model, show=False).sequence == said
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses[how] = []
         for _ in range(3):
@@ -387,7 +393,7 @@ def under_fsdp(rank, recipe):
             optimizer.zero_grad()
             ht.step_(model)
             losses[how].append(loss.item())
-    assert losses["cut"] == losses["sharded"] == losses["compiled"]
+    assert losses["cut"] == losses["sharded"] == losses["layers"] == losses["compiled"]
     assert losses["cut"][2] < losses["cut"][0]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hybridtensor.distributed.sequence.gather import Gathering, GatherInput, ScatterOutput
 from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
-from hybridtensor.dtensor import local
+from hybridtensor.dtensor import local, mesh_along, name_of
 from hybridtensor.linear.layer_forward import recipe_of, runs_linear
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops.library import autocasts
@@ -50,12 +51,18 @@ def _require_common_scales(layer: nn.Linear, mesh: DeviceMesh) -> None:
     if recipe is None or recipe.state.encode_scale is None:
         return
     groups = recipe.state.ranks.groups
-    if None in groups or mesh.get_group() in groups:
+    # by their ranks: DTensor may bring another mesh of the same ranks, which it met before
+    if None in groups or _ranks_of(mesh.get_group()) in map(_ranks_of, groups):
         return
     raise ValueError(
         f"linear: layer {recipe.state.name} has delayed scales, which tensor-parallel ranks must have "
         "in common, got ranks without them; call hybridtensor.set_mesh_ with the tp dimension"
     )
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
 
 
 def _is_even(x: DTensor) -> bool:
@@ -94,7 +101,7 @@ def gathered_input(
     needed = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)
     weight: Any = layers[0].weight
     dim, several = layout.dim % x.dim(), len(layers) > 1
-    gathered: HybridTensor | DTensor = _gather_input(x, weight, dim, several, needed)
+    gathered: HybridTensor | DTensor = _gather_input(x, weight, dim, name_of(mesh), several, needed)
     return gathered
 
 
@@ -103,10 +110,10 @@ def gathered_input(
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def _gather_input(
-    x: Tensor, weight: DTensor, dim: int, several: bool, columnwise: bool
+    x: Tensor, weight: DTensor, dim: int, name: str | None, several: bool, columnwise: bool
 ) -> HybridTensor | DTensor:
-    part: Any = local(weight)
-    mesh, quantizer = weight.device_mesh, part.config.input
+    part: Any = local(weight)  # the layer's own FSDP2 gathers it later
+    mesh, quantizer = mesh_along(weight, name), part.config.input
     if autocasts(x.device.type):  # as the layer would cast what was gathered
         x = x.to(torch.get_autocast_dtype(x.device.type))
     plan = input_plan(quantizer, x.shape[dim], mesh.size(), several)
@@ -131,14 +138,14 @@ def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | No
         return None
     _require_common_scales(layer, y.device_mesh)
     weight: Any = layer.weight
-    scattered: Tensor = _scatter_output(y, weight, layout.dim % y.dim())
+    scattered: Tensor = _scatter_output(y, weight, layout.dim % y.dim(), name_of(y.device_mesh))
     return scattered
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
-def _scatter_output(y: DTensor, weight: DTensor, dim: int) -> Tensor:
+def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> Tensor:
     part: Any = local(weight)
-    mesh = weight.device_mesh
+    mesh = mesh_along(weight, name)
     plan = gradient_plan(part.config, y.shape[dim] // mesh.size(), mesh.size())
     if plan.reason:
         _tell_once(part, "grad_output", plan.reason)

@@ -15,6 +15,7 @@ from hybridtensor.distributed.sequence.activations import (
     gathered_input,
     scattered_output,
 )
+from hybridtensor.dtensor import name_of, placement_along
 from hybridtensor.subclasses import HybridTensor
 
 
@@ -29,7 +30,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mark(module, self)
+        mark(module, self, device_mesh)
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -63,7 +64,7 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mark(module, self)
+        mark(module, self, device_mesh)
         module.register_forward_pre_hook(
             _Preparation(self, device_mesh, _names(module)), with_kwargs=True
         )
@@ -112,7 +113,7 @@ class _Preparation:
     def layers(self, module: nn.Module) -> list[nn.Linear]:
         """Return the column-parallel layers of the module."""
         found: list[Any] = [module.get_submodule(name) for name in self.names]
-        return [layer for layer in found if is_column_parallel(layer)]
+        return [layer for layer in found if is_column_parallel(layer, self.mesh)]
 
     def _prepared(
         self, layers: list[nn.Linear], x: Any, layout: Placement | None, wanted: Placement | None
@@ -137,7 +138,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mark(module, self)
+        mark(module, self, device_mesh)
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -162,15 +163,15 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 STYLES = "_hybridtensor_styles"
 
 
-def mark(module: nn.Module, style: ParallelStyle) -> None:
-    """Have ``explain`` find the style of a module."""
-    module.__dict__[STYLES] = (*module.__dict__.get(STYLES, ()), style)
+def mark(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Have ``explain`` find the style of a module, and its mesh."""
+    module.__dict__[STYLES] = (*module.__dict__.get(STYLES, ()), (style, mesh))
 
 
 def _names(module: nn.Module) -> list[str]:
     return [name for name, layer in module.named_modules() if name and isinstance(layer, nn.Linear)]
 
 
-def is_column_parallel(layer: nn.Module) -> bool:
+def is_column_parallel(layer: nn.Module, mesh: DeviceMesh) -> bool:
     weight = layer._parameters.get("weight")
-    return isinstance(weight, DTensor) and Shard(0) in weight.placements
+    return isinstance(weight, DTensor) and placement_along(weight, name_of(mesh)) == Shard(0)

@@ -42,7 +42,7 @@ class Travels(NamedTuple):
 def travels(module: nn.Module) -> list[Travels]:
     """Return in words what the styles of a module send."""
     found = []
-    for style in module.__dict__.get(STYLES, ()):
+    for style, mesh in module.__dict__.get(STYLES, ()):
         if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
             if isinstance(style.output_layouts[0], Shard):
                 found.append(_of_gradient(module))
@@ -51,7 +51,9 @@ def travels(module: nn.Module) -> list[Travels]:
                 found.append(_of_input([module]))
         elif isinstance(style, PrepareModuleInput) and _gathers(style):
             layers = [
-                m for m in module.modules() if isinstance(m, nn.Linear) and is_column_parallel(m)
+                m
+                for m in module.modules()
+                if isinstance(m, nn.Linear) and is_column_parallel(m, mesh)
             ]
             found.append(_of_input(layers))
     return found
