@@ -5,6 +5,7 @@ Start it with torchrun, one process per GPU: ``torchrun --nproc-per-node=2 bench
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from common import arguments, report, time_alternating
 from llama import Llama, Size
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
@@ -25,9 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybridtensor as ht
 
 SIZES = {"cuda": (Size(layers=4), (8, 4096)), "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512))}
+SEQUENCE = (1, 16384)  # what symmetric memory's operators take: tokens of ranks one after the other
 RECIPES = {
     "eager": ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "torchao tensorwise"],
     "compiled": ["fp8", "fp8_rowwise", "torchao tensorwise"],
+    "fused": ["fp8", "fp8 fused", "bf16 fused", "torchao tensorwise", "torchao tensorwise fused"],
 }
 LEAD, STEPS = 2, 4
 
@@ -74,15 +78,17 @@ def convert(model: Llama, recipe: str) -> None:
 
 
 def training(recipe: str, mode: str, kind: str, mesh: DeviceMesh) -> Callable[[], None]:
-    """Return one training step of this rank."""
+    """Return one training step of this rank; a compiled one has run once."""
     torch.manual_seed(0)
-    size, batch = SIZES[kind]
+    (size, batch), fused = SIZES[kind], recipe.endswith(" fused")
+    batch = SEQUENCE if mode == "fused" and kind == "cuda" else batch
+    recipe = recipe.removesuffix(" fused")
     with torch.device(kind):
         model = Llama(size).to(torch.bfloat16)
     convert(model, recipe)
     for block in model.blocks:
         parallelize_module(block, mesh, plan(block, recipe))
-        if mode == "compiled":
+        if mode != "eager":
             block.compile()
     ends = {
         "embedding": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=True),
@@ -99,6 +105,9 @@ def training(recipe: str, mode: str, kind: str, mesh: DeviceMesh) -> Callable[[]
         optimizer.step()
         optimizer.zero_grad()
 
+    # torch's pass, which looks for gathers that products read, and products that are scattered
+    with torch._inductor.config.patch(_micro_pipeline_tp=fused):
+        step()
     return step
 
 
@@ -155,11 +164,13 @@ def gathering(step: Callable[[], None], mode: str, kind: str) -> dict[str, float
 def measure(mode: str, kind: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per recipe."""
     mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    tokens = SIZES[kind][1][0] * SIZES[kind][1][1]
+    if mode == "fused" and kind == "cuda":
+        symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
+    tokens = math.prod(SEQUENCE if mode == "fused" and kind == "cuda" else SIZES[kind][1])
     baseline, rows = training("bf16", mode, kind, mesh), []
     for recipe in RECIPES[mode]:
-        if kind == "cpu" and recipe.startswith("torchao"):
-            continue  # gloo gathers no FP8
+        if kind == "cpu" and ("torchao" in recipe or "fused" in recipe):
+            continue  # gloo gathers no FP8, symmetric memory is of GPUs
         step = training(recipe, mode, kind, mesh)
         times = time_alternating({"bf16": baseline, recipe: step}, kind, repeats, lead=LEAD, count=STEPS)
         if not rows:
@@ -182,7 +193,7 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     torch._dynamo.config.recompile_limit = 64
-    modes = os.environ.get("MODES", "eager compiled").split()
+    modes = os.environ.get("MODES", "eager compiled fused").split()
     rows = [r for mode in modes for r in measure(mode, kind, min(options.repeats, 3))]
     if dist.get_rank() == 0:
         report(f"tensor_parallel_{dist.get_world_size()}_ranks", rows, options)

@@ -34,6 +34,8 @@ class NativeKind(NamedTuple):
         end: First compute capability that has it no more.
         bf16_only: Whether results are bfloat16 only.
         multiply: The function.
+        in_graphs: Whether graphs have torch's operator itself, which compilers know, in place of
+            ``hybridtensor::scaled_mm``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class NativeKind(NamedTuple):
     end: Version
     bf16_only: bool
     multiply: Callable[[Face, Face, Tensor | None, torch.dtype, bool], Tensor]
+    in_graphs: bool = False
 
 
 _PER_TENSOR = (None, None)
@@ -209,8 +212,8 @@ def pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
 
-_TENSOR = NativeKind("torch._scaled_mm per tensor", (8, 9), _NEVER, False, _multiply_whole)
-_ROW = NativeKind("torch._scaled_mm per row", (9, 0), _NEVER, True, _multiply_whole)
+_TENSOR = NativeKind("torch._scaled_mm per tensor", (8, 9), _NEVER, False, _multiply_whole, True)
+_ROW = NativeKind("torch._scaled_mm per row", (9, 0), _NEVER, True, _multiply_whole, True)
 _BLOCK = NativeKind("torch scaled_mm 1x128 / 128x128", (9, 0), (9, 1), False, _multiply_blocks)
 _MX = NativeKind(
     "torch scaled_mm 1x32 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_mx

@@ -17,7 +17,7 @@ from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
 from hybridtensor.ops.flops import count_as_product
-from hybridtensor.ops.library import autocasts, define, runs_directly
+from hybridtensor.ops.library import autocasts, define, is_traced, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
 
@@ -111,6 +111,13 @@ def _native(
     return native_kind(left, right)
 
 
+def _is_known_to_compilers(left: Face, right: Face, out_dtype: torch.dtype) -> bool:
+    """Return whether a graph may have torch's own operator: of known sizes, whose padding is no guard."""
+    kind = _native(left.format, right.format, out_dtype, left.qdata.device)
+    sizes = (*left.qdata.shape, *right.qdata.shape)
+    return kind is not None and kind.in_graphs and all(type(size) is int for size in sizes)
+
+
 def _fake(
     left: list[Tensor],
     left_format: str,
@@ -160,6 +167,8 @@ def scaled_mm(
     """
     _check_operands(left, right, bias)
     if runs_directly(left.qdata):
+        return _multiply(left, right, bias, out_dtype, fast_accum)
+    if is_traced() and _is_known_to_compilers(left, right, out_dtype):
         return _multiply(left, right, bias, out_dtype, fast_accum)
     operands = left.tensors(), left.format.name, right.tensors(), right.format.name
     out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)

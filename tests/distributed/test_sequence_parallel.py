@@ -13,6 +13,8 @@ from tensor_parallel import cut, data, make, step, tp_mesh, whole
 from tiers import long
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
+from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -131,7 +133,8 @@ class Collectives(TorchDispatchMode):
         name = str(func).removeprefix("_c10d_functional.").removesuffix(".default")
         if "_c10d_functional" in str(func) and "wait" not in name and "wrap" not in name:
             count = args[0].nbytes // (2 if "scatter" in name else 1)
-            self.sent.append(f"{NAMES[name]} {str(args[0].dtype).removeprefix('torch.')} {count}")
+            dtype = torch.uint8 if args[0].itemsize == 1 else args[0].dtype  # NCCL knows FP8
+            self.sent.append(f"{NAMES[name]} {str(dtype).removeprefix('torch.')} {count}")
         return out
 
 
@@ -213,6 +216,33 @@ def compiled(rank, recipes):
 def test_one_graph_that_sends_as_much(two):
     """One forward and one backward graph, with the collectives of eager mode: siblings share theirs."""
     two.run(compiled, ["mxfp8", "fp8", "fp8_rowwise", "fp8_delayed"])
+
+
+def in_symmetric_memory(rank, recipe):
+    mesh = tp_mesh()
+    symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
+    x, grad = (data(seed, 256, 64).chunk(2)[rank] for seed in (1, 2))
+    results = []
+    for switch in (False, True):
+        torch._dynamo.reset()
+        made = torch.compile(nn.Sequential(block(recipe, mesh, our_styles)), fullgraph=True)
+        with torch._inductor.config.patch(_micro_pipeline_tp=switch, force_disable_caches=True):
+            result, codes = run_and_get_code(lambda made=made: step(made, x, grad))
+        for operator in ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"):
+            assert any(operator in code for code in codes) == switch, (operator, switch)
+        results.append(result)
+    (y, dx, grads), (other_y, other_dx, other_grads) = results
+    for one, other in ((y, other_y), (dx, other_dx), *((grads[name], other_grads[name]) for name in grads)):
+        # the same products, in parts: their sums are rounded to bfloat16 once more, before ranks add them
+        assert (one - other).norm() <= 2**-8 * other.norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
+def test_torch_fuses_gathers_with_products(two, recipe):
+    if two.device != "cuda":
+        pytest.skip("symmetric memory is of GPUs")
+    two.run(in_symmetric_memory, recipe)
 
 
 def recomputed(rank):

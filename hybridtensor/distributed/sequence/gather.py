@@ -154,6 +154,9 @@ class ScatterOutput(torch.autograd.Function):
 
 def scattered(x: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
     """Return this rank's part of the sum of ``x`` over the ranks, split along ``dim``."""
+    if dim and x.shape[0] == 1:  # one sequence lies as it is sent
+        part = (1, x.shape[1] // layout.num_ranks, *x.shape[2:])
+        return scattered(x.reshape(x.shape[1:]), 0, layout).view(part)
     if dim:  # what a rank gets has to lie together
         x = torch.cat(x.chunk(layout.num_ranks, dim))
     out = c10d.reduce_scatter_tensor(x.contiguous(), "sum", layout.num_ranks, layout.group)

@@ -49,12 +49,18 @@ def _travelling(face: Face, direction: str) -> list[_Piece]:
     for which, tensor in enumerate(tensors):
         if travels[which]:
             by_block = which == 1 and fmt.block[0] == 1 and fmt.block[1] is not None
-            memory = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            memory = tensor.view(torch.uint8) if _as_bytes(tensor) else tensor
             memory = (memory.t() if by_block else memory).contiguous()
             found.append(
                 _Piece(which, memory, 1 - along if by_block else along, by_block, tensor.dtype)
             )
     return found
+
+
+def _as_bytes(tensor: Tensor) -> bool:
+    """Return whether backends know no such numbers: NCCL knows those of FP8, gloo none."""
+    known = tensor.is_cuda and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return tensor.itemsize == 1 and not known
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,21 @@ class SequenceLayout:
         batch = shape[0] if self.batched else 1
         tensors = list(face.tensors())
         for piece, part in zip(_travelling(face, direction), parts, strict=True):
-            gathered = c10d.wait_tensor(part).view(self.num_ranks, *piece.memory.shape)
-            whole = self._in_order(gathered, piece.axis, batch).view(piece.dtype)
+            whole = c10d.wait_tensor(part)
+            if piece.axis or batch != 1:  # else no view: compilers look for products of a gather
+                whole = self._in_order(whole, piece.axis, batch)
+            if whole.dtype != piece.dtype:
+                whole = whole.view(piece.dtype)
             tensors[piece.which] = whole.t() if piece.by_block else whole
         return Face.of(tensors, face.kind)
 
     def _in_order(self, gathered: Tensor, axis: int, batch: int) -> Tensor:
-        """Return parts ``[R, a, b]``, whose tokens are along ``axis`` of ``[a, b]``, one after the
+        """Return parts ``[R * a, b]``, whose tokens are along ``axis`` of ``[a, b]``, one after the
         other.
         """
-        ranks, a, b = gathered.shape
+        gathered = gathered.view(torch.uint8) if gathered.itemsize == 1 else gathered
+        ranks, a, b = self.num_ranks, gathered.shape[0] // self.num_ranks, gathered.shape[1]
         if axis == 0:
-            if not self.batched:
-                return gathered.reshape(ranks * a, b)
             split = gathered.view(ranks, batch, a // batch, b)
             return split.transpose(0, 1).reshape(ranks * a, b)
         split = gathered.view(ranks, a, batch, b // batch)
