@@ -113,6 +113,14 @@ def test_fsdp_table():
     ]
 
 
+def test_tensor_parallel_table():
+    rows = results("tensor_parallel_2_ranks_nvidia_h200")["rows"]
+    assert table("tensor_parallel_2_ranks_nvidia_h200") == [
+        [r["mode"], r["recipe"], f"{r['tokens/s']:.0f}", f"{r['over BF16']:.2f}x", f"{r['gathers ms']:.1f}"]
+        for r in rows
+    ]
+
+
 def test_convergence_table():
     record = results("convergence_nvidia_h200")
     assert table("convergence_nvidia_h200") == [

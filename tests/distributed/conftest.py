@@ -65,6 +65,7 @@ def serve(rank, size, path, device, pipe):
     """Run what comes through ``pipe`` until None comes."""
     join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # in a thread that ran nothing before
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of any cut layer that FSDP2 wraps alone
     while (work := pipe.recv()) is not None:
         body, args = work

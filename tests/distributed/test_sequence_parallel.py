@@ -2,6 +2,8 @@
 quantized then. Oracle: torch's own styles, whose inputs and gradients are gathered before layers quantize them.
 """
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,7 +222,8 @@ def test_one_graph_that_sends_as_much(two):
 
 def in_symmetric_memory(rank, recipe):
     mesh = tp_mesh()
-    symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # says it is not needed, but the pass asks
+        symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
     x, grad = (data(seed, 256, 64).chunk(2)[rank] for seed in (1, 2))
     results = []
     for switch in (False, True):
