@@ -19,7 +19,7 @@ from hybridtensor import formats
 from hybridtensor.arguments import require_flag, require_module, told, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
-from hybridtensor.linear.layer_forward import recipe_of
+from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS
@@ -159,7 +159,7 @@ class _Recorder:
         backend = select_backend(a, b, dtype, left.qdata.device)
         self.products[id(layer), gemm, a, b, backend.name] += 1
         if not (a.is_identity and b.is_identity):
-            rows, columns = left.qdata.shape[0], right.qdata.shape[0]
+            rows, columns = left.qdata.shape[0], right.qdata.shape[-2]
             extent = left.qdata.shape[1] * left.format.elements_per_byte
             self.operations += 2 * rows * columns * extent
 
@@ -313,10 +313,10 @@ def _report(model: nn.Module, recorder: _Recorder, total: int) -> Check:
     """Return the record of a run, in the order of the model's layers."""
     layers: dict[int, list[str]] = {}
     configs = {}
-    for name, module in model.named_modules():
-        recipe = recipe_of(module)
+    for one in layers_of(model):
+        recipe = one.recipe
         if recipe is not None:
-            layers.setdefault(id(recipe.state), []).append(name or "<root>")
+            layers.setdefault(id(recipe.state), []).append(one.name or "<root>")
             configs[id(recipe.state)] = recipe.config
     products = []
     for key, names in layers.items():

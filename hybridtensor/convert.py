@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,15 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.arguments import require_flag, require_function, require_module, require_text
+from hybridtensor.arguments import (
+    require_flag,
+    require_function,
+    require_items,
+    require_module,
+    require_text,
+)
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local, with_local
-from hybridtensor.linear.layer_forward import recipe_of, set_recipe
+from hybridtensor.layers import Layer, layers_of
+from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage, linear_modules
+from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
 from hybridtensor.state import LayerState
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
@@ -40,24 +48,26 @@ def quantize_(
     keep_bf16: Iterable[str] = (),
     persistent: bool = False,
     name: str | None = None,
+    transposed: Iterable[str] = (),
 ) -> nn.Module:
-    """Swap the weights of the linear layers of ``model``, in place, for weights that quantize their
-    products.
+    """Swap the weights of the linear layers and experts of ``model``, in place, for weights that
+    quantize their products.
 
     Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers
     made before keep working. Calling it again changes the recipe. By default the output head,
-    routers and gates are left alone (``explain(model)`` says which and why). What is left plain is
-    logged (logger ``hybridtensor``): as a warning, if a large matrix is no linear layer's, such as
-    stacked experts.
+    routers and gates are left alone (``explain(model)`` says which and why), and parameters of three
+    dimensions are experts' weights if ``num_experts`` of their module is the first extent. What is
+    left plain is logged (logger ``hybridtensor``): as a warning, if a large matrix is neither a
+    linear layer's nor experts'.
 
     Args:
-        model: Any module; its linear layers are found at every depth, the root included.
+        model: Any module; its layers are found at every depth, the root included.
         recipe: A name or spec (``"fp8"``, ``"fp8/fp8_rowwise/bf16"``, ``"fp8+dequantized"``; see
             ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory
-            ``QuantizerRole -> Quantizer``, or torchao's ``FqnToConfig`` from names and ``re:``
+            ``QuantizerRole -> Quantizer``, ``recipes.by_type``, or torchao's ``FqnToConfig`` from names and ``re:``
             patterns to any of the first two (None leaves a layer alone).
-        filter_fn: ``(module, name) -> bool``, which linear layers to convert, instead of the
-            default.
+        filter_fn: ``(module, name) -> bool``, which layers to convert, instead of the default; for
+            experts the name is that of the parameter.
         keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose
             them; also patterns (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and
             last blocks.
@@ -68,6 +78,8 @@ def quantize_(
             rounding draws by a layer's name. A layer that is ``model`` itself and has no name draws
             its key from torch's generator, if it rounds at random; ranks that share the layer seed
             alike, or give the name.
+        transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where
+            their module has no ``is_transposed`` that says so; all others are ``[E, out, in]``.
 
     Returns:
         ``model``.
@@ -83,14 +95,36 @@ def quantize_(
     require_function("quantize_", "filter_fn", filter_fn)
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
+    plan = _with_layouts(plan, transposed)
     _check_plan(plan, model, root, persistent)  # before anything changes
-    for layer, module, config in plan:
-        _convert(layer, module, config, persistent)
+    for layer, config in plan:
+        _convert(layer, config, persistent)
     _share_inputs(model, plan, root)
     watch(model)
     _give_plain_values_to_all(model)
     _tell_what_is_left(model)
     return model
+
+
+def _with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
+    """Return the plan with the experts that ``patterns`` name stored the other way; each must name one."""
+    for pattern in require_items("quantize_", "a list of names as transposed", patterns):
+        require_text("quantize_", **{"a name in transposed": pattern})
+        named = [
+            layer
+            for layer, _ in plan
+            if layer.is_stack and fnmatch.fnmatchcase(layer.name, pattern)
+        ]
+        if not named:
+            stacks = ", ".join(layer.name for layer, _ in plan if layer.is_stack) or "none"
+            raise ValueError(
+                f"quantize_: transposed must name experts, got {pattern!r}; experts to convert are: {stacks}"
+            )
+        plan = [
+            (layer._replace(transposed=True) if layer in named else layer, config)
+            for layer, config in plan
+        ]
+    return plan
 
 
 def _give_plain_values_to_all(model: nn.Module) -> None:
@@ -113,26 +147,29 @@ def _tell_what_is_left(model: nn.Module) -> None:
 def _check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
     """Raise if nothing is to be converted, or something cannot be."""
     if not plan:
-        names = ", ".join(layer or "<root>" for layer, _ in linear_modules(model, root)) or "none"
+        names = ", ".join(layer.name or "<root>" for layer in layers_of(model, root)) or "none"
         raise ValueError(
-            f"quantize_: a recipe that matches a layer is required, got none; linear layers are: {names}"
+            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}"
         )
-    for layer, module, config in plan:
-        _check_weight(layer, module, persistent)
-        _check_sizes(layer, module, config)
+    for layer, config in plan:
+        _check_weight(layer, persistent)
+        _check_sizes(layer, config)
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
     """Let layers that one module calls share what they quantize an input to; see
     ``linear.sharing``.
     """
-    converted = {id(module) for _, module, _ in plan}
+    converted: dict[int, list[Layer]] = {}
+    for layer, _ in plan:
+        converted.setdefault(id(layer.module), []).append(layer)
     for name, caller in model.named_modules(prefix=root):
         if isinstance(caller, (nn.ModuleList, nn.ModuleDict)):
             continue
-        layers = [layer for layer in _called_by(caller) if id(layer) in converted]
+        called = [caller, *_called_by(caller)] if not isinstance(caller, nn.Linear) else []
+        layers = [layer for module in called for layer in converted.get(id(module), ())]
         for layer in layers:
-            recipe = recipe_of(layer)
+            recipe = layer.recipe
             if recipe is not None:
                 recipe.state.parent = name
         if len(layers) > 1:
@@ -164,26 +201,22 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         ValueError: If the model has no converted weight, or the recipe matches none of them.
     """
     require_module("set_config_", model)
-    converted = {
-        id(module)
-        for _, module in linear_modules(model)
-        if is_converted(part_of(module.weight)) or recipe_of(module) is not None
-    }
-    chosen = None if isinstance(recipe, FqnToConfig) else lambda module, _: id(module) in converted
-    plan = [step for step in choose(model, recipe, chosen) if id(step[1]) in converted]
+    converted = {layer.name for layer in layers_of(model) if layer.recipe is not None}
+    chosen = None if isinstance(recipe, FqnToConfig) else lambda _, name: name in converted
+    plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
     if not plan:
         raise ValueError(
             "set_config_: a model with weights of this library is required, got none; call quantize_ first"
         )
-    for name, module, config in plan:
-        _check_sizes(name, module, config)
-        part = part_of(module.weight)
+    for layer, config in plan:
+        _check_sizes(layer, config)
+        part = part_of(layer.weight)
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
-    for name, module, config in plan:
-        if isinstance(module.weight, nn.Parameter):
-            let_go(module.weight)
-        _convert(name, module, config, isinstance(part_of(module.weight), HybridTensor))
+    for layer, config in plan:
+        if isinstance(layer.weight, nn.Parameter):
+            let_go(layer.weight)
+        _convert(layer, config, isinstance(part_of(layer.weight), HybridTensor))
     watch(model)
     return model
 
@@ -201,8 +234,12 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-def _check_weight(name: str, module: nn.Linear, persistent: bool) -> None:
-    where, weight = f"quantize_: layer {name or '<root>'}", module.weight
+def _check_weight(layer: Layer, persistent: bool) -> None:
+    where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
+    if layer.is_stack and persistent:
+        raise NotImplementedError(
+            f"{where}: master weights are required of experts, got persistent=True; leave it out for them"
+        )
     if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
         kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
         raise TypeError(
@@ -212,7 +249,7 @@ def _check_weight(name: str, module: nn.Linear, persistent: bool) -> None:
         raise ValueError(
             f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
         )
-    if isinstance(weight, DTensor) and locate(module) and not is_converted(part_of(weight)):
+    if isinstance(weight, DTensor) and locate(layer.module) and not is_converted(part_of(weight)):
         raise TypeError(
             f"{where}: a plain Parameter is required, got one that FSDP2 shards; call quantize_ "
             "before fully_shard"
@@ -228,29 +265,33 @@ def _check_weight(name: str, module: nn.Linear, persistent: bool) -> None:
         )
 
 
-def _check_sizes(name: str, module: nn.Linear, config: HybridConfig) -> None:
+def _check_sizes(layer: Layer, config: HybridConfig) -> None:
     """Raise ValueError if a layer, or what tensor parallelism leaves of it to a rank, is not of
     whole blocks.
     """
-    who, weight = f"quantize_: layer {name or '<root>'}", module.weight
+    who, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     size: tuple[int, ...] = tuple(weight.shape)
     if isinstance(weight, DTensor):
-        held = [sharded.size for sharded in locate(module) if sharded.tensor is part_of(weight)]
+        held = [
+            sharded.size for sharded in locate(layer.module) if sharded.tensor is part_of(weight)
+        ]
         size = held[0] if held else tuple(local(weight).shape)
         if size != tuple(weight.shape):
             who += f" (a part {list(size)} of {list(weight.shape)} on this rank)"
-    config.check_sizes(size[0], size[1], who)
+    config.check_sizes(*layer.size(size), who)
 
 
-def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: bool) -> None:
+def _convert(layer: Layer, config: HybridConfig, persistent: bool) -> None:
     """Give the weight of a layer, nameless if called ``""``, the config and the state it needs.
 
     The Parameter object stays the same.
     """
-    weight: Any = part_of(module.weight)
-    layer = _attach_state(name, module, config)
-    set_recipe(module, config, layer)
-    if not isinstance(module.weight, nn.Parameter):
+    module: Any = layer.module
+    weight: Any = part_of(layer.weight)
+    state = _attach_state(layer, config)
+    if not layer.is_stack:
+        set_recipe(module, config, state)
+    if not isinstance(layer.weight, nn.Parameter):
         return  # computed by a parametrization, say: see ``linear.layer_forward``
     if isinstance(weight, MasterWeight) and not persistent:
         weight.config = config
@@ -258,33 +299,43 @@ def _convert(name: str, module: nn.Linear, config: HybridConfig, persistent: boo
         if weight.config != config:
             _requantize(weight, config)
     else:
-        section = section_of(module.weight) if isinstance(module.weight, DTensor) else None
+        section = (
+            section_of(layer.weight)
+            if isinstance(layer.weight, DTensor) and not layer.is_stack
+            else None
+        )
         values = weight.plain if isinstance(weight, MasterWeight) else weight.data
         new: Any = MasterWeight(values, config)
         if persistent:
-            new = persistent_weight(values, config, module.weight.requires_grad, layer, section)
-        new.layer, new.record.section = layer, section
-        swap("quantize_", module.weight, with_local(module.weight, new))
+            new = persistent_weight(values, config, layer.weight.requires_grad, state, section)
+        new.layer, new.record.section = state, section
+        swap("quantize_", layer.weight, with_local(layer.weight, new))
     keep_recipe_(module)
     give_plain_values_(module)
 
 
-def _attach_state(name: str, module: nn.Linear, config: HybridConfig) -> LayerState:
+def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
     """Return the layer's state, with what the recipe needs, and make it part of the module if it
     holds anything.
     """
-    weight: Any = part_of(module.weight)
-    recipe = recipe_of(module)
+    weight: Any = part_of(layer.weight)
+    recipe, name = layer.recipe, layer.state_name
     known = weight.layer if is_converted(weight) else recipe and recipe.state
-    layer = known if isinstance(known, LayerState) else LayerState(name or None)
-    if name:
-        layer.take_name(name)
-    layer.require(config.delayed_rules(), stochastic=config.stochastic, device=weight.device)
-    if not layer.is_empty:
-        module.quantization_state = layer
-    elif hasattr(module, "quantization_state"):
-        del module.quantization_state
-    return layer
+    state = known if isinstance(known, LayerState) else LayerState(layer.name or None)
+    if layer.name:
+        state.take_name(layer.name)
+    rules = config.delayed_rules()
+    if layer.is_stack:
+        state.transposed = layer.transposed
+        rules = {
+            f"{slot}[{i}]": rule for slot, rule in rules.items() for i in range(weight.shape[0])
+        }
+    state.require(rules, stochastic=config.stochastic, device=weight.device)
+    if not state.is_empty:
+        setattr(layer.module, name, state)
+    elif hasattr(layer.module, name):
+        delattr(layer.module, name)
+    return state
 
 
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
@@ -305,13 +356,18 @@ def _torchao_handler(
     module: nn.Module, config: HybridConfig, *, parameter_name: str = "weight"
 ) -> nn.Module:
     """Convert one module for ``torchao.quantization.quantize_``."""
-    if not isinstance(module, nn.Linear) or parameter_name != "weight":
+    found = [layer for layer in layers_of(module) if layer.module is module]
+    chosen = [layer for layer in found if layer.parameter == parameter_name]
+    if not chosen:
         raise TypeError(
-            f"quantize_: HybridConfig converts the weight of linear layers, got {parameter_name} of "
-            f"{type(module).__name__}; choose linear layers with filter_fn"
+            f"quantize_: HybridConfig converts weights of linear layers and experts, got {parameter_name} of "
+            f"{type(module).__name__}; choose such layers with filter_fn"
         )
-    _check_weight(type(module).__name__, module, isinstance(module.weight, HybridTensor))
-    _check_sizes(type(module).__name__, module, config)
-    _convert("", module, config, isinstance(module.weight, HybridTensor))
+    layer = chosen[0]._replace(name="")
+    persistent = isinstance(part_of(layer.weight), HybridTensor)
+    told = layer._replace(name=type(module).__name__)
+    _check_weight(told, persistent)
+    _check_sizes(told, config)
+    _convert(layer, config, persistent)
     watch(module)
     return module

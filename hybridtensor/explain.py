@@ -15,12 +15,13 @@ from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.distributed.sequence.travels import travels
 from hybridtensor.formats import Format
-from hybridtensor.linear.layer_forward import recipe_of
+from hybridtensor.layers import layers_of
+from hybridtensor.ops.grouped_mm import select_grouped_backend
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import Coverage, coverage, linear_modules, why_skipped
+from hybridtensor.selection import Coverage, coverage
 from hybridtensor.subclasses import MasterWeight, is_converted
 
 if TYPE_CHECKING:
@@ -185,19 +186,24 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     require_flag("explain", show=show)
     rows: list[GemmRow] = []
     skipped, sent, shared = [], [], []
-    for name, module in linear_modules(model):
-        layer = name or "<root>"
-        weight, recipe = part_of(module.weight), recipe_of(module)
+    for found in layers_of(model):
+        layer, module = found.name or "<root>", found.module
+        weight, recipe = part_of(found.weight), found.recipe
         config = weight.config if is_converted(weight) else recipe and recipe.config
         if config is not None:
-            gathered = gathers(module) if is_converted(weight) else None
+            gathered = None
+            if isinstance(module, nn.Linear) and is_converted(weight):
+                gathered = gathers(module)
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
             if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
                 shared.append(layer)
-            rows += _layer_rows(layer, config, weight.dtype, weight.device, module.in_features)
+            _, in_features = found.size(tuple(weight.shape))
+            rows += _layer_rows(
+                layer, config, weight.dtype, weight.device, in_features, grouped=found.is_stack
+            )
         else:
-            skipped.append((layer, why_skipped(name, module) or "not converted"))
+            skipped.append((layer, found.why_skipped() or "not converted"))
     sequence = [
         SequenceRow(name or "<root>", *travelling)
         for name, module in model.named_modules()
@@ -214,19 +220,26 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
 
 
 def _layer_rows(
-    layer: str, config: HybridConfig, dtype: torch.dtype, device: torch.device, in_features: int
+    layer: str,
+    config: HybridConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_features: int,
+    *,
+    grouped: bool,
 ) -> list[GemmRow]:
     rows = []
     for gemm in GEMMS:
         left, right = config.formats(gemm)
-        backend = select_backend(left, right, dtype, device)
+        select = select_grouped_backend if grouped else select_backend
+        backend = select(left, right, dtype, device)
         saved = (
             saved_bytes_per_token(config, in_features, dtype)
             if gemm.name == "grad_weight"
             else None
         )
         operands = (_operand(config, *gemm.left, left), _operand(config, *gemm.right, right))
-        rows.append(GemmRow(layer, gemm.name, *operands, *backend, saved_bytes_per_token=saved))
+        rows.append(GemmRow(layer, gemm.name, *operands, backend.name, backend.reason, saved))
     return rows
 
 

@@ -32,7 +32,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
-from hybridtensor.state import STATE
+from hybridtensor.state import weight_of_state
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -169,7 +169,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     """Yield name and tensor of all that is exported, and the first name of the same tensor."""
     first: dict[int, str] = {}
     for name, value in (*named_parameters(model), *named_buffers(model)):
-        if f".{name}".rpartition(".")[0].rpartition(".")[2] != STATE:
+        if weight_of_state(name) is None:
             yield name, value, first.setdefault(id(value), name)
 
 

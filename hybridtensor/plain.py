@@ -14,7 +14,7 @@ from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import everything
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.linear import layer_forward, sharing
-from hybridtensor.state import STATE, LayerState
+from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.state_dicts import drop_hooks
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.swap import swap
@@ -76,7 +76,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     require_module("plain_state_dict", model)
     state = model.state_dict()
-    return {name: _plain(value) for name, value in state.items() if STATE not in name.split(".")}
+    return {name: _plain(value) for name, value in state.items() if weight_of_state(name) is None}
 
 
 def _plain(value: object) -> object:
@@ -102,7 +102,8 @@ def _forget(module: nn.Module) -> None:
     """Take this library's hooks and attributes off a module."""
     if isinstance(module, nn.Linear):
         layer_forward.drop_recipe(module)
-    if isinstance(module._modules.get(STATE), LayerState):
-        del module._modules[STATE]
+    for name, state in list(module._modules.items()):
+        if isinstance(state, LayerState):
+            del module._modules[name]
     sharing.forget(module)
     drop_hooks(module)

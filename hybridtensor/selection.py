@@ -12,38 +12,20 @@ from torch import nn
 from hybridtensor import recipes
 from hybridtensor.arguments import require_items, require_text, told
 from hybridtensor.dtensor import local
+from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.recipes.named import ByType
 from hybridtensor.subclasses import is_converted
 from hybridtensor.torchao_compat import FqnToConfig
 
 Factory = Callable[[QuantizerRole], Quantizer]
-Recipe: TypeAlias = str | HybridConfig | FqnToConfig | Factory
+Recipe: TypeAlias = str | HybridConfig | FqnToConfig | ByType | Factory
 Filter = Callable[[nn.Module, str], bool]
 
-Plan = list[tuple[str, nn.Linear, HybridConfig]]
-"""Layers, what they are called, and their recipes."""
-
-SKIPPED_NAMES = {
-    "lm_head": "the output head: its error goes straight into the logits",
-    "router": "a router: small, and its rounding flips which expert is chosen",
-    "gate": "a router's gate: small, and its rounding flips which expert is chosen",
-}
-
-
-def why_skipped(name: str, module: nn.Module) -> str | None:
-    """Return why ``quantize_`` leaves this linear layer alone unless told otherwise, or None."""
-    if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return "nn.MultiheadAttention computes with its weight below autograd"
-    return SKIPPED_NAMES.get(name.rpartition(".")[2])
-
-
-def linear_modules(model: nn.Module, root: str = "") -> Iterator[tuple[str, nn.Linear]]:
-    """Yield every linear layer with its fully qualified name; ``root`` is the model's own."""
-    for name, module in model.named_modules(prefix=root):
-        if isinstance(module, nn.Linear):
-            yield name, module
+Plan = list[tuple[Layer, HybridConfig]]
+"""Layers and their recipes."""
 
 
 def choose(
@@ -54,7 +36,7 @@ def choose(
     keep_bf16: Iterable[str] = (),
     root: str = "",
 ) -> Plan:
-    """Return the linear layers of ``model`` that a recipe is for.
+    """Return the layers of ``model`` that a recipe is for.
 
     Args:
         model: As for ``quantize_``.
@@ -76,16 +58,18 @@ def choose(
 
 def _plan(
     model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str
-) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+) -> Iterator[tuple[Layer, HybridConfig]]:
     """Yield the layers to convert with their configs."""
     if isinstance(recipe, FqnToConfig):
         yield from _plan_by_name(model, recipe, root)
         return
     config_for = _config_source(recipe)
-    for name, module in linear_modules(model, root):
-        chosen = why_skipped(name, module) is None if filter_fn is None else filter_fn(module, name)
-        if chosen:
-            yield name, module, config_for(name)
+    for layer in layers_of(model, root):
+        skipped = layer.why_skipped() if filter_fn is None else None
+        if skipped is None and (filter_fn is None or filter_fn(layer.module, layer.name)):
+            config = config_for(layer)
+            if config is not None:
+                yield layer, config
 
 
 def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
@@ -99,10 +83,10 @@ def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
         kept = [
             step
             for step in plan
-            if not any(fnmatch.fnmatchcase(step[0], p) for p in (pattern, f"{pattern}.*"))
+            if not any(fnmatch.fnmatchcase(step[0].name, p) for p in (pattern, f"{pattern}.*"))
         ]
         if len(kept) == len(plan):
-            names = ", ".join(name or "<root>" for name, _, _ in plan) or "none"
+            names = ", ".join(layer.name or "<root>" for layer, _ in plan) or "none"
             raise ValueError(
                 f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}"
             )
@@ -110,36 +94,58 @@ def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
     return plan
 
 
-def _config_source(recipe: Recipe) -> Callable[[str], HybridConfig]:
-    """Turn any recipe for all layers alike into a function from a layer's name to its config."""
+def _config_source(recipe: Recipe) -> Callable[[Layer], HybridConfig | None]:
+    """Turn any recipe but one by names into a function from a layer to its config."""
     if isinstance(recipe, (str, HybridConfig)):
         config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
-        return lambda name: config
+        return lambda layer: config
+    if isinstance(recipe, ByType):
+        return lambda layer: getattr(recipe, layer.kind)
     if callable(recipe) and not isinstance(recipe, (type, Quantizer, nn.Module)):
         factory: Factory = recipe
-        return lambda name: from_factory(factory, name)
+        return lambda layer: _of_factory(factory, layer)
     raise TypeError(
-        "quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, "
+        "quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, "
         f"got {told(recipe)}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
     )
 
 
+def _of_factory(factory: Factory, layer: Layer) -> HybridConfig:
+    """Ask a factory, for experts once for each.
+
+    Raises:
+        ValueError: If it gives experts of one stack recipes of their own.
+    """
+    if not layer.is_stack:
+        return from_factory(factory, layer.name)
+    count = layer.weight.shape[0]
+    made = [from_factory(factory, f"{layer.name}[{i}]", layer.kind) for i in range(count)]
+    for i, config in enumerate(made):
+        if config != made[0]:
+            raise ValueError(
+                f"quantize_: one recipe for all experts of {layer.name} is required, got {made[0]} for "
+                f"{layer.name}[0] and {config} for {layer.name}[{i}]; give experts of other recipes "
+                "a stack of their own"
+            )
+    return made[0]
+
+
 def _plan_by_name(
     model: nn.Module, recipe: FqnToConfig, root: str
-) -> Iterator[tuple[str, nn.Linear, HybridConfig]]:
+) -> Iterator[tuple[Layer, HybridConfig]]:
     """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern,
     ``_default``.
     """
     rules: dict[str, object] = dict(recipe.fqn_to_config)
     patterns = {key: _pattern(key) for key in rules if key.startswith("re:")}
     used = set()
-    for name, module in linear_modules(model, root):
-        parameter = f"{name}.weight" if name else "weight"
+    for layer in layers_of(model, root):
+        name, parameter = layer.name, layer.parameter_name
         matches = [key for key in (parameter, name) if key in rules and key not in patterns]
         matches += [
             key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)
         ]
-        if not matches and "_default" in rules and why_skipped(name, module) is None:
+        if not matches and "_default" in rules and layer.why_skipped() is None:
             matches = ["_default"]
         used.update(matches)
         rule = rules[matches[0]] if matches else None
@@ -148,11 +154,11 @@ def _plan_by_name(
                 raise TypeError(
                     f"quantize_: FqnToConfig must name a HybridConfig or None, got {told(rule)} for {matches[0]}"
                 )
-            yield name, module, recipes.from_name(rule) if isinstance(rule, str) else rule
+            yield layer, recipes.from_name(rule) if isinstance(rule, str) else rule
     unused = [key for key in rules if key not in used and key != "_default"]
     if unused:
         raise ValueError(
-            f"quantize_: FqnToConfig keys must match a linear layer, got {', '.join(unused)} matching none"
+            f"quantize_: FqnToConfig keys must match a layer, got {', '.join(unused)} matching none"
         )
 
 
@@ -215,6 +221,7 @@ def coverage(model: nn.Module) -> Coverage:
     """Return how much of a model is quantized, and which large matrices are not."""
     sizes: dict[int, int] = {}
     matrices: dict[int, tuple[int, bool, PlainMatrix]] = {}
+    stacks = {id(layer.weight): layer for layer in layers_of(model) if layer.is_stack}
     for owner, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -223,7 +230,8 @@ def coverage(model: nn.Module) -> Coverage:
             lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             if parameter.dim() >= 2 and not lookup:
                 full = f"{owner}.{name}" if owner else name
-                left = PlainMatrix(full, tuple(parameter.shape), *_why_plain(owner, module))
+                why = _why_plain(owner, module, stacks.get(id(parameter)))
+                left = PlainMatrix(full, tuple(parameter.shape), *why)
                 done = is_converted(local(parameter)) or recipe_of(module) is not None
                 matrices.setdefault(id(parameter), (parameter.numel(), done, left))
     total, products = sum(sizes.values()), sum(size for size, _, _ in matrices.values())
@@ -232,11 +240,13 @@ def coverage(model: nn.Module) -> Coverage:
     return Coverage(quantized / max(total, 1), quantized / max(products, 1), tuple(plain))
 
 
-def _why_plain(name: str, module: nn.Module) -> tuple[str, bool]:
+def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, bool]:
     """Return why a matrix of ``module`` is not quantized, and whether someone decided so."""
+    if stack is not None:
+        reason = stack.why_skipped()
+        return reason or "not chosen", reason is None
     if isinstance(module, nn.Linear):
-        reason = why_skipped(name, module)
-        return reason or "not chosen", True
+        return Layer(name, module).why_skipped() or "not chosen", True
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention computes with its weight below autograd", False
     return f"{type(module).__name__} is no Linear", False

@@ -38,8 +38,8 @@ def plain_values(
             state_dict[prefix + name] = plain_weight(value)
 
 
-def keep_recipe_(module: nn.Linear) -> None:
-    """Have ``load_state_dict(assign=True)`` keep the recipe of a layer's weight."""
+def keep_recipe_(module: nn.Module) -> None:
+    """Have ``load_state_dict(assign=True)`` keep the recipes of a module's weights."""
     if not getattr(module, "_hybridtensor_load_hook", False):
         module.register_load_state_dict_pre_hook(keep_recipe_on_assign)
         module._hybridtensor_load_hook = True  # type: ignore[assignment]
@@ -57,25 +57,27 @@ def drop_hooks(module: nn.Module) -> None:
 
 
 def keep_recipe_on_assign(
-    module: nn.Linear,
+    module: nn.Module,
     state_dict: dict[str, Tensor],
     prefix: str,
     local_metadata: dict[str, object],
     *_: object,
 ) -> None:
-    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in the
-    weight's place.
+    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in a weight's
+    place.
 
     The values belong to the checkpoint, the recipe to the model.
     """
-    key = f"{prefix}weight"
-    weight: Any = part_of(module.weight)
-    if (
-        not local_metadata.get("assign_to_params_buffers")
-        or key not in state_dict
-        or not is_converted(weight)
-    ):
+    if not local_metadata.get("assign_to_params_buffers"):
         return
+    for name, parameter in module._parameters.items():
+        weight = None if parameter is None else part_of(parameter)
+        if is_converted(weight) and f"{prefix}{name}" in state_dict:
+            _assign(weight, state_dict, f"{prefix}{name}")
+
+
+def _assign(weight: Any, state_dict: dict[str, Tensor], key: str) -> None:
+    """Give the entry at ``key`` the recipe of the weight that it takes the place of."""
     value = state_dict[key].detach()
     part: Any = part_of(value)
     config = weight.config

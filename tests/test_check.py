@@ -101,7 +101,7 @@ class Attending(nn.Module):
 SILENT = {
     "a gated weight": (lambda: Gated(64, 64), r"<root>: its weight was read as values by aten\.mul"),
     "a layer that never runs": (Unused, "other: none of its products ran"),
-    "stacked experts": (Experts, r"stack \[4, 64, 64\]: Experts is no Linear"),
+    "stacked experts": (Experts, r"stack \[4, 64, 64\]: Experts has no num_experts that is its first extent"),
     "in_proj": (Attending, r"attention\.in_proj_weight \[192, 64\]: nn\.MultiheadAttention computes"),
 }  # fmt: skip
 
@@ -201,7 +201,7 @@ def test_is_shown(capsys):
     console.print(ht.check(ht.quantize_(Experts(), "fp8"), X))
     text = console.export_text()
     assert "Products that ran" in text
-    assert "stack [4, 64, 64]: Experts is no Linear" in text
+    assert "stack [4, 64, 64]: Experts has no num_experts that is its first extent" in text
     assert "of the operations of this run" in text
     ht.check(model(), X, show=True)
     assert "Products that ran" in capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_quantize_logs_what_is_left(caplog):
         ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8", keep_bf16=["1"])
     experts, kept = caplog.records
     assert (experts.levelno, kept.levelno) == (logging.WARNING, logging.INFO)
-    assert "stack [4, 64, 64]: Experts is no Linear" in experts.getMessage()
+    assert "stack [4, 64, 64]: Experts has no num_experts that is its first extent" in experts.getMessage()
     assert "quantized: 20.2% of the parameters, 20.0% of the multiplications" not in experts.getMessage()
     assert "1.weight [64, 64]: not chosen" in kept.getMessage()
     assert "50.0% of the multiplications" in kept.getMessage()

@@ -403,11 +403,11 @@ class TestPersistent:
 
 class TestBadInput:
     def test_nothing_matches(self):
-        with pytest.raises(ValueError, match="matches a layer is required, got none; linear layers are: none"):
+        with pytest.raises(ValueError, match="matches a layer is required, got none; layers are: none"):
             ht.quantize_(nn.LayerNorm(4), "fp8")
-        with pytest.raises(ValueError, match="linear layers are: lm_head"):
+        with pytest.raises(ValueError, match="layers are: lm_head"):
             ht.quantize_(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), "fp8")
-        with pytest.raises(ValueError, match=r"must match a linear layer, got layer\.0, re:foo matching none"):
+        with pytest.raises(ValueError, match=r"must match a layer, got layer\.0, re:foo matching none"):
             ht.quantize_(Model(), FqnToConfig(OrderedDict({"layer.0": FP8, "re:foo": FP8, "lm_head": FP8})))
         with pytest.raises(ValueError, match="weights of this library is required, got none"):
             ht.set_config_(Model(), "fp8")
@@ -420,7 +420,9 @@ class TestBadInput:
 
     @pytest.mark.parametrize("recipe", [None, 8, FP8.input, HybridConfig], ids=str)
     def test_wrong_kind_of_recipe(self, recipe):
-        with pytest.raises(TypeError, match="recipe name, HybridConfig, FqnToConfig or factory is required"):
+        with pytest.raises(
+            TypeError, match="recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required"
+        ):
             ht.quantize_(Model(), recipe)
 
     def test_wrong_kind_of_model_and_rule(self):
@@ -476,7 +478,7 @@ class TestBadInput:
             model(torch.randn(2, 3, 16))
 
     def test_torchao_with_other_modules(self):
-        with pytest.raises(TypeError, match="converts the weight of linear layers, got weight of Embedding"):
+        with pytest.raises(TypeError, match="converts weights of linear layers and experts, got weight of Embedding"):
             torchao_quantize_(nn.Embedding(4, 4), FP8, filter_fn=lambda m, n: True)
 
 
@@ -515,7 +517,7 @@ class TestNames:
         assert set(roles) == {"blocks.0.mlp.up", "blocks.0.mlp.down"}
         model = ht.quantize_(self.model(), FqnToConfig({"blocks.0.mlp.down": "fp8"}), name="blocks.0.mlp")
         assert self.converted(model) == ["down"]
-        with pytest.raises(ValueError, match=r"linear layers are: blocks\.0\.router$"):
+        with pytest.raises(ValueError, match=r"layers are: blocks\.0\.router$"):
             ht.quantize_(nn.Linear(32, 32), "fp8", name="blocks.0.router")
 
     @pytest.mark.parametrize("name", ["", ".", "a.", ".a", "a..b"])

@@ -118,9 +118,9 @@ ValueError: HybridConfig: unknown format 'fp9'; did you mean 'fp8'? known: bf16,
   mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
   nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd,
   nvfp4_row_scaled_fwd_high_precision_bwd
-TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig or factory is required, got 3;
+TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, got 3;
   HybridConfig(input=, weight=, grad_output=) makes a config of quantizers
-ValueError: quantize_: a recipe that matches a layer is required, got none; linear layers are: none
+ValueError: quantize_: a recipe that matches a layer is required, got none; layers are: none
 TypeError: quantize_: keep_bf16 is a list of names, got the string 'up'; put it in a list
 ValueError: quantize_: keep_bf16 must name a layer, got 'sideways'; layers to convert are: up, down
 ValueError: quantize_: layer <root>, input: the rowwise face in mxfp8_e4m3 needs a multiple of 32 along the

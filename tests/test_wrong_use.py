@@ -89,7 +89,7 @@ MISUSE_OF_WEIGHTS = {
     "vector right of a weight": lambda w: w @ torch.ones(32),
     "dequantize to integers": lambda w: w.dequantize(torch.int8),
     "dequantize to a string": lambda w: w.dequantize("fp32"),
-    "bmm": lambda w: torch.bmm(X[None], w.t()[None]),
+    "einsum": lambda w: torch.einsum("tk,nk->tn", X, w),
     "absent face": lambda w: torch.mm(X, ht.Float8Quantizer().quantize(HALF, columnwise=False)),
     "unknown face": lambda w: ht.Float8Quantizer().quantize(HALF).require_face("sideways", name="x", gemm="mm"),
 }

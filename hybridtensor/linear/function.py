@@ -24,6 +24,7 @@ from hybridtensor.linear.operands import (
     weight_operand,
 )
 from hybridtensor.linear.products import Backward, output
+from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
@@ -91,6 +92,28 @@ def linear(
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
     _check(input, weight, bias, None if autocast else dtype)
+    return multiplied(input, weight, bias, dtype, operand=operand)
+
+
+def multiplied(
+    input: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    operand: Operand | None = None,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Return the product of operands that go together, as ``weight.config`` says.
+
+    Args:
+        input: See ``linear``; with groups, tokens ``[T, in_features]``.
+        weight: See ``linear``; with groups, a stack ``[E, out_features, in_features]``.
+        bias: See ``linear``.
+        dtype: Dtype of the computation.
+        operand: See ``linear``.
+        groups: Which tokens belong to which weight of the stack.
+    """
     config = weight.recipe
     if dtype not in _DTYPES:
         raise TypeError(
@@ -107,7 +130,9 @@ def linear(
         bias=grad and bias is not None and bias.requires_grad,
     )
     training = needs.input or needs.weight or needs.bias
-    context = Context("input", weight.state, record=training, section=weight.record.section)
+    context = Context(
+        "input", weight.state, record=training, section=weight.record.section, groups=groups
+    )
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:
         return _forward(input, weight, bias, call)[0]
@@ -147,10 +172,10 @@ def _forward(
     left, right = x.rowwise(), w.rowwise()
     if observers:
         note_product(weight.record.layer, "output", left, right, dtype)
-    if left.scale is None and right.scale is None:
+    if left.scale is None and right.scale is None and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
     out = output(left, right, bias, dtype)
-    shape = (*input.shape[:-1], weight.shape[0])
+    shape = (*input.shape[:-1], weight.shape[-2])
     return (out if out.shape == shape else _with_shape(out, shape)), x, w
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear, require_own_tokens
+from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
@@ -20,13 +21,13 @@ from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 T = TypeVar("T", bound=Callable[..., object])
 
 
-def _is_weight(tensor: object) -> bool:
+def is_weight(tensor: object) -> bool:
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )
 
 
-def _intercept(*functions: Func) -> Callable[[T], T]:
+def intercept(*functions: Func) -> Callable[[T], T]:
     """Return a decorator that handles torch functions on both kinds of weight."""
 
     def add(handler: T) -> T:
@@ -37,7 +38,7 @@ def _intercept(*functions: Func) -> Callable[[T], T]:
     return add
 
 
-def _default(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def default(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Do what torch does, which then reaches the class's operator table."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -64,11 +65,11 @@ def _require_only_operands(who: str, others: Kwargs) -> None:
             )
 
 
-@_intercept(F.linear)
+@intercept(F.linear)
 def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     if getattr(operands["weight"], "config", None) is None:
-        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+        return default(func, args, kwargs)  # type: ignore[no-any-return]
     with (
         torch._C.DisableTorchFunctionSubclass()
     ):  # every attribute of a weight would come back here
@@ -116,8 +117,8 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     )
     operands = dict(zip(names, args, strict=False)) | kwargs
     weight = operands["weight"]
-    if not _is_weight(weight):
-        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    if not is_weight(weight):
+        return default(func, args, kwargs)  # type: ignore[no-any-return]
     if operands.get("max_norm") is not None:
         raise NotImplementedError(
             f"embedding: max_norm writes to the weight, which holds quantized values, got {operands['max_norm']}; "
@@ -128,7 +129,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return F.embedding(**operands)
 
 
-@_intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+@intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all
     three products. Two weights are no layer's product, and are multiplied as values.
@@ -137,30 +138,64 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (left, right), others = _operands(("input", "right"), args, named)
     if func is Tensor.__rmatmul__:
         left, right = right, left
-    if _is_weight(left) or _is_weight(right):
+    if is_weight(left) or is_weight(right):
         _require_only_operands("matmul", others)
-    if _is_weight(left) and _is_weight(right):
+    if is_weight(left) and is_weight(right):
         return torch.matmul(_Values.apply(left), _Values.apply(right))  # type: ignore[no-untyped-call]
-    if _is_weight(right):
+    if is_weight(right) and right.dim() == 3:
+        return _of_stack(left, right, None)
+    if is_weight(right):
         return linear(left, right.t())
-    if _is_weight(left):
+    if is_weight(left):
         require_kind("matmul", "a tensor right of a weight", right, Tensor)
         if right.dim() != 2:
             raise NotImplementedError(
                 f"matmul: a matrix is required right of a weight, got shape {tuple(right.shape)}; use F.linear"
             )
         return linear(right.t(), left).t()
-    return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    return default(func, args, kwargs)  # type: ignore[no-any-return]
 
 
-@_intercept(torch.addmm, Tensor.addmm)
+@intercept(torch.addmm, Tensor.addmm)
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (bias, left, right), others = _operands(("input", "mat1", "mat2"), args, kwargs)
-    if not _is_weight(right) and not _is_weight(left):
-        return _default(func, args, kwargs)  # type: ignore[no-any-return]
+    if not is_weight(right) and not is_weight(left):
+        return default(func, args, kwargs)  # type: ignore[no-any-return]
     beta, alpha = others.pop("beta", 1), others.pop("alpha", 1)
     _require_only_operands("addmm", others)
-    if _is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
+    if is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
         return linear(left, right.t(), bias)
     out: Tensor = beta * bias + alpha * torch.mm(left, right)
     return out
+
+
+@intercept(torch._grouped_mm)
+def _grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Multiply tokens sorted by expert: ``F.grouped_mm`` calls it."""
+    (left, right, ends), others = _operands(("self", "mat2", "offs"), args, kwargs)
+    left = others.pop("input", left)
+    _require_only_operands("grouped_mm", others)
+    return _of_stack(left, right, ends)
+
+
+@intercept(torch.bmm, Tensor.bmm)
+def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    (left, right), others = _operands(("input", "mat2"), args, kwargs)
+    if not is_weight(left) and not is_weight(right):
+        return default(func, args, kwargs)  # type: ignore[no-any-return]
+    _require_only_operands("bmm", others)
+    return _of_stack(left, right, None)
+
+
+def _of_stack(left: Tensor, right: Any, ends: Tensor | None) -> Tensor:
+    """Return the product of tokens with the weights of experts, of groups or, without ends, batches."""
+    if is_weight(left) or not is_weight(right) or right.dim() != 3:
+        raise NotImplementedError(
+            "grouped_mm: tokens on the left and the weights of experts [E, in, out] on the right are required, "
+            f"got {left!r} and {right!r}; see grouped products in the documentation"
+        )
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # which every attribute of a weight would pass through
+        weight = right.transpose(-2, -1)
+        return batched_linear(left, weight) if ends is None else grouped_linear(left, weight, ends)

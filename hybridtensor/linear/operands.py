@@ -263,7 +263,9 @@ def input_operand(
     faces = (
         None
         if scope is None
-        else scope.known_faces(cast_from, weight.record, (config.input, columnwise, dtype))
+        else scope.known_faces(
+            cast_from, weight.record, (config.input, columnwise, dtype, _mark(context))
+        )
     )
     if faces is None:
         faces = config.input.faces(
@@ -274,6 +276,14 @@ def input_operand(
     if needs.weight and config.save_original_input:
         return KeptInput(faces[0], input, config, dtype, context)
     return Operand(faces[0], faces[1])
+
+
+def _mark(context: Context) -> tuple[object, ...]:
+    """Return what tells groups apart while something holds them."""
+    groups = context.groups
+    if groups is None or groups.ends is None:
+        return ()
+    return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
 def brought_along(

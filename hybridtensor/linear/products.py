@@ -7,7 +7,8 @@ three.
 | `grad_input`  | `grad_output.rowwise`        | `weight.columnwise`    |
 | `grad_weight` | `grad_output.columnwise.t()` | `input.columnwise`     |
 
-A grouped layer calls them once per group, on the rows and the weight of the group.
+With groups in the context, operands are tokens sorted by expert and stacks of weights, and the
+products are those of ``ops.grouped_mm``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         input: ``[tokens, in_features]``.
-        weight: ``[out_features, in_features]``.
+        weight: ``[out_features, in_features]``, of a stack ``[E, out_features, in_features]``.
         bias: ``[out_features]``.
     """
 
@@ -109,7 +110,7 @@ class Backward(NamedTuple):
             note_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype)
         if column is not None:
-            right = self.input.columnwise(saved[:count])
+            right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
             note_product(self.layer, "grad_weight", column, right, dtype)
             grad_weight = ops.product(column, right, out_dtype=dtype)
         return Gradients(grad_input, grad_weight, grad.sum(dim=0) if needs.bias else None)

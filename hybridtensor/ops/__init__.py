@@ -16,9 +16,11 @@ from hybridtensor.ops.cast import (
     quantize_into,
 )
 from hybridtensor.ops.dequantize import dequantize
-from hybridtensor.ops.face import Face, FaceKind, columnwise_of, empty_face, high_precision
+from hybridtensor.ops.face import Face, FaceKind, Groups, columnwise_of, empty_face, high_precision
+from hybridtensor.ops.grouped_cast import quantize_groups
 from hybridtensor.ops.order import after
-from hybridtensor.ops.scaled_mm import Backend, product, rowwise_values, scaled_mm, select_backend
+from hybridtensor.ops.product import product
+from hybridtensor.ops.scaled_mm import Backend, rowwise_values, scaled_mm, select_backend
 from hybridtensor.ops.transpose import transpose
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Face",
     "FaceKind",
     "Faces",
+    "Groups",
     "Hint",
     "PreparedCast",
     "after",
@@ -41,6 +44,7 @@ __all__ = [
     "prepare",
     "product",
     "quantize",
+    "quantize_groups",
     "quantize_into",
     "rowwise_values",
     "scaled_mm",

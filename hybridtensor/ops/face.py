@@ -24,6 +24,22 @@ from torch import Tensor
 from hybridtensor.formats import IDENTITY, Format
 
 
+class Groups(NamedTuple):
+    """Which rows of a matrix belong to which weight of a stack of weights.
+
+    Attributes:
+        num_groups: Weights.
+        ends: Where the rows of each end, int32 ``[num_groups]``, not decreasing; rows behind the last end
+            belong to none. None says that this is a stack itself, a matrix each.
+        step: Of what number of rows each has a multiple in columnwise faces, and one at least; the
+            rest is zeros.
+    """
+
+    num_groups: int
+    ends: Tensor | None = None
+    step: int = 1
+
+
 class FaceKind(NamedTuple):
     """What the tensors of a face mean.
 
@@ -49,6 +65,8 @@ class Face(NamedTuple):
         dequantized_rowwise: If not None, the tensors above are those of the tensor's rowwise face,
             and this is the columnwise face in high precision, in this dtype, that they give back.
             It stores nothing of its own.
+        groups: Which rows of the tensor belong together, where its scales end with them; see
+            ``ops.groups``.
     """
 
     qdata: Tensor
@@ -56,6 +74,7 @@ class Face(NamedTuple):
     tensor_scale: Tensor | None
     format: Format
     dequantized_rowwise: torch.dtype | None = None
+    groups: Groups | None = None
 
     @classmethod
     def of(cls, tensors: list[Tensor], kind: FaceKind) -> Face:
@@ -136,8 +155,8 @@ class Layout(NamedTuple):
         dtype: Its dtype.
     """
 
-    shape: tuple[int, int]
-    strides: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
 
     def empty(self, device: torch.device) -> Tensor:

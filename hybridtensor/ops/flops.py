@@ -5,6 +5,7 @@ layer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -41,7 +42,12 @@ def _extents(codes: Tensor, name: str) -> tuple[int, int]:
 
 def count_as_product(operator: object) -> None:
     """Let torch count an operator with the arguments of ``scaled_mm``."""
-    _torch_counter().register_flop_formula(operator, get_raw=True)(product_flops)
+    count_flops(operator, product_flops)
+
+
+def count_flops(operator: object, formula: Callable[..., Any]) -> None:
+    """Let torch count an operator by a formula that takes its arguments."""
+    _torch_counter().register_flop_formula(operator, get_raw=True)(formula)
 
 
 def _torch_counter() -> ModuleType:

@@ -210,7 +210,7 @@ def _can_be_as_many(left: int, left_step: int, right: int, right_step: int) -> b
     return left < right + left_step and right < left + right_step
 
 
-def product(
+def matrix_product(
     left: Face,
     right: Face,
     *,

@@ -76,7 +76,8 @@ class Quantizer(ABC):
 
         Args:
             x: Plain tensor, bf16, fp16 or fp32, one to four dimensions. Leading dimensions count as
-                rows, of which there may be any number but in a weight: see ``ops.quantize``.
+                rows, of which there may be any number but in a weight: see ``ops.quantize``. With
+                groups in the context, tokens or a stack of weights: see ``ops.quantize_groups``.
             rowwise: Make the rowwise face.
             columnwise: Make the columnwise face.
             dtype: Dtype of a face in high precision, which may share the memory of ``x``.
@@ -176,7 +177,9 @@ class OneFormatQuantizer(Quantizer):
 
 
 def cast_faces(x: Tensor, request: CastRequest, context: Context) -> Faces:
-    """Return the faces of ``x`` that one cast makes."""
+    """Return the faces of ``x`` that one cast makes, of each group if it has groups."""
+    if context.groups is not None:
+        return ops.quantize_groups(x, context.groups, request, cast_inputs(x, request, context))
     matrix = x if x.dim() == 2 else tokens(x)
     if is_traced() and context.role != "weight" and context.amaxes == (None, None):
         context = _measured_by_the_graph(matrix, request, context)
@@ -221,7 +224,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
         return NO_INPUTS
     rounding, first_row = None, 0
     if needs.draws:
-        rounding, first_row = context.draws(matrix.shape[0], matrix.device)
+        rounding, first_row = context.draws(math.prod(matrix.shape[:-1]), matrix.device)
     return CastInputs(
         encode_scale=state.encode_scale if state is not None and needs.delayed else None,
         noted_amax=state.amax if state is not None and needs.delayed and context.record else None,
@@ -265,8 +268,8 @@ def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> Non
     """Raise ValueError unless the faces of the matrix are whole blocks, but for tokens: there may
     be any number of them.
     """
-    columns, who = matrix.shape[1], str(context)
-    rows = matrix.shape[0] if context.role == "weight" else None
+    columns, who = matrix.shape[-1], str(context)
+    rows = matrix.shape[-2] if context.role == "weight" else None
     row, column, source, _ = request
     row = row or source
     if row is not None:

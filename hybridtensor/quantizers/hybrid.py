@@ -41,7 +41,8 @@ class IdentityQuantizer(Quantizer):
         context: Context = ALONE,
     ) -> Faces:
         """See ``Quantizer.faces``; both share one tensor, ``x`` itself where the dtype fits."""
-        face = high_precision(tokens(x).to(dtype))
+        values = tokens(x) if context.groups is None else x
+        face = high_precision(values.to(dtype))._replace(groups=context.tokens_groups)
         return face if rowwise else None, columnwise_of(face, dtype) if columnwise else None
 
 

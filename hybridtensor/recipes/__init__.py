@@ -6,6 +6,7 @@
 from hybridtensor.recipes.named import (
     RECIPES,
     bf16,
+    by_type,
     fp8,
     fp8_block,
     fp8_delayed,
@@ -31,6 +32,7 @@ __all__ = [
     "RECIPES",
     "Schedule",
     "bf16",
+    "by_type",
     "edge_blocks",
     "fp8",
     "fp8_block",

@@ -26,9 +26,10 @@ class QuantizerRole:
     """What a quantizer is for; the argument of a factory.
 
     Attributes:
-        module_type: ``"linear"``.
+        module_type: ``"linear"``, or ``"grouped_linear"`` for one of several experts.
         tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        name: Fully qualified name of the module, ``""`` for the root.
+        name: Fully qualified name of the module, ``""`` for the root; of an expert that of the
+            parameter, with a number: ``"experts.w1[3]"``.
     """
 
     module_type: str
@@ -36,7 +37,9 @@ class QuantizerRole:
     name: str
 
     def __post_init__(self) -> None:
-        require_choice("QuantizerRole", "module_type", self.module_type, ("linear",))
+        require_choice(
+            "QuantizerRole", "module_type", self.module_type, ("linear", "grouped_linear")
+        )
         require_choice("QuantizerRole", "tensor_type", self.tensor_type, ROLES)
         require_text("QuantizerRole", name=self.name)
 
@@ -274,15 +277,17 @@ def _spec_of(config: HybridConfig) -> str | None:
         return None
 
 
-def from_factory(factory: Callable[[QuantizerRole], Quantizer], name: str) -> HybridConfig:
-    """Ask a factory for the three quantizers of the layer called ``name``.
+def from_factory(
+    factory: Callable[[QuantizerRole], Quantizer], name: str, kind: str = "linear"
+) -> HybridConfig:
+    """Ask a factory for the three quantizers of the layer called ``name``, of a ``kind``.
 
     Raises:
         TypeError: If it returns anything but a quantizer.
         RuntimeError: If it raises, with the role that it raised for.
     """
     made: dict[str, Any] = {}
-    for role in (QuantizerRole("linear", tensor_type, name) for tensor_type in ROLES):
+    for role in (QuantizerRole(kind, tensor_type, name) for tensor_type in ROLES):
         try:
             made[role.tensor_type] = factory(role)
         except Exception as error:

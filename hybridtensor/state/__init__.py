@@ -1,7 +1,15 @@
 """What quantizers remember from step to step, and how it advances."""
 
 from hybridtensor.state.context import MAX_SEED, Context, require_context
-from hybridtensor.state.layer import ROLES, STATE, DelayedRule, LayerState, StateTensors, required
+from hybridtensor.state.layer import (
+    ROLES,
+    STATE,
+    DelayedRule,
+    LayerState,
+    StateTensors,
+    required,
+    weight_of_state,
+)
 from hybridtensor.state.ranks import Section, TrainingRanks
 
 __all__ = [
@@ -16,4 +24,5 @@ __all__ = [
     "TrainingRanks",
     "require_context",
     "required",
+    "weight_of_state",
 ]

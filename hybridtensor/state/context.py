@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_flag, require_int, require_kind, wrong
+from hybridtensor.ops import Groups
 from hybridtensor.state.layer import ROLES, StateTensors
 from hybridtensor.state.ranks import Section
 
@@ -26,6 +27,7 @@ class Context(NamedTuple):
         first_row: Index of the first row in the whole tensor, for random rounding. By default ranks
             have the rows of one batch in order, and all of a weight.
         section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
+        groups: Which rows belong to which of several weights, or None; see ``ops.groups``.
         amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
             tensor is a part of one whose scales it gets; see ``ops.quantize``.
     """
@@ -37,6 +39,7 @@ class Context(NamedTuple):
     first_row: int | None = None
     section: Section | None = None
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
+    groups: Groups | None = None
 
     def __str__(self) -> str:
         return (
@@ -47,8 +50,14 @@ class Context(NamedTuple):
 
     @property
     def slot(self) -> str:
-        """Name of the delayed scale of this tensor."""
-        return self.role if self.direction is None else f"{self.role}_{self.direction}"
+        """Name of the delayed scale of this tensor, or of the first of its groups."""
+        of_direction = self.role if self.direction is None else f"{self.role}_{self.direction}"
+        return of_direction if self.groups is None else f"{of_direction}[0]"
+
+    @property
+    def tokens_groups(self) -> Groups | None:
+        """The groups of tokens; None for a matrix, and a stack of weights."""
+        return None if self.groups is None or self.groups.ends is None else self.groups
 
     def stream(self, seed: int) -> int:
         """Return the random stream of the rowwise face; the columnwise one has the next."""
@@ -91,6 +100,7 @@ def require_context(who: str, context: object) -> None:
     if context.first_row is not None:
         require_int(who, at_least=0, first_row=context.first_row)
     require_kind(who, "a Section or None as section", context.section, (Section, type(None)))
+    require_kind(who, "Groups or None as groups", context.groups, (Groups, type(None)))
     amaxes = context.amaxes
     if not (isinstance(amaxes, tuple) and len(amaxes) == 2):
         raise wrong(who, "a pair of tensors or None as amaxes", amaxes)

@@ -27,7 +27,7 @@ from hybridtensor.state.ranks import ALL_RANKS
 
 ROLES = ("input", "weight", "grad_output")
 STATE = "quantization_state"
-"""Name of the state in its layer."""
+"""Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
 _FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
 
 
@@ -86,7 +86,13 @@ class StateTensors(NamedTuple):
 
         Raises:
             ValueError: If the recipe that this state was made for has none there.
+            NotImplementedError: If it has one for each of several experts.
         """
+        if f"{slot}[0]" in self.slots:
+            raise NotImplementedError(
+                f"layer {self.name!r}: F.grouped_mm is required for experts with delayed scales, got a product "
+                "of one expert, which does not say whose scale it takes"
+            )
         if slot not in self.slots:
             raise ValueError(
                 f"layer {self.name!r}: no delayed scale {slot!r}; change recipes with set_config_"
@@ -113,6 +119,8 @@ class LayerState(nn.Module):
         amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer:
             DistributedDataParallel overwrites buffers with those of rank 0.
         parent: Name of the module whose forward calls the layer, or None if that is not known.
+        transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None
+            if it is none.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
         rules: How each follows.
         ranks: The ranks that train the layer together.
@@ -125,6 +133,7 @@ class LayerState(nn.Module):
     encode_scale: Tensor | None
     amax_history: Tensor | None
     layout: Tensor | None
+    transposed: bool | None = None
 
     def __init__(self, name: str | None) -> None:
         if name is not None:
@@ -283,7 +292,7 @@ class LayerState(nn.Module):
         modules in it: the state would have to have a weight, and its buffers would turn into
         DTensors.
         """
-        if prefix != STATE:
+        if "." in prefix or not prefix.endswith(STATE):
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
@@ -381,6 +390,16 @@ class LayerState(nn.Module):
         if self.rounding is not None:
             kept.append("stochastic rounding")
         return ", ".join(kept)
+
+
+def weight_of_state(name: str) -> str | None:
+    """Return whose state a name in a state dict belongs to, as the weight's name; None of anything
+    else.
+    """
+    owner, state, rest = f".{name}".partition(f"{STATE}.")
+    if not state or not rest or owner[-1] not in "._":
+        return None
+    return (f"{owner}weight" if owner.endswith(".") else owner[:-1])[1:]
 
 
 def _hash(text: str) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hybridtensor.ops.library import is_traced
-from hybridtensor.state.layer import STATE, LayerState
+from hybridtensor.state.layer import LayerState
 
 _FORGIVEN_STEPS = 2  # of one optimizer: loading, trying out, sharpness-aware steps
 
@@ -76,7 +76,9 @@ def watch(model: nn.Module) -> None:
 
 def layer_states(model: nn.Module) -> list[LayerState]:
     """Return the states of all layers of ``model`` that keep something."""
-    found = [*model.modules(), model._modules.get(STATE)]  # a layer's own walk leaves its state out
+    found = dict.fromkeys(
+        [*model.modules(), *model._modules.values()]
+    )  # its own walk leaves states out
     return [module for module in found if isinstance(module, LayerState)]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.ops import Groups
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.record import WeightRecord
@@ -100,8 +101,11 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def context(self) -> Context:
-        """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it."""
-        return Context("weight", self.state, section=self.record.section)
+        """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it, or
+        a stack of experts' weights.
+        """
+        groups = Groups(self.shape[0]) if self.dim() == 3 else None
+        return Context("weight", self.state, section=self.record.section, groups=groups)
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``WrapperTensor.carried``: the tensors of the layer's state."""

@@ -193,6 +193,7 @@ ROWS = {
         ht.quantize_,
         {"filter_fn": "None", "persistent": "flag", "name": "None text"},
         model=lambda: nn.Linear(32, 32), recipe="fp8", filter_fn=None, keep_bf16=(), persistent=False, name=None,
+        transposed=(),
     ),
     "set_config_": row(ht.set_config_, model=linear, recipe="mxfp8"),
     "explain": row(ht.explain, {"model": "module", "show": "flag"}, model=linear, show=False),
@@ -223,8 +224,10 @@ ROWS = {
     # -- quantizers, configs, state
     "Context": row(
         in_context,
-        {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer", "section": "None"},
+        {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer", "section": "None",
+         "groups": "None"},
         role="weight", state=None, direction=None, record=True, first_row=None, section=None, amaxes=(None, None),
+        groups=None,
     ),
     "Float8Quantizer": row(
         ht.Float8Quantizer, {"pow2_scale": "None flag", "block": "None"},
@@ -311,6 +314,9 @@ ROWS = {
     "nvfp4_1d_weight": row(recipes.nvfp4_1d_weight, {"seed": "integer"}, seed=0),
     "mxfp8_fwd_nvfp4_bwd": row(recipes.mxfp8_fwd_nvfp4_bwd, {"seed": "integer"}, seed=0),
     "from_name": row(recipes.from_name, name="fp8"),
+    "by_type": row(
+        recipes.by_type, {"linear": "None", "grouped_linear": "None"}, linear="fp8", grouped_linear="mxfp8"
+    ),
     "schedule": row(recipes.schedule, recipes={0: "fp8"}),
     # -- formats
     "Format": row(

@@ -84,7 +84,52 @@ def transpose(device, bits, copied=True):
     return parts, bits, column, torch.zeros_like(parts).flatten(0, 1) if copied else None
 
 
+ENDS = (5, 5, 37)
+
+
+def ends(device):
+    return torch.tensor(ENDS, dtype=torch.int32, device=device)
+
+
+def quantize_groups(device, row, column, source=None, stack=False, step=128):
+    """Return arguments of ``quantize_groups``."""
+    delayed = torch.full((6,), 2.0, device=device), torch.zeros(6, device=device)
+    rounding = torch.tensor([7, 1], device=device)
+    x = torch.stack([matrix(device, seed) for seed in range(3)]) if stack else matrix(device, rows=40)
+    groups = (None if stack else ends(device), 3, step)
+    return x, *groups, str(CastRequest(row, column, source)), *delayed, rounding, 0
+
+
+def grouped_mm(device, fmt, of_tokens):
+    """Return arguments of ``grouped_mm`` of tokens and a stack, or of two columnwise faces of tokens."""
+    if fmt is IDENTITY:
+        left = right = [matrix(device, rows=40)]
+        right = right if of_tokens else [torch.stack([matrix(device)] * 3)]
+        text = f"{fmt}|bfloat16" if of_tokens else f"{fmt}|"
+        return left, text, right, text, ends(device), 3, 128, torch.bfloat16, False
+    cast = Cast(fmt)
+    if of_tokens:
+        left = right = OPS.quantize_groups(*quantize_groups(device, None, cast))
+    else:
+        left = OPS.quantize_groups(*quantize_groups(device, cast, None))
+        right = OPS.quantize_groups(*quantize_groups(device, cast, None, stack=True))
+    return left, f"{fmt}|", right, f"{fmt}|", ends(device), 3, 128, torch.bfloat16, False
+
+
 SAMPLES = {
+    "quantize_groups": {
+        **{f"{cast}": lambda device, cast=cast: quantize_groups(device, cast, cast.for_columnwise()) for cast in CASTS},
+        **{
+            f"stack, {cast}": lambda device, cast=cast: quantize_groups(device, cast, cast.for_columnwise(), stack=True)
+            for cast in CASTS
+        },
+        "columnwise of rowwise": lambda device: quantize_groups(device, Cast(NVFP4), Cast(MXFP8_E4M3), Cast(NVFP4)),
+    },
+    "grouped_mm": {
+        f"{fmt}, {of_tokens}": lambda device, fmt=fmt, of_tokens=of_tokens: grouped_mm(device, fmt, of_tokens)
+        for fmt in (IDENTITY, FP8_E4M3_ROW, FP8_E4M3_TENSOR, MXFP8_E4M3, NVFP4)
+        for of_tokens in (False, True)
+    },
     "quantize": {
         **{f"{cast}": lambda device, cast=cast: quantize(device, cast, cast.for_columnwise()) for cast in CASTS},
         "transposed": lambda device: (matrix(device).t(), *quantize(device, Cast(FP8_E4M3_ROW))[1:]),

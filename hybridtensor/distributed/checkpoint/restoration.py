@@ -21,7 +21,7 @@ from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.distributed.checkpoint.training import Training, has_parts
 from hybridtensor.dtensor import local
-from hybridtensor.state import STATE
+from hybridtensor.state import weight_of_state
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.quantizing import refresh_
 
@@ -94,8 +94,8 @@ class Restoration:
 
     def _add(self, entry: str, name: str, value: object) -> None:
         """Plan one tensor of a module."""
-        layer, _, rest = name.rpartition(f"{STATE}.")
-        if rest and not self._same(f"{entry}.{layer}weight"):
+        weight = weight_of_state(name)
+        if weight is not None and not self._same(f"{entry}.{weight}"):
             return  # load_state_dict starts it afresh
         if isinstance(value, Tensor) and isinstance(local(value), HybridTensor):
             self._add_persistent(entry, name, value)
@@ -148,11 +148,9 @@ class Restoration:
         found = []
         for flat in metadata.state_dict_metadata:
             entry, _, name = flat.partition(".")
-            layer, _, state = name.rpartition(f"{STATE}.")
+            of_state = weight_of_state(name)
             weight = next((name[: -len(d) - 1 - len(tail)] for d, tail in _face_tails(name)), name)
-            skipped = (state and not self._same(f"{entry}.{layer}weight")) or not self._same(
-                f"{entry}.{weight}"
-            )
+            skipped = not self._same(f"{entry}.{of_state or weight}")
             if entry in self._loaded and flat not in planned and not skipped:
                 found.append(flat)
         return found

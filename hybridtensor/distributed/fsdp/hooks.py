@@ -116,6 +116,11 @@ class _Gathering:
         tensor: Any, module: nn.Module
     ) -> tuple[tuple[Tensor, ...], tuple[Shard, Sent]]:
         """Return the tensor that this rank sends, and the shard and record for the second half."""
+        if tensor.dim() == 3:
+            raise NotImplementedError(
+                f"fully_shard: weights of linear layers are required, got experts {tuple(tensor.shape)}; "
+                "leave them out of quantize_ with keep_bf16, or out of fully_shard with ignored_params"
+            )
         shard = find(module, tensor)
         with torch.no_grad():
             flat, sent = shard.send(tensor)

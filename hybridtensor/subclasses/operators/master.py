@@ -189,11 +189,20 @@ def _weights(value: object) -> Iterator[MasterWeight]:
             yield from _weights(item)
 
 
+_BY_NUMBER = (aten.index.Tensor, aten.index_select.default)
+
+
 @table.register(*READS, *FUNCTIONAL)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     if observers:
         for weight in _weights((*args, *kwargs.values())):
             note_read(weight, func)
+    if func in _BY_NUMBER and isinstance(args[0], MasterWeight) and args[0].dim() == 3:
+        raise NotImplementedError(
+            f"MasterWeight: {func} would copy the weights of experts {tuple(args[0].shape)} for each token, as "
+            "values; multiply them by F.grouped_mm (in Transformers experts_implementation='grouped_mm'), or "
+            "read them by dequantize()"
+        )
     return _run(func, args, kwargs)
 
 
@@ -201,5 +210,5 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
 def _product(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
     raise NotImplementedError(
         f"MasterWeight: {func} came from below autograd, where only some of a layer's products could be quantized; "
-        "call F.linear, or x @ weight.t(), or leave this module out of quantize_"
+        "call F.linear, x @ weight.t(), or F.grouped_mm for experts, or leave this module out of quantize_"
     )

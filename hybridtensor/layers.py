@@ -1,0 +1,120 @@
+"""What of a model a recipe can be for: weights of linear layers, and stacks of experts' weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.linear.layer_forward import LayerRecipe, recipe_of
+from hybridtensor.state import STATE, LayerState
+from hybridtensor.subclasses import is_converted
+
+SKIPPED_NAMES = {
+    "lm_head": "the output head: its error goes straight into the logits",
+    "router": "a router: small, and its rounding flips which expert is chosen",
+    "gate": "a router's gate: small, and its rounding flips which expert is chosen",
+}
+
+
+class Layer(NamedTuple):
+    """A linear layer, or experts that have one stack of weights.
+
+    Attributes:
+        name: Fully qualified name: of the module, or of a stack's parameter.
+        module: What has the weight.
+        parameter: The weight's name there.
+        transposed: Whether a stack is stored ``[E, in, out]``.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: str = "weight"
+    transposed: bool = False
+
+    @property
+    def weight(self) -> Any:
+        """What stands at the weight."""
+        return getattr(self.module, self.parameter)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is of experts: tokens sorted by expert are multiplied, not any."""
+        return not isinstance(self.module, nn.Linear)
+
+    @property
+    def kind(self) -> str:
+        """``module_type`` of a ``QuantizerRole``."""
+        return "grouped_linear" if self.is_stack else "linear"
+
+    @property
+    def parameter_name(self) -> str:
+        """Fully qualified name of the weight."""
+        if self.is_stack:
+            return self.name
+        return f"{self.name}.{self.parameter}" if self.name else self.parameter
+
+    @property
+    def state_name(self) -> str:
+        """Name of the state among the module's own."""
+        return f"{self.parameter}_{STATE}" if self.is_stack else STATE
+
+    @property
+    def recipe(self) -> LayerRecipe | None:
+        """What it quantizes by, or None before ``quantize_``."""
+        known = recipe_of(self.module)
+        if known is not None or not self.is_stack:
+            return known
+        part = part_of(self.weight)
+        if not is_converted(part):
+            return None
+        state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
+        return LayerRecipe(part.config, state)
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return out and in features of a weight of ``shape``, or of each of its experts."""
+        rows, columns = shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def why_skipped(self) -> str | None:
+        """Return why ``quantize_`` leaves this alone unless told otherwise, or None."""
+        if type(self.module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            return "nn.MultiheadAttention computes with its weight below autograd"
+        if self.is_stack and not _is_of_experts(self.module, self.weight):
+            return f"{type(self.module).__name__} has no num_experts that is its first extent"
+        return SKIPPED_NAMES.get(self.name.rpartition(".")[2])
+
+
+def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
+    """Yield every layer that a recipe can be for; ``root`` is the model's own name.
+
+    Parameters of three dimensions count, but for those of torch's own modules: convolutions have
+    such, too.
+    """
+    for name, module in model.named_modules(prefix=root):
+        if isinstance(module, nn.Linear):
+            yield Layer(name, module)
+        elif not type(module).__module__.startswith("torch.nn."):
+            for parameter, weight in module._parameters.items():
+                if weight is not None and weight.dim() == 3 and weight.is_floating_point():
+                    full = f"{name}.{parameter}" if name else parameter
+                    yield Layer(full, module, parameter, _is_transposed(module, weight))
+
+
+def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:
+    """Return whether the first extent of a weight counts experts, as the module says."""
+    count = getattr(module, "num_experts", None)
+    return isinstance(count, int) and count == weight.shape[0] and min(weight.shape[1:]) > 1
+
+
+def _is_transposed(module: nn.Module, weight: Tensor) -> bool:
+    """Return whether a stack is stored ``[E, in, out]``, as was said when it was converted, or as its
+    module says.
+    """
+    part = part_of(weight)
+    state = part.layer if is_converted(part) else None
+    if isinstance(state, LayerState) and state.transposed is not None:
+        return state.transposed
+    return bool(getattr(module, "is_transposed", False))

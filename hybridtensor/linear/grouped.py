@@ -1,0 +1,115 @@
+"""The linear layers of experts: tokens that are sorted by expert, times a stack of weights.
+
+Shape letters: ``T`` tokens, ``E`` experts, ``N`` out features, ``K`` in features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtensor.arguments import require_tensor
+from hybridtensor.linear.function import multiplied, require_plain_autograd
+from hybridtensor.linear.operands import Weight
+from hybridtensor.ops import Groups
+from hybridtensor.ops.library import autocasts
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import ROLES, LayerState
+from hybridtensor.subclasses import MasterWeight
+
+_LEAST_STEP = 16  # padded rows of a group: so many does a native sum over tokens need
+
+
+def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    """Return each token's product with the weight of its expert, quantized as ``weight.config`` says.
+
+    Every expert's scales are its own: the faces are those of ``linear`` of each expert's tokens and
+    weight. What is saved for backward, and who shares it, is as there.
+
+    Args:
+        input: ``[T, K]``, sorted by expert.
+        weight: ``[E, N, K]``.
+        ends: int32 ``[E]``, on the input's device: where the tokens of each expert end, not
+            decreasing. Tokens behind the last end give zeros, and get no gradient.
+
+    Returns:
+        ``[T, N]``, in the weight's dtype (under autocast: in autocast's).
+
+    Raises:
+        NotImplementedError: In a ``torch.func`` transform.
+        TypeError: If an argument is of the wrong kind or dtype.
+        ValueError: If shapes, dtypes or devices do not go together, or offsets decrease or are
+            beyond the tokens (found where they are on the CPU).
+    """
+    require_plain_autograd()
+    dtype = weight.dtype
+    if autocasts(weight.device.type) and isinstance(input, Tensor) and input.is_floating_point():
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    elif isinstance(input, Tensor) and input.dtype != dtype:
+        raise ValueError(
+            f"grouped_mm: one dtype is required, got tokens in {input.dtype} and weights in {dtype}; "
+            "cast one, or use torch.autocast"
+        )
+    _check(input, weight, ends)
+    _check_layout(weight)
+    groups = Groups(weight.shape[0], ends, step_of(weight.recipe))
+    return multiplied(input, weight, None, dtype, groups=groups)
+
+
+def step_of(config: HybridConfig) -> int:
+    """Return of what number of rows each group has a multiple in columnwise faces: no block of a
+    format crosses groups.
+    """
+    extents = [_LEAST_STEP]
+    for role in ROLES:
+        quantizer = getattr(config, role)
+        extents += [
+            quantizer.columnwise_format.block[1] or 1,
+            quantizer.rowwise_format.block[0] or 1,
+        ]
+    return max(extents)
+
+
+def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
+    require_tensor("grouped_mm: input", input)
+    if input.dim() != 2 or weight.dim() != 3 or input.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"grouped_mm: tokens [T, K] and weights [E, N, K] are required, got {tuple(input.shape)} and "
+            f"{tuple(weight.shape)} (as F.linear takes them); sort tokens by expert, see quantize_'s transposed"
+        )
+    if ends.dtype != torch.int32 or ends.shape != weight.shape[:1]:
+        raise ValueError(
+            f"grouped_mm: int32 offsets [{weight.shape[0]}], one for each expert, are required, got "
+            f"{ends.dtype} {list(ends.shape)}"
+        )
+    if not input.device == weight.device == ends.device:
+        raise ValueError(
+            "grouped_mm: operands on one device are required, got tokens on "
+            f"{input.device}, weights on {weight.device} and offsets on {ends.device}; move them"
+        )
+
+
+def _check_layout(weight: Weight) -> None:
+    """Raise ValueError unless experts are multiplied as ``quantize_`` was told that they are stored."""
+    state = weight.record.layer
+    if not isinstance(state, LayerState) or state.transposed is None:
+        return
+    columns = weight.plain.stride(-1) if isinstance(weight, MasterWeight) else 1
+    if 1 not in weight.shape[1:] and state.transposed != (columns != 1):
+        stored = "[E, in, out]" if state.transposed else "[E, out, in]"
+        raise ValueError(
+            f"grouped_mm: experts {state.name} are taken to be stored {stored}, got a product of the other "
+            "layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their module's is_transposed"
+        )
+
+
+def batched_linear(input: Tensor, weight: Weight) -> Tensor:
+    """Return ``[E, T, N]`` of tokens ``[E, T, K]``, as many for each expert; see ``grouped_linear``."""
+    if input.dim() != 3 or input.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"grouped_mm: tokens [E, T, K] for weights {tuple(weight.shape)} are required, got {tuple(input.shape)}"
+        )
+    count, rows, features = input.shape
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=input.device) * rows
+    out = grouped_linear(input.reshape(count * rows, features), weight, ends)
+    return out.view(count, rows, weight.shape[1])

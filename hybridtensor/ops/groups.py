@@ -1,0 +1,180 @@
+"""Matrices with groups of rows, and stacks of matrices, as layers with several weights take them.
+
+The tokens of a mixture of experts are a matrix ``[T, K]`` whose rows are sorted by expert; the
+experts' weights are a stack ``[E, N, K]``. A scale never belongs to two experts: the faces are those
+of the matrices one by one, put together.
+
+| face | elements | scales that span a group | other scales |
+|---|---|---|---|
+| of a stack, either | ``[E, other, contraction]`` | ``[E, ...]`` | ``[E, ...]`` |
+| rowwise, of tokens | ``[T, K]`` | ``[E, 1, 1]`` | by row, or by block of padded rows |
+| columnwise, of tokens | ``[K, P]`` | ``[E, 1 or K, 1]`` | by block of padded rows |
+
+Shape letters: ``E`` experts, ``T`` tokens, ``N`` and ``K`` features, ``P`` padded rows: each group has
+whole steps of them, at least one, so that no block crosses groups. What pads is zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import Format
+from hybridtensor.ops.face import Face, Groups, Layout, face_layouts
+
+
+class Group(NamedTuple):
+    """The rows of one group.
+
+    Attributes:
+        number: Which one.
+        start: Its first row.
+        stop: The row behind its last one.
+        padded: Where its padded rows begin.
+        size: How many padded rows it has.
+    """
+
+    number: int
+    start: int
+    stop: int
+    padded: int
+    size: int
+
+
+def padded_rows(rows: int, groups: Groups) -> int:
+    """Return for how many padded rows there is room: it does not depend on where groups end."""
+    step = groups.step
+    return (rows + step - 1) // step * step + groups.num_groups * step
+
+
+def each_group(groups: Groups, rows: int) -> list[Group]:
+    """Return the groups of a matrix with ``rows`` rows. Waits for the device that has the ends.
+
+    Raises:
+        ValueError: If the ends decrease, or are beyond the rows.
+    """
+    ends = _ends(groups).tolist()
+    found, start, padded = [], 0, 0
+    for index, stop in enumerate(ends):
+        if not start <= stop <= rows:
+            raise ValueError(
+                f"grouped_mm: offsets that do not decrease, up to {rows} rows, are required, got {ends}"
+            )
+        size = max(-(-(stop - start) // groups.step), 1) * groups.step
+        found.append(Group(index, start, stop, padded, size))
+        start, padded = stop, padded + size
+    return found
+
+
+def _ends(groups: Groups) -> Tensor:
+    if groups.ends is None:
+        raise ValueError("grouped_mm: offsets are required, got a stack of matrices")
+    return groups.ends
+
+
+def stack_layouts(fmt: Format, count: int, other: int, contraction: int) -> list[Layout]:
+    """Return how the tensors of a face of a stack lie: those of its matrices one after the other."""
+    return [_stacked(layout, count) for layout in face_layouts(fmt, other, contraction)]
+
+
+def _stacked(layout: Layout, count: int) -> Layout:
+    rows, columns = layout.shape[-2:]
+    return Layout((count, rows, columns), (rows * columns, *layout.strides), layout.dtype)
+
+
+def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Layout]:
+    """Return how the tensors of the rowwise face of ``[rows, columns]`` tokens lie."""
+    layouts = list(face_layouts(fmt, rows, columns))
+    levels = [(1, None), fmt.block, fmt.tensor_block or (1, None)]
+    for i, (across, _) in list(enumerate(levels))[1 : len(layouts)]:
+        if across is None:
+            layouts[i] = _stacked(layouts[i], groups.num_groups)
+        elif across > 1:
+            layouts[i] = face_layouts(fmt, padded_rows(rows, groups), columns)[i]
+    return layouts
+
+
+def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Layout]:
+    """Return how the tensors of the columnwise face of ``[rows, columns]`` tokens lie."""
+    layouts = list(face_layouts(fmt, columns, padded_rows(rows, groups)))
+    levels = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
+    for i, (_, along) in list(enumerate(levels))[1 : len(layouts)]:
+        if along is None:
+            layouts[i] = _stacked(layouts[i], groups.num_groups)
+    return layouts
+
+
+def cut_rows(face: Face, group: Group) -> Face:
+    """Return the rowwise face of the rows of a group."""
+    rows = slice(group.start, group.stop)
+
+    def part(scale: Tensor | None, block: tuple[int | None, int | None] | None) -> Tensor | None:
+        across = None if block is None else block[0]
+        if scale is None or across is None:
+            return None if scale is None else scale[group.number]
+        first = group.start if across == 1 else group.padded // across
+        return scale.narrow(0, first, -(-(group.stop - group.start) // across))
+
+    scale, level = (
+        part(face.scale, face.format.block),
+        part(face.tensor_scale, face.format.tensor_block),
+    )
+    return Face(face.qdata[rows], scale, level, face.format, face.dequantized_rowwise)
+
+
+def cut_columns(face: Face, group: Group) -> Face:
+    """Return the columnwise face of the rows of a group."""
+    if face.dequantized_rowwise is not None:
+        return cut_rows(face, group)
+    fmt = face.format
+    size = fmt.stored(group.stop - group.start)
+
+    def part(scale: Tensor | None, block: tuple[int | None, int | None] | None) -> Tensor | None:
+        along = None if block is None else block[1]
+        if scale is None or along is None:
+            return None if scale is None else scale[group.number]
+        return scale.narrow(1, group.padded // along, -(-size // along))
+
+    per_byte = fmt.elements_per_byte
+    qdata = face.qdata.narrow(1, group.padded // per_byte, size // per_byte)
+    return Face(qdata, part(face.scale, fmt.block), part(face.tensor_scale, fmt.tensor_block), fmt)
+
+
+def matrix_of(face: Face, index: int) -> Face:
+    """Return the face of one matrix of a stack."""
+    tensors = [None if t is None else t[index] for t in (face.qdata, face.scale, face.tensor_scale)]
+    return face._replace(qdata=face.qdata[index], scale=tensors[1], tensor_scale=tensors[2])
+
+
+def put_matrix(out: Sequence[Tensor], face: Face, index: int) -> None:
+    """Write the face of one matrix into that of its stack."""
+    for whole, tensor in zip(out, face.tensors(), strict=True):
+        _bytes(whole[index]).copy_(_bytes(tensor))
+
+
+def put_rows(out: Sequence[Tensor], face: Face, group: Group) -> None:
+    """Write the rowwise face of a group's rows into that of all tokens."""
+    _put(out, cut_rows(_face(out, face), group), face)
+
+
+def put_columns(out: Sequence[Tensor], face: Face, group: Group) -> None:
+    """Write the columnwise face of a group's padded rows into that of all tokens."""
+    whole = group._replace(stop=group.start + group.size)  # with what pads
+    _put(out, cut_columns(_face(out, face), whole), face)
+
+
+def _face(tensors: Sequence[Tensor], like: Face) -> Face:
+    return Face.of(list(tensors), like.kind)
+
+
+def _put(out: Sequence[Tensor], target: Face, face: Face) -> None:
+    for tensor, values in zip(target.tensors(), face.tensors(), strict=True):
+        _bytes(tensor).copy_(_bytes(values))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor of small numbers as bytes, which can be copied whatever they are."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

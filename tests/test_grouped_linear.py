@@ -1,0 +1,433 @@
+"""The linear layers of experts: one grouped product instead of a product each.
+
+Oracle: a loop over linear layers, one per expert, bitwise; what those are bitwise is tested in test_linear.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experts import ENDS, EXPERTS, TOKENS, Experts, Mixture, offsets, one_by_one, parts
+from hypothesis import given
+from hypothesis import strategies as st
+from tiers import examples
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+from hybridtensor import ops
+from hybridtensor.linear.grouped import step_of
+from hybridtensor.ops import Groups
+from hybridtensor.recipes import RECIPES, by_type, from_name
+from hybridtensor.recipes.config import QuantizerRole
+from hybridtensor.state import Context
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.testing import random_tensor
+
+N, K = 96, 64
+DETERMINISTIC = [name for name in RECIPES if not from_name(name).stochastic and not from_name(name).delayed_rules()]
+
+
+def operands(dtype=torch.bfloat16, n=64, k=K, tokens=TOKENS, experts=EXPERTS):
+    x, g = random_tensor(tokens, k, dtype=dtype, seed=1), random_tensor(tokens, n, dtype=dtype, seed=2)
+    w = torch.stack([random_tensor(n, k, dtype=dtype, seed=3 + e) for e in range(experts)])
+    return x, w, g
+
+
+def grouped(x, w, g, ends, config, *, transposed=False):
+    """Return output, input gradient and weight gradient of one grouped product."""
+    stored = w.transpose(-2, -1).contiguous() if transposed else w.clone()
+    weight = nn.Parameter(MasterWeight(stored, config))
+    x = x.clone().requires_grad_()
+    y = torch._grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=offsets(ends))
+    y.backward(g)
+    return y.detach(), x.grad, weight.grad.transpose(-2, -1) if transposed else weight.grad
+
+
+def same(mine, theirs):
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_bitwise_a_loop_over_experts(name):
+    config, (x, w, g) = from_name(name), operands()
+    for ends in ENDS:
+        expected = one_by_one(x, w, g, ends, config)
+        assert same(grouped(x, w, g, ends, config), expected), ends
+    assert same(grouped(x, w, g, ENDS[1], config, transposed=True), one_by_one(x, w, g, ENDS[1], config))
+
+
+MIXES = ["fp8/fp8_rowwise/bf16", "mxfp8+save_original_input", "nvfp4+nearest", "fp8+pow2_scale", "mxfp8+mx_two_d",
+         "bf16/mxfp8/fp8", "fp8_rowwise/nvfp4/mxfp8+nearest"]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", MIXES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_any_formats_and_dtype(spec, dtype):
+    config, (x, w, g) = from_name(spec), operands(dtype)
+    for ends in ENDS[:2]:
+        assert same(grouped(x, w, g, ends, config), one_by_one(x, w, g, ends, config)), ends
+
+
+@examples(15)
+@given(st.lists(st.integers(0, 60), min_size=EXPERTS, max_size=EXPERTS), st.sampled_from(DETERMINISTIC))
+def test_of_any_offsets(sizes, name):
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    config, (x, w, g) = from_name(name), operands(tokens=240)
+    assert same(grouped(x, w, g, ends, config), one_by_one(x, w, g, ends, config))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_rowwise", "fp8_block"])
+def test_one_expert_is_a_linear_layer(name):
+    config, (x, w, g) = from_name(name), operands(experts=1)
+    assert same(grouped(x, w, g, (TOKENS,), config), one_by_one(x, w, g, (TOKENS,), config))
+
+
+def test_batches_are_groups_of_one_size():
+    config, (x, w, g) = from_name("mxfp8"), operands()
+    ends = [40, 80, 120, 160]
+    expected = one_by_one(x, w, g, ends, config)
+    batched = [t.view(EXPERTS, 40, -1) for t in (x, g)]
+    for multiply in (torch.bmm, torch.matmul, torch._grouped_mm, lambda a, b: a @ b):
+        weight, tokens = nn.Parameter(MasterWeight(w.clone(), config)), batched[0].clone().requires_grad_()
+        y = multiply(tokens, weight.transpose(-2, -1))
+        y.backward(batched[1])
+        assert same([y.detach().flatten(0, 1), tokens.grad.flatten(0, 1), weight.grad], expected)
+
+
+def test_one_by_one_is_quantized_too():
+    """As models loop over experts: ``F.linear(x, w[e])``, ``x @ w[e].T``."""
+    config, (x, w, g) = from_name("mxfp8"), operands()
+    expected = one_by_one(x, w, g, ENDS[0], config)
+    for multiply in (F.linear, lambda a, b: a @ b.T):
+        weight, tokens = nn.Parameter(MasterWeight(w.clone(), config)), x.clone().requires_grad_()
+        y = torch.cat([multiply(tokens[s:t], weight[e]) for e, (s, t) in enumerate(parts(ENDS[0]))])
+        y.backward(g)
+        assert same([y.detach(), tokens.grad, weight.grad], expected)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    config, (x, w, g) = from_name("mxfp8"), operands()
+    _, dx, dw = one_by_one(x, w, g, ENDS[0], config)
+    frozen = nn.Parameter(MasterWeight(w.clone(), config), requires_grad=False)
+    tokens = x.clone().requires_grad_()
+    torch._grouped_mm(tokens, frozen.transpose(-2, -1), offs=offsets(ENDS[0])).backward(g)
+    assert frozen.grad is None
+    assert torch.equal(tokens.grad, dx)
+    weight = nn.Parameter(MasterWeight(w.clone(), config))
+    torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets(ENDS[0])).backward(g)
+    assert torch.equal(weight.grad, dw)
+    with torch.no_grad():
+        assert not torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets(ENDS[0])).requires_grad
+
+
+def test_an_expanded_gradient():
+    """Of ``y.sum()``: torch's own grouped product refuses its strides."""
+    config, (x, w, _) = from_name("mxfp8"), operands()
+    expanded = torch.ones(1, 1, dtype=x.dtype).expand(TOKENS, w.shape[1])
+    assert same(grouped(x, w, expanded, ENDS[0], config), one_by_one(x, w, expanded, ENDS[0], config))
+
+
+def test_delayed_scales_are_of_each_expert():
+    """Two steps, so that scales differ: those of a linear layer per expert."""
+    model = ht.quantize_(Experts().bfloat16(), "fp8_delayed")
+    x, _, _ = operands()
+    alone = [nn.Linear(K, 128, bias=False, dtype=torch.bfloat16) for _ in range(EXPERTS)]
+    with torch.no_grad():
+        for e, layer in enumerate(alone):
+            layer.weight.copy_(ht.plain_state_dict(model)["w1"][e])
+    alone = ht.quantize_(nn.ModuleList(alone), "fp8_delayed")
+    state = model.w1_quantization_state
+    assert state.slots == tuple(f"{role}[{e}]" for role in ("input", "weight", "grad_output") for e in range(EXPERTS))
+    for step in range(3):
+        ends = offsets(ENDS[step])
+        y = torch._grouped_mm(x * (step + 1), model.w1.transpose(-2, -1), offs=ends)
+        grad = torch.randn_like(y)
+        y.backward(grad)
+        for e, (start, stop) in enumerate(parts(ENDS[step])):
+            own = alone[e](x[start:stop] * (step + 1))
+            own.backward(grad[start:stop])
+            assert torch.equal(own, y[start:stop])
+        for e, layer in enumerate(alone):
+            scales = state.encode_scale.view(3, EXPERTS)[:, e]
+            assert torch.equal(scales, layer.quantization_state.encode_scale)
+        ht.step_(model)
+        ht.step_(alone)
+    with pytest.raises(NotImplementedError, match=r"F\.grouped_mm is required for experts with delayed scales"):
+        F.linear(x, model.w1[0])
+
+
+def test_draws_repeat_and_differ():
+    """Random rounding draws by the row among all tokens: two groups of the same tokens are not rounded alike."""
+    model = ht.quantize_(Experts().bfloat16(), "nvfp4")
+    x, _, _ = operands()
+    x[80:] = x[:80]
+    context = Context("grad_output", model.w1.layer.tensors(), groups=Groups(2, offsets((80, 160)), 16))
+
+    def drawn():
+        faces = from_name("nvfp4").grad_output.faces(x, rowwise=True, columnwise=False, dtype=x.dtype, context=context)
+        return faces[0].qdata
+
+    first = drawn()
+    assert torch.equal(first, drawn())
+    assert not torch.equal(first[:80], first[80:])
+    ht.step_(model)
+    assert not torch.equal(first, drawn())
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp8", "fp8", "fp8_rowwise", "fp8_block", "nvfp4_1d_weight", "fp8_dequantized_backward"]
+)
+def test_no_scale_is_of_two_experts(name):
+    """Each expert's faces are those of its matrix alone, however loud its neighbour is."""
+    config, (x, w, _) = from_name(name), operands()
+    w[1] *= 100
+    x[32:96] *= 100
+    weight = MasterWeight(w, config)
+    stack = weight.faces(rowwise=True, columnwise=True, dtype=w.dtype)
+    for e in range(EXPERTS):
+        alone = MasterWeight(w[e].clone(), config).faces(rowwise=True, columnwise=True, dtype=w.dtype)
+        for of_stack, one in zip(stack, alone, strict=True):
+            for mine, theirs in zip(of_stack.tensors(), one.tensors(), strict=True):
+                assert torch.equal(mine[e].view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_padded_rows_have_room_for_whole_steps():
+    for name in RECIPES:
+        step = step_of(from_name(name))
+        for role in ("input", "grad_output"):
+            quantizer = getattr(from_name(name), role)
+            for extent in (quantizer.columnwise_format.block[1], quantizer.rowwise_format.block[0]):
+                assert extent is None or step % extent == 0
+        assert step % 16 == 0
+
+
+def test_siblings_share_a_cast(monkeypatch):
+    """w1 and w3 read one input: three weights, two inputs, three gradients; then weights are known."""
+    counts = []
+    cast = ops.quantize_groups
+    monkeypatch.setattr("hybridtensor.ops.quantize_groups", lambda *args: counts.append(1) or cast(*args))
+    model, x = ht.quantize_(Experts().bfloat16(), "mxfp8"), operands()[0].requires_grad_()
+    model(x * 1, offsets(ENDS[0])).sum().backward()
+    assert len(counts) == 8
+    counts.clear()
+    model(x * 1, offsets(ENDS[0])).sum().backward()
+    assert len(counts) == 5
+
+
+def test_other_offsets_share_nothing():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts = EXPERTS
+            self.a, self.b = (nn.Parameter(torch.ones(EXPERTS, N, K)) for _ in range(2))
+
+        def forward(self, x, one, other):
+            return (
+                torch._grouped_mm(x, w.transpose(-2, -1), offs=ends) for w, ends in ((self.a, one), (self.b, other))
+            )
+
+    model, x = ht.quantize_(Twice().bfloat16(), "fp8"), operands()[0]
+    x[:40] *= 100
+    mine = list(model(x.clone().requires_grad_() * 1, offsets(ENDS[0]), offsets(ENDS[1])))
+    with ht.share_inputs(False):
+        alone = list(model(x.clone().requires_grad_() * 1, offsets(ENDS[0]), offsets(ENDS[1])))
+    assert same(mine, alone)
+    assert not torch.equal(*mine)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "fp8_rowwise", "fp8_dequantized_backward", "fp8_delayed"])
+def test_one_graph_for_all_offsets(name):
+    model = ht.quantize_(Experts().bfloat16(), name)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for ends in ENDS:
+        results = []
+        for run in (model, compiled):
+            x, _, _ = operands()
+            x.requires_grad_()
+            y = run(x, offsets(ends))
+            y.backward(torch.ones_like(y))
+            results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        assert same(*results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_recomputed_and_offloaded():
+    model, (x, _, _) = ht.quantize_(Experts().bfloat16(), "mxfp8"), operands()
+
+    def step(run):
+        tokens = x.clone().requires_grad_()
+        run(tokens).square().sum().backward()
+        found = [tokens.grad, *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+        return found
+
+    expected = step(lambda t: model(t, offsets(ENDS[0])))
+    assert same(step(lambda t: checkpoint(model, t, offsets(ENDS[0]), use_reentrant=False)), expected)
+    with torch.autograd.graph.save_on_cpu():
+        assert same(step(lambda t: model(t, offsets(ENDS[0]))), expected)
+
+
+def test_a_mixture_of_experts_is_quantized():
+    model = ht.quantize_(nn.Sequential(Mixture(), Mixture()).bfloat16(), "mxfp8")
+    x = operands()[0]
+    said = ht.explain(model, show=False)
+    assert said.coverage.parameters > 0.99
+    assert {row.layer for row in said.rows} == {f"{i}.experts.{w}" for i in range(2) for w in ("w1", "w2", "w3")}
+    assert {row.backend for row in said.rows} == {"emulated"}
+    assert said.rows[0].reason.startswith("group by group")
+    assert [name for name, _ in said.skipped] == ["0.router", "1.router"]
+    found = ht.check(model, x)
+    assert not found.problems
+    assert found.flops > 0.9
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_saved_loaded_copied_and_made_plain():
+    torch.manual_seed(0)
+    plain = Mixture().bfloat16()
+    x = operands()[0]
+    for name in ("mxfp8", "fp8_delayed"):
+        model = ht.quantize_(copy.deepcopy(plain), name)
+        for _ in range(2):
+            model(x).sum().backward()
+            ht.step_(model)
+        expected, state = model(x), model.state_dict()
+        for options in ({}, {"assign": True}):
+            other = ht.quantize_(Mixture().bfloat16(), name)
+            other.load_state_dict(state, **options)
+            assert torch.equal(other(x), expected), options
+        assert torch.equal(copy.deepcopy(model)(x), expected)
+        back = Mixture().bfloat16()
+        back.load_state_dict(ht.plain_state_dict(model))
+        assert torch.equal(back.experts.w1, plain.experts.w1)
+        assert type(ht.plain_(model).experts.w1) is nn.Parameter
+        assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_from_the_meta_device():
+    with torch.device("meta"):
+        model = ht.quantize_(Mixture().bfloat16(), "fp8_delayed")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.1)
+    assert torch.isfinite(model(operands()[0])).all()
+
+
+class Stored(nn.Module):
+    """Experts stored the other way."""
+
+    def __init__(self, says=True):
+        super().__init__()
+        self.num_experts = EXPERTS
+        if says:
+            self.is_transposed = True
+        self.w = nn.Parameter(torch.randn(EXPERTS, K, N))
+
+    def forward(self, x, ends):
+        return F.grouped_mm(x, self.w, offs=ends) if hasattr(F, "grouped_mm") else torch._grouped_mm(x, self.w, ends)
+
+
+def test_the_other_layout():
+    x, ends = operands()[0], offsets(ENDS[0])
+    for says, options in ((True, {}), (False, {"transposed": ["*w"]})):
+        torch.manual_seed(0)
+        plain = Stored(says).bfloat16()
+        model = ht.quantize_(copy.deepcopy(plain), "mxfp8", **options)
+        y = model(x, ends)
+        w = plain.w.detach().transpose(-2, -1).contiguous()
+        assert torch.equal(y, one_by_one(x, w, torch.zeros_like(y), ENDS[0], from_name("mxfp8"))[0])
+    with pytest.raises(ValueError, match=r"taken to be stored \[E, out, in\], got a product of the other layout"):
+        ht.quantize_(Stored(False).bfloat16(), "mxfp8")(x, ends)
+    with pytest.raises(ValueError, match="transposed must name experts, got 'nothing'; experts to convert are: w"):
+        ht.quantize_(Stored(), "mxfp8", transposed=["nothing"])
+
+
+def test_recipes_by_kind_and_name():
+    model = Mixture()
+    ht.quantize_(
+        model, by_type(linear="fp8", grouped_linear="nvfp4_row_scaled_fwd_mxfp8_bwd"), filter_fn=lambda *_: True
+    )
+    assert str(model.router.weight.config) == "fp8"
+    assert model.experts.w1.config == from_name("nvfp4_row_scaled_fwd_mxfp8_bwd")
+    only = ht.quantize_(Mixture(), by_type(grouped_linear="mxfp8"), filter_fn=lambda *_: True)
+    assert type(only.router.weight) is nn.Parameter
+    names = []
+
+    def factory(role: QuantizerRole):
+        names.append((role.module_type, role.name))
+        return from_name("mxfp8").input
+
+    ht.quantize_(Mixture(), factory)
+    assert names[::3][:EXPERTS] == [("grouped_linear", f"experts.w1[{e}]") for e in range(EXPERTS)]
+    named = ht.quantize_(Mixture(), ht.torchao_compat.FqnToConfig({"experts.w2": "mxfp8", r"re:experts\.w[13]": "fp8"}))
+    assert [str(getattr(named.experts, w).config) for w in ("w1", "w2", "w3")] == ["fp8", "mxfp8", "fp8"]
+    ht.set_config_(named, "fp8_rowwise")
+    assert {str(getattr(named.experts, w).config) for w in ("w1", "w2", "w3")} == {"fp8_rowwise"}
+    with pytest.raises(
+        ValueError, match=r"one recipe for all experts of experts.w1 is required, got mxfp8 .* for experts.w1\[2\]"
+    ):
+        ht.quantize_(Mixture(), lambda role: from_name("fp8" if "[2]" in role.name else "mxfp8").input)
+
+
+def test_what_is_no_expert_is_left_alone():
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(3, 8, 8))
+
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), Other(), nn.Linear(64, 64))
+    ht.quantize_(model, "mxfp8")
+    assert type(model[0].weight) is nn.Parameter
+    assert type(model[1].table) is nn.Parameter
+    said = dict(ht.explain(model, show=False).skipped)
+    assert said == {"1.table": "Other has no num_experts that is its first extent"}
+
+
+def call(x=None, ends=None, weight=None, **options):
+    tokens, w, _ = operands()
+    weight = MasterWeight(w, from_name("mxfp8")) if weight is None else weight
+    return torch._grouped_mm(tokens if x is None else x, weight.transpose(-2, -1),
+                             offs=offsets(ENDS[0]) if ends is None else ends, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "says"), [
+    ({"ends": offsets((32, 16, 96, 160))}, ValueError, "offsets that do not decrease, up to 160 rows, are required"),
+    ({"ends": offsets((32, 64, 96, 161))}, ValueError, "offsets that do not decrease, up to 160 rows, are required"),
+    ({"ends": offsets((32, 64, 96))}, ValueError, r"int32 offsets \[4\], one for each expert, are required"),
+    ({"ends": offsets(ENDS[0]).long()}, ValueError, r"int32 offsets \[4\].* are required, got torch.int64"),
+    ({"x": torch.ones(TOKENS, 32).bfloat16()}, ValueError, r"tokens \[T, K\] and weights \[E, N, K\] are required"),
+    ({"x": torch.ones(TOKENS, K)}, ValueError, "one dtype is required, got tokens in torch.float32"),
+    ({"bias": torch.ones(EXPERTS, K)}, NotImplementedError, "only operands are possible"),
+])  # fmt: skip
+def test_bad_calls(options, error, says):
+    with pytest.raises(error, match=says):
+        call(**options)
+
+
+def test_what_experts_cannot_do():
+    model = ht.quantize_(Experts().bfloat16(), "mxfp8")
+    with pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
+        model.w1[torch.tensor([0, 1, 1])]
+    with pytest.raises(NotImplementedError, match="tokens on the left and the weights of experts"):
+        torch._grouped_mm(model.w1, operands()[0].view(EXPERTS, -1, K).transpose(-2, -1))
+    with pytest.raises(NotImplementedError, match=r"F\.grouped_mm for experts"):
+        torch.einsum("tk,enk->ten", operands()[0], model.w1)
+    with pytest.raises(ValueError, match="a multiple of 32 along the contraction axis"):
+        ht.quantize_(Experts(hidden=72), "mxfp8")
+    with pytest.raises(ValueError, match="a recipe for a kind of layer is required"):
+        by_type()
