@@ -12,7 +12,7 @@ from torch import nn
 from hybridtensor import recipes
 from hybridtensor.arguments import require_items, require_text, told
 from hybridtensor.dtensor import local
-from hybridtensor.layers import Layer, layers_of
+from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
@@ -228,7 +228,8 @@ def coverage(model: nn.Module) -> Coverage:
                 continue
             sizes[id(parameter)] = parameter.numel()
             lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            if parameter.dim() >= 2 and not lookup:
+            added = name.endswith("bias")  # of experts they are matrices, too
+            if parameter.dim() >= 2 and not lookup and not added:
                 full = f"{owner}.{name}" if owner else name
                 why = _why_plain(owner, module, stacks.get(id(parameter)))
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
@@ -247,6 +248,9 @@ def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, 
         return reason or "not chosen", reason is None
     if isinstance(module, nn.Linear):
         return Layer(name, module).why_skipped() or "not chosen", True
+    router = SKIPPED_NAMES.get(name.rpartition(".")[2])
+    if router is not None:
+        return router, True
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention computes with its weight below autograd", False
     return f"{type(module).__name__} is no Linear", False

@@ -420,9 +420,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("recipe", [None, 8, FP8.input, HybridConfig], ids=str)
     def test_wrong_kind_of_recipe(self, recipe):
-        with pytest.raises(
-            TypeError, match="recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required"
-        ):
+        with pytest.raises(TypeError, match=r"recipe name, .* recipes\.by_type or factory is required"):
             ht.quantize_(Model(), recipe)
 
     def test_wrong_kind_of_model_and_rule(self):

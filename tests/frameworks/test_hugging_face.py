@@ -186,3 +186,58 @@ def test_its_styles_on_quantized_layers(tmp_path):
 
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+EXPERT_MODELS = {"Mixtral": {}, "Qwen3Moe": {"moe_intermediate_size": 64, "head_dim": 32}, "GptOss": {"head_dim": 32}}
+
+
+def experts_model(name, implementation):
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, num_experts_per_tok=2, num_experts=4, num_local_experts=4,
+        **EXPERT_MODELS[name],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("name", list(EXPERT_MODELS))
+def test_experts_are_quantized(name):
+    """As the models are written: two layouts, with and without biases; both ways of multiplying give one loss."""
+    losses = []
+    for implementation in ("grouped_mm", "eager"):
+        plain = experts_model(name, implementation)
+        reference = plain(input_ids=IDS, labels=IDS).loss.item()
+        model = ht.quantize_(plain, "mxfp8")
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(reference, rel=0.02)  # random experts hardly change what is predicted
+        assert all(p.grad is not None for n, p in model.named_parameters() if "experts" in n)
+        found = ht.check(model, input_ids=IDS, labels=IDS)
+        assert not found.problems, found.problems
+        assert found.coverage.parameters > 0.85
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)  # other sums of the experts' outputs
+    with pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
+        ht.quantize_(experts_model(name, "batched_mm"), "mxfp8")(input_ids=IDS)
+
+
+def test_most_of_mixtral_is_quantized():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(), dtype=torch.bfloat16)
+    covered = ht.explain(ht.quantize_(model, "mxfp8"), show=False).coverage
+    assert covered.parameters > 0.99
+    assert all(matrix.deliberate for matrix in covered.plain)
+
+
+def test_experts_are_saved_and_loaded(tmp_path):
+    model = ht.quantize_(experts_model("Mixtral", "grouped_mm"), "mxfp8")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, experts_implementation="grouped_mm"
+    )
+    expected = model(input_ids=IDS).logits
+    assert torch.equal(ht.quantize_(loaded, "mxfp8")(input_ids=IDS).logits, expected)
