@@ -33,7 +33,7 @@ from hybridtensor.state import LayerState
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
-from hybridtensor.subclasses.quantizing import persistent_weight, quantize
+from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight
 from hybridtensor.swap import swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
@@ -236,10 +236,6 @@ def _checked_name(name: str | None) -> str:
 
 def _check_weight(layer: Layer, persistent: bool) -> None:
     where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
-    if layer.is_stack and persistent:
-        raise NotImplementedError(
-            f"{where}: master weights are required of experts, got persistent=True; leave it out for them"
-        )
     if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
         kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
         raise TypeError(
@@ -343,7 +339,7 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     current = weight.high_precision.current
     values = weight.dequantize() if current is None else current
     if not remake_(weight, values, config):
-        made = quantize(config.weight, values, dtype=weight.dtype, context=weight.context)
+        made = quantize_weight(config, values, weight.context, weight.layer, weight.dtype)
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
     weight.record = weight.record.with_values(
         weight.high_precision.moved()

@@ -15,7 +15,7 @@ from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import ROLES, LayerState
-from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 _LEAST_STEP = 16  # padded rows of a group: so many does a native sum over tokens need
 
@@ -94,11 +94,12 @@ def _check_layout(weight: Weight) -> None:
     state = weight.record.layer
     if not isinstance(state, LayerState) or state.transposed is None:
         return
-    columns = weight.plain.stride(-1) if isinstance(weight, MasterWeight) else 1
-    if 1 not in weight.shape[1:] and state.transposed != (columns != 1):
-        stored = "[E, in, out]" if state.transposed else "[E, out, in]"
+    stored = isinstance(weight, MasterWeight) and weight.plain.stride(-1) != 1
+    turned = weight.swapped if isinstance(weight, HybridTensor) else stored
+    if 1 not in weight.shape[1:] and state.transposed != turned:
+        layout = "[E, in, out]" if state.transposed else "[E, out, in]"
         raise ValueError(
-            f"grouped_mm: experts {state.name} are taken to be stored {stored}, got a product of the other "
+            f"grouped_mm: experts {state.name} are taken to be stored {layout}, got a product of the other "
             "layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their module's is_transposed"
         )
 

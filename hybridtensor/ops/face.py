@@ -33,11 +33,13 @@ class Groups(NamedTuple):
             belong to none. None says that this is a stack itself, a matrix each.
         step: Of what number of rows each has a multiple in columnwise faces, and one at least; the
             rest is zeros.
+        first: Number of the first weight among all that the layer has on all ranks.
     """
 
     num_groups: int
     ends: Tensor | None = None
     step: int = 1
+    first: int = 0
 
 
 class FaceKind(NamedTuple):

@@ -17,6 +17,7 @@ from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
 from hybridtensor.ops.flops import count_as_product
+from hybridtensor.ops.groups import matrix_of
 from hybridtensor.ops.library import autocasts, define, is_traced, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
@@ -238,7 +239,10 @@ def _dequantized(face: Face) -> Face:
 
 
 def rowwise_values(face: Face, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[other, contraction]`` of a rowwise face in ``dtype``."""
+    """Return the values ``[other, contraction]`` of a face in ``dtype``, of a stack each matrix's."""
     if face.scale is None:
         return face.qdata.to(dtype)
+    if face.qdata.dim() == 3:
+        matrices = [matrix_of(face, index) for index in range(face.qdata.shape[0])]
+        return torch.stack([rowwise_values(matrix, dtype) for matrix in matrices])
     return dequantize(face.qdata, face.scale, face.tensor_scale, format=face.format, dtype=dtype)

@@ -52,7 +52,7 @@ class Context(NamedTuple):
     def slot(self) -> str:
         """Name of the delayed scale of this tensor, or of the first of its groups."""
         of_direction = self.role if self.direction is None else f"{self.role}_{self.direction}"
-        return of_direction if self.groups is None else f"{of_direction}[0]"
+        return of_direction if self.groups is None else f"{of_direction}[{self.groups.first}]"
 
     @property
     def tokens_groups(self) -> Groups | None:

@@ -12,24 +12,28 @@ from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 FaceTensor = QuantizedTensor | IdentityTensor
 
 
-def rowwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "output") -> Face:
+def rowwise_face(
+    face: FaceTensor, dtype: torch.dtype, gemm: str = "output", *, stack: bool = False
+) -> Face:
     """Return the rowwise face of a tensor as the operators see it; one in high precision has
-    ``dtype``.
+    ``dtype``. Three dimensions are those of tokens, or a ``stack`` of matrices.
     """
     if isinstance(face, QuantizedTensor):
         return _face(face, -1, gemm)
-    return high_precision(_matrix(face.dequantize(dtype)))
+    values = face.dequantize(dtype)
+    return high_precision(values if stack else _matrix(values))
 
 
-def columnwise_face(face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input") -> Face:
-    """Return the columnwise face of a tensor as the operators see it; one in high precision has
-    ``dtype``.
-    """
+def columnwise_face(
+    face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input", *, stack: bool = False
+) -> Face:
+    """Return the columnwise face of a tensor as the operators see it; see ``rowwise_face``."""
     if isinstance(face, QuantizedTensor):
         return _face(face, 0, gemm)
     if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
         return columnwise_of(_face(face.source, -1, gemm), dtype)
-    return columnwise_of(high_precision(_matrix(face.dequantize(dtype))), dtype)
+    values = face.dequantize(dtype)
+    return columnwise_of(high_precision(values if stack else _matrix(values)), dtype)
 
 
 def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:

@@ -162,6 +162,12 @@ class HybridTensor(InterceptingTensor):
             )
         return face
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether this is a stack of matrices, such as experts' weights, with faces of each."""
+        faces = [face for face in (self.rowwise, self.columnwise) if face is not None]
+        return self.dim() == 3 and all(getattr(face, "is_stack", False) for face in faces)
+
     def rows(self) -> Tensor:
         """Return the values that an embedding reads: those of the rowwise face, or what FSDP2
         gathered them from.
@@ -182,10 +188,16 @@ class HybridTensor(InterceptingTensor):
         """
         row = column = None
         if rowwise:
-            row = rowwise_face(self.require_face("rowwise", name="weight", gemm="output"), dtype)
+            row = rowwise_face(
+                self.require_face("rowwise", name="weight", gemm="output"),
+                dtype,
+                stack=self.is_stack,
+            )
         if columnwise:
             column = columnwise_face(
-                self.require_face("columnwise", name="weight", gemm="grad_input"), dtype
+                self.require_face("columnwise", name="weight", gemm="grad_input"),
+                dtype,
+                stack=self.is_stack,
             )
         return row, column
 

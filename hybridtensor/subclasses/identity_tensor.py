@@ -51,6 +51,11 @@ class IdentityTensor(WrapperTensor):
         self.source = source
 
     @property
+    def is_stack(self) -> bool:
+        """Whether this may be a stack of matrices: values lie alike, whatever they are."""
+        return not isinstance(self.source, QuantizedTensor) or self.source.is_stack
+
+    @property
     def format(self) -> Format:
         """The identity format."""
         return IDENTITY

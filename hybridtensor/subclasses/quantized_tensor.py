@@ -26,6 +26,9 @@ class QuantizedTensor(WrapperTensor):
       ``[prod(leading), last]``.
     - ``axis == 0`` (columnwise): they run along the first; ``qdata`` is ``[last, prod(leading)]``.
 
+    A stack of matrices ``[E, N, K]``, as experts' weights are, has the faces of its matrices one after
+    the other: three dimensions of elements and scales. Columnwise groups then run along ``N``.
+
     Args:
         face: Elements, scales and their format.
         axis: -1 or 0.
@@ -112,28 +115,26 @@ class QuantizedTensor(WrapperTensor):
         return Face(self.qdata, self.scale, self.tensor_scale, self.format)
 
     @property
+    def is_stack(self) -> bool:
+        """Whether this is a face of each matrix of a stack."""
+        return self.qdata.dim() == 3
+
+    @property
     def matrix_shape(self) -> tuple[int, int]:
         """The logical matrix that was quantized, ``(prod(leading), last)``, whatever views were
-        taken since.
+        taken since; of a stack each matrix.
         """
-        other, contraction = (
-            self.qdata.shape[0],
-            self.qdata.shape[1] * self.format.elements_per_byte,
-        )
+        rows, width = self.qdata.shape[-2:]
+        other, contraction = rows, width * self.format.elements_per_byte
         return (other, contraction) if self.axis == -1 else (contraction, other)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a plain contiguous tensor of this shape, in ``dtype`` (default: the
         nominal dtype).
         """
-        values = ops.dequantize(
-            self.qdata,
-            self.scale,
-            self.tensor_scale,
-            format=self.format,
-            dtype=self.nominal_dtype if dtype is None else dtype,
-        )
-        matrix = values if self.axis == -1 else values.t()
+        dtype = self.nominal_dtype if dtype is None else dtype
+        values = ops.rowwise_values(self.face, dtype)
+        matrix = values if self.axis == -1 else values.transpose(-2, -1)
         return matrix.reshape(self.shape).contiguous()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

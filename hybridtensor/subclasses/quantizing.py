@@ -7,7 +7,7 @@ added to them here.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor import ops
 from hybridtensor.arguments import require_dtype, require_flag, require_float, wrong
-from hybridtensor.ops import Cast, Faces
+from hybridtensor.ops import Cast, Faces, Groups
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
@@ -80,6 +80,8 @@ def quantize(
             f"{who}: at least one face is required, got rowwise=False and columnwise=False"
         )
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    if context.groups is not None:
+        rows = x.shape[-2]
     quantizer.check_matrix(rows, columns, str(context), rowwise=rowwise, columnwise=columnwise)
     dtype = dtype or x.dtype
     with torch.no_grad():
@@ -115,13 +117,41 @@ def persistent_weight(
         layer: State of the layer.
         section: Which part of the layer's matrix this is.
     """
-    context = Context("weight", layer.tensors(), section=section)
-    made = quantize(config.weight, values, context=context)
+    groups = Groups(values.shape[0]) if values.dim() == 3 else None
+    context = Context("weight", layer.tensors(), section=section, groups=groups)
+    made = quantize_weight(config, values, context, layer)
     weight = HybridTensor(made.rowwise, made.columnwise, config)
     weight.layer, weight.record.section = layer, section
     if trainable:
         weight.record.values = HighPrecisionValues(values, follows=True)
     return weight
+
+
+def quantize_weight(
+    config: HybridConfig,
+    values: Tensor,
+    context: Context,
+    layer: object,
+    dtype: torch.dtype | None = None,
+) -> HybridTensor:
+    """Return the faces of a layer's weight, of a stack those of each matrix.
+
+    Args:
+        config: The recipe.
+        values: Plain, as they are stored.
+        context: That of the weight.
+        layer: State of the layer, which says how a stack is stored.
+        dtype: Nominal dtype; None is that of the values.
+    """
+    if not _is_transposed(layer):
+        return quantize(config.weight, values, dtype=dtype, context=context)
+    made = quantize(config.weight, values.transpose(-2, -1), dtype=dtype, context=context)
+    turned: Any = made.transpose(-2, -1)
+    return HybridTensor(turned.rowwise, turned.columnwise)
+
+
+def _is_transposed(layer: object) -> bool:
+    return isinstance(layer, LayerState) and bool(layer.transposed)
 
 
 def update_(
@@ -159,7 +189,7 @@ def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Cont
     """Cast ``x`` straight into the faces of ``dst``; False if that takes more than one cast, or
     other memory.
     """
-    if is_traced():
+    if is_traced() or context.groups is not None:
         return False
     rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
     request = quantizer.request(
@@ -217,7 +247,11 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     whole.
     """
     if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
-        update_(weight.recipe.weight, weight, values, context=weight.context)
+        target: Any = weight
+        fresh = values
+        if _is_transposed(weight.record.layer):
+            target, fresh = weight.detach().transpose(-2, -1), values.transpose(-2, -1)
+        update_(weight.recipe.weight, target, fresh, context=weight.context)
     weight.high_precision.note_quantized(values, weight.taken)
 
 
@@ -235,7 +269,7 @@ def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
     if isinstance(value, HybridTensor) and value.config == config and _has_faces_of(value, weight):
         made, follows = value, value.high_precision.follows
     else:
-        made = quantize(config.weight, values, context=weight.context)
+        made = quantize_weight(config, values, weight.context, weight.record.layer)
         made.config = config
     before, known = weight.record, weight.record.values
     copied = None if known is None else known.copied(torch.clone, _all, same=True)

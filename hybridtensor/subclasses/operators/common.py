@@ -151,9 +151,9 @@ def _register_transposing(table: OpTable) -> None:
 
 
 def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
-    if x.dim() != 2:
+    if x.dim() != 2 and not (dims == {1, 2} and getattr(x, "is_stack", False)):
         raise NotImplementedError(
-            f"transpose: only a matrix can be transposed, got dimensions {dims} of {x!r}"
+            f"transpose: only a matrix, or each of a stack, can be transposed, got dimensions {dims} of {x!r}"
         )
     transposed: Tensor = table.call(aten.t.default, (x,), {})
     return transposed

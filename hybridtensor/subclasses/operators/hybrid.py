@@ -59,12 +59,18 @@ register_matmul(table)
 @table.register(aten.t.default)
 def _t(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
+    turn: _OnTensor = aten.t.default if args[0].dim() < 3 else _turned
     row, column = (
-        None if face is None else face.t() for face in (args[0].rowwise, args[0].columnwise)
+        None if face is None else turn(face) for face in (args[0].rowwise, args[0].columnwise)
     )
-    made = HybridTensor(column, row, args[0].config).view_of(args[0], aten.t.default)
+    made = HybridTensor(column, row, args[0].config).view_of(args[0], turn)
     made.swapped = not args[0].swapped
     return made
+
+
+def _turned(tensor: T) -> T:
+    """Return each matrix of a stack transposed."""
+    return tensor.transpose(-2, -1)  # type: ignore[return-value]
 
 
 _COPIES = (aten.clone.default, aten._pin_memory.default, aten._to_copy.default)

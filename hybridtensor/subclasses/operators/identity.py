@@ -25,8 +25,13 @@ register_common(table, _slice)
 register_matmul(table)
 
 
+@table.register(aten.t.default)
+def _t(func: Func, args: Args, kwargs: Kwargs) -> IdentityTensor:
+    source = args[0].source
+    return IdentityTensor(source.t() if source.dim() < 3 else source.transpose(-2, -1))
+
+
 @table.register(
-    aten.t.default,
     aten.view.default,
     aten._unsafe_view.default,
     aten.clone.default,

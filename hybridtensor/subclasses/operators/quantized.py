@@ -45,6 +45,8 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
     """Slice a logical dimension: the last one, or the first (whole groups of rows)."""
     size = list(x.shape)
     size[dim] = len(range(start, stop, step))
+    if x.is_stack and dim == 0:
+        return x.map_inner(lambda t: aten.slice.Tensor(t, 0, start, stop, step), size=tuple(size))
     rows, columns = x.matrix_shape
     inner = (
         rows // x.shape[0] if x.shape[0] else 0
@@ -83,6 +85,14 @@ register_matmul(table)
 @table.register(aten.t.default)
 def _t(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     x: QuantizedTensor = args[0]
+    if x.is_stack:
+        (count, *matrix), (between, *strides) = x.shape, x.stride()
+        return x.map_inner(
+            lambda t: t,
+            size=(count, *reversed(matrix)),
+            stride=(between, *reversed(strides)),
+            axis=0 if x.axis == -1 else -1,
+        )
     if x.dim() != 2 or x.matrix_shape != tuple(x.shape):
         raise NotImplementedError(
             f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix"
@@ -100,6 +110,10 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     size = tuple(infer_size(args[1], x.numel()))
     if size == tuple(x.shape):
         return alias(x)
+    if x.is_stack:
+        raise NotImplementedError(
+            f"view: a stack of matrices stays one, got {size} for {tuple(x.shape)}; dequantize first"
+        )
     if not x.is_contiguous():
         raise RuntimeError(
             f"view: a contiguous tensor is required, got strides {tuple(x.stride())}; call contiguous()"
@@ -153,17 +167,19 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     size = tuple(x.shape if func is aten.empty_like.default else args[1])
     dtype, options = to_copy_options(x, kwargs)
     options.pop("non_blocking", None)
-    columns = size[-1] if size else 1
-    stored = (math.prod(size[:-1]), columns)
+    columns, stack = size[-1] if size else 1, size[:1] if x.is_stack else ()
+    stored = (math.prod(size[len(stack) : -1]), columns)
     stored = stored if x.axis == -1 else stored[::-1]
     make = torch.zeros if func is aten.new_zeros.default else torch.empty
     options.setdefault("device", x.qdata.device)
-    qdata = make(stored_shape(x.format, stored), dtype=x.qdata.dtype, **options)
-    scale = make(x.format.scale_shape(*stored), dtype=x.scale.dtype, **options)
+    qdata = make((*stack, *stored_shape(x.format, stored)), dtype=x.qdata.dtype, **options)
+    scale = make((*stack, *x.format.scale_shape(*stored)), dtype=x.scale.dtype, **options)
     if func is aten.new_zeros.default:
         scale.copy_(torch.ones(scale.shape, device=scale.device))
     of_tensor = x.format.tensor_scale_shape(*stored)
-    tensor_scale = None if of_tensor is None else make(of_tensor, dtype=torch.float32, **options)
+    tensor_scale = None
+    if of_tensor is not None:
+        tensor_scale = make((*stack, *of_tensor), dtype=torch.float32, **options)
     if tensor_scale is not None and func is aten.new_zeros.default:
         tensor_scale.fill_(x.format.tensor_scale_max)
     return QuantizedTensor(Face(qdata, scale, tensor_scale, x.format), x.axis, dtype, size)
