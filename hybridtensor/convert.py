@@ -24,6 +24,7 @@ from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharde
 from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.layers import Layer, layers_of
+from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
@@ -305,6 +306,8 @@ def _convert(layer: Layer, config: HybridConfig, persistent: bool) -> None:
         if persistent:
             new = persistent_weight(values, config, layer.weight.requires_grad, state, section)
         new.layer, new.record.section = state, section
+        if layer.is_stack and isinstance(layer.weight, DTensor):
+            new.record.first = first_expert(layer.weight)
         swap("quantize_", layer.weight, with_local(layer.weight, new))
     keep_recipe_(module)
     give_plain_values_(module)
@@ -324,7 +327,9 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
     if layer.is_stack:
         state.transposed = layer.transposed
         rules = {
-            f"{slot}[{i}]": rule for slot, rule in rules.items() for i in range(weight.shape[0])
+            f"{slot}[{i}]": rule
+            for slot, rule in rules.items()
+            for i in range(layer.weight.shape[0])
         }
     state.require(rules, stochastic=config.stochastic, device=weight.device)
     if not state.is_empty:

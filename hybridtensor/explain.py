@@ -191,9 +191,7 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
         weight, recipe = part_of(found.weight), found.recipe
         config = weight.config if is_converted(weight) else recipe and recipe.config
         if config is not None:
-            gathered = None
-            if isinstance(module, nn.Linear) and is_converted(weight):
-                gathered = gathers(module)
+            gathered = gathers(module, weight) if is_converted(weight) else None
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
             if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):

@@ -340,19 +340,20 @@ def _take_face(
     if fmt.is_identity:
         return IdentityTensor(_take(tensors, f"{prefix}.source", size, dtype))
     axis = told["axis"]
-    if axis not in (-1, 0) or len(size) != 2:
+    if axis not in (-1, 0) or len(size) not in (2, 3):
         raise ValueError(
-            f"{prefix} has size {size} and axis {axis!r}, not those of a matrix and -1 or 0"
+            f"{prefix} has size {size} and axis {axis!r}, not those of a matrix or a stack and -1 or 0"
         )
-    other, contraction = size if axis == -1 else size[::-1]
+    (*stack, rows, columns) = size
+    other, contraction = (rows, columns) if axis == -1 else (columns, rows)
+
+    def take(name: str, shape: tuple[int, int], of: torch.dtype | None) -> Tensor:
+        return _take(tensors, f"{prefix}.{name}", (*stack, *shape), of)
+
     second = fmt.tensor_scale_shape(other, contraction)
-    qdata = _take(
-        tensors, f"{prefix}.qdata", (other, contraction // fmt.elements_per_byte), fmt.storage
-    )
-    scale = _take(tensors, f"{prefix}.scale", fmt.scale_shape(other, contraction), fmt.scale_dtype)
-    tensor_scale = (
-        None if second is None else _take(tensors, f"{prefix}.tensor_scale", second, torch.float32)
-    )
+    qdata = take("qdata", (other, contraction // fmt.elements_per_byte), fmt.storage)
+    scale = take("scale", fmt.scale_shape(other, contraction), fmt.scale_dtype)
+    tensor_scale = None if second is None else take("tensor_scale", second, torch.float32)
     return QuantizedTensor(Face(qdata, scale, tensor_scale, fmt), axis, dtype, size)
 
 

@@ -155,7 +155,9 @@ def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
         assert run["gap_percent"] is None or run["gap_percent"] < 1
 
 
-@pytest.mark.parametrize("path", ["docs/design.md", "docs/numerics.md", "CONTRIBUTING.md", "README.md"])
+@pytest.mark.parametrize(
+    "path", ["docs/design.md", "docs/experts.md", "docs/numerics.md", "CONTRIBUTING.md", "README.md"]
+)
 def test_files_named_in_the_docs_exist(path):
     for name in re.findall(
         r"`((?:hybridtensor|tests|docs|benchmarks|examples)/[\w/.]+\.\w+)`", (ROOT / path).read_text()

@@ -318,6 +318,46 @@ def test_saved_loaded_copied_and_made_plain():
         assert list(model.state_dict()) == list(plain.state_dict())
 
 
+class Turned(nn.Module):
+    """One stack that is stored the other way."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.is_transposed = EXPERTS, True
+        self.w = nn.Parameter(torch.randn(EXPERTS, K, N) / 8)
+
+    def forward(self, x):
+        return torch._grouped_mm(x, self.w, offs=offsets(ENDS[0]))
+
+
+@pytest.mark.parametrize("make", [Mixture, Turned])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "fp8_high_precision_backward", "nvfp4_row_scaled_fwd_mxfp8_bwd"])
+def test_persistent_experts_train_as_masters_do(name, make, tmp_path):
+    torch.manual_seed(0)
+    plain, x = make(), torch.randn(TOKENS, K)
+    models = [ht.quantize_(copy.deepcopy(plain), name, persistent=persistent) for persistent in (False, True)]
+    optimizers = [
+        torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+        ht.optim.MasterWeights(torch.optim.AdamW, models[1].parameters(), lr=1e-2),
+    ]
+    for _ in range(3):
+        outputs = [model(x) for model in models]
+        assert torch.equal(*outputs)
+        for y, optimizer in zip(outputs, optimizers, strict=True):
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    other = ht.quantize_(make(), name, persistent=True)
+    other.load_state_dict(models[1].state_dict())
+    assert torch.equal(other(x), models[1](x))
+    path = tmp_path / "weights.safetensors"
+    ht.export_safetensors(models[1], path, dtype="quantized", columnwise=True)
+    loaded = ht.load_safetensors(path)
+    for key, weight in models[1].named_parameters():
+        if "w" in key.rpartition(".")[2] and weight.dim() == 3:
+            assert torch.equal(loaded[key].dequantize(), weight.dequantize())
+
+
 def test_from_the_meta_device():
     with torch.device("meta"):
         model = ht.quantize_(Mixture().bfloat16(), "fp8_delayed")

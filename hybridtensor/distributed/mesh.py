@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_group, require_kind, require_module, require_text
 from hybridtensor.dtensor import local
+from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.linear.tensor_parallel import note_section
 from hybridtensor.state import LayerState, TrainingRanks
@@ -43,7 +44,8 @@ def set_mesh_(
         mesh: The mesh, or a part of it; with names.
         dp: What parts of a batch go to, in their order: ``("dp_replicate", "dp_shard")`` for HSDP.
         tp: What parts of a layer go to.
-        ep: What experts go to. To all other layers its ranks are data-parallel ones.
+        ep: What experts go to. To all other layers its ranks are data-parallel ones. Each expert has
+            delayed scales of its own, known to all ranks.
 
     Returns:
         ``model``.
@@ -73,6 +75,9 @@ def set_mesh_(
     for parameter in model.parameters():
         part: Any = local(parameter)
         if isinstance(parameter, DTensor) and is_converted(part):
+            if part.dim() == 3:
+                part.record.first = first_expert(parameter)
+                continue
             known = parameter.device_mesh.mesh_dim_names or ()
             note_section(parameter, part, [known.index(name) for name in parts if name in known])
     return model

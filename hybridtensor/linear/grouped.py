@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hybridtensor.arguments import require_tensor
 from hybridtensor.linear.function import multiplied, require_plain_autograd
@@ -52,7 +53,8 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         )
     _check(input, weight, ends)
     _check_layout(weight)
-    groups = Groups(weight.shape[0], ends, step_of(weight.recipe))
+    _check_first(weight)
+    groups = Groups(weight.shape[0], ends, step_of(weight.recipe), weight.record.first or 0)
     return multiplied(input, weight, None, dtype, groups=groups)
 
 
@@ -102,6 +104,30 @@ def _check_layout(weight: Weight) -> None:
             f"grouped_mm: experts {state.name} are taken to be stored {layout}, got a product of the other "
             "layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their module's is_transposed"
         )
+
+
+def _check_first(weight: Weight) -> None:
+    """Raise ValueError where delayed scales are those of more experts, and nobody said of which."""
+    state = weight.record.layer
+    if not isinstance(state, LayerState) or not state.slots or weight.record.first is not None:
+        return
+    known = {slot.partition("[")[2] for slot in state.slots}
+    if len(known) != weight.shape[0]:
+        raise ValueError(
+            f"grouped_mm: layer {state.name} has delayed scales of {len(known)} experts, got weights of "
+            f"{weight.shape[0]}; call hybridtensor.set_mesh_(model, mesh) once experts are distributed"
+        )
+
+
+def first_expert(weight: DTensor) -> int:
+    """Return the number of the first expert that this rank has of a stack."""
+    first, count, mesh = 0, weight.shape[0], weight.device_mesh
+    for dim, placement in enumerate(weight.placements):
+        if isinstance(placement, Shard) and placement.dim == 0:
+            largest = -(-count // mesh.size(dim))  # as torch cuts: the last parts may be smaller
+            before = min(mesh.get_local_rank(dim) * largest, count)
+            first, count = first + before, max(min(largest, count - before), 0)
+    return first
 
 
 def batched_linear(input: Tensor, weight: Weight) -> Tensor:

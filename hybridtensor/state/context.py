@@ -78,7 +78,9 @@ class Context(NamedTuple):
             )
         index, count = (0, 1) if self.section is None else self.section.columns(self.role)
         first = self.first_row
-        if first is None and self.role == "weight":
+        if first is None and self.role == "weight" and self.groups is not None:
+            first = self.groups.first * (rows // max(self.groups.num_groups, 1))
+        elif first is None and self.role == "weight":
             first = 0 if self.section is None else self.section.first_out
         elif first is None:
             first = self.state.rank * rows

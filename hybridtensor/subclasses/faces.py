@@ -51,6 +51,23 @@ def _matrix(values: Tensor) -> Tensor:
     )
 
 
+def turned(face: FaceTensor) -> FaceTensor:
+    """Return a face of a stack as one of the stack whose matrices are the transposes: columnwise of
+    rowwise, and the other way round; contiguous, as parameters are.
+    """
+    if isinstance(face, IdentityTensor):
+        if isinstance(face.source, QuantizedTensor):
+            return IdentityTensor(_turned(face.source))
+        return IdentityTensor(face.source.transpose(-2, -1).contiguous())
+    return _turned(face)
+
+
+def _turned(face: QuantizedTensor) -> QuantizedTensor:
+    count, rows, columns = face.shape
+    axis = 0 if face.axis == -1 else -1
+    return QuantizedTensor(face.face, axis, face.nominal_dtype, (count, columns, rows))
+
+
 def face_tensor(
     face: Face | None, axis: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> FaceTensor | None:

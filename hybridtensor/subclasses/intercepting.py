@@ -100,11 +100,17 @@ class InterceptingTensor(WrapperTensor):
         return layer.tensors() if isinstance(layer, LayerState) else layer
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether this is a stack of experts' weights that is stored ``[E, in, out]``."""
+        layer = self.record.layer
+        return isinstance(layer, LayerState) and bool(layer.transposed)
+
+    @property
     def context(self) -> Context:
         """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it, or
         a stack of experts' weights.
         """
-        groups = Groups(self.shape[0]) if self.dim() == 3 else None
+        groups = Groups(self.shape[0], first=self.record.first or 0) if self.dim() == 3 else None
         return Context("weight", self.state, section=self.record.section, groups=groups)
 
     def carried(self) -> tuple[list[str], Metadata | None]:
@@ -144,7 +150,7 @@ class InterceptingTensor(WrapperTensor):
         tensor.
         """
         self.record.layer, self.record.shard = other.record.layer, other.record.shard
-        self.record.section = other.record.section
+        self.record.section, self.record.first = other.record.section, other.record.first
         return self
 
     def map_inner(

@@ -20,7 +20,7 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
 from hybridtensor.state import Context, LayerState, Section, require_context
-from hybridtensor.subclasses.faces import FaceTensor, face_tensor
+from hybridtensor.subclasses.faces import FaceTensor, face_tensor, turned
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
@@ -146,8 +146,10 @@ def quantize_weight(
     if not _is_transposed(layer):
         return quantize(config.weight, values, dtype=dtype, context=context)
     made = quantize(config.weight, values.transpose(-2, -1), dtype=dtype, context=context)
-    turned: Any = made.transpose(-2, -1)
-    return HybridTensor(turned.rowwise, turned.columnwise)
+    row, column = (
+        None if face is None else turned(face) for face in (made.columnwise, made.rowwise)
+    )
+    return HybridTensor(row, column)
 
 
 def _is_transposed(layer: object) -> bool:
@@ -249,7 +251,7 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
         target: Any = weight
         fresh = values
-        if _is_transposed(weight.record.layer):
+        if weight.is_transposed:
             target, fresh = weight.detach().transpose(-2, -1), values.transpose(-2, -1)
         update_(weight.recipe.weight, target, fresh, context=weight.context)
     weight.high_precision.note_quantized(values, weight.taken)

@@ -85,6 +85,7 @@ class WeightRecord:
             collector does not look.
         gathered: What keeps the faces, if this is a weight that FSDP2 gathered, or None.
         section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
+        first: Number of the first expert that this rank has of a stack; None if nobody said so.
         writes: Writes that handlers counted.
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
@@ -96,6 +97,7 @@ class WeightRecord:
         "_holders",
         "_shared",
         "_stamp",
+        "first",
         "gathered",
         "handed",
         "layer",
@@ -112,6 +114,7 @@ class WeightRecord:
         self.shard: weakref.ref[Any] | None = None
         self.gathered: Gathered | None = None
         self.section: Section | None = None
+        self.first: int | None = None
         self.writes = self.handed = 0
         self.replayed = False
         self._stamp: Stamp | None = None
@@ -123,7 +126,7 @@ class WeightRecord:
         """Return a record of the same weight with other values, which aliases so far do not share."""
         made = WeightRecord(self.layer)
         made.values, made.shard, made.gathered = values, self.shard, self.gathered
-        made.section = self.section
+        made.section, made.first = self.section, self.first
         return made
 
     def successor(self) -> WeightRecord:

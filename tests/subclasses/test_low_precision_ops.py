@@ -273,7 +273,7 @@ def test_views_that_a_face_cannot_represent_say_why():
         torch.as_strided(x, (3, 8), (8, 1))
     with pytest.raises(NotImplementedError, match=r"aten\.select\.int is not an operation"):
         x[0]
-    with pytest.raises(NotImplementedError, match="only a matrix can be transposed"):
+    with pytest.raises(NotImplementedError, match="only a matrix, or each of a stack, can be transposed"):
         x.rowwise.view(2, 3, 8).transpose(0, 1)
 
 

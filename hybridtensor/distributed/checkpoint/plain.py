@@ -155,6 +155,13 @@ def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -
     """
     if isinstance(face, IdentityTensor):
         return as_part_of(whole, tensor, tuple(whole.shape))
+    if face.is_stack:  # whole experts, whose tensors follow each other
+        if any(not isinstance(p, Replicate) and p != Shard(0) for p in whole.placements):
+            raise NotImplementedError(
+                f"checkpoint: experts {tuple(whole.shape)} are placed as {whole.placements}, and only faces "
+                "of whole ones can be stored; save masters only (faces=False)"
+            )
+        return as_part_of(whole, tensor, (whole.shape[0], *tensor.shape[1:]))
     flipped = face.axis == 0
     rows, columns = reversed(whole.shape) if flipped else whole.shape
     fmt = face.format

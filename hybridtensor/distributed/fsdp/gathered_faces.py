@@ -12,7 +12,9 @@ from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Filler, fillers
 from hybridtensor.ops import Face, FaceKind, Faces, empty_face
+from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.subclasses import FaceTensor, IdentityTensor, QuantizedTensor
+from hybridtensor.subclasses.faces import turned
 
 _DIRECTIONS = (ROW, COLUMN)
 
@@ -22,14 +24,21 @@ class GatheredFaces:
 
     Args:
         plan: How the weight is gathered.
-        size: ``[N, K]``.
+        size: ``[N, K]``, or ``[E, N, K]`` as linear layers have them.
         dtype: Of the computation.
         device: Where it is gathered.
+        transposed: Whether a stack is stored ``[E, K, N]``: then faces are those of that.
     """
 
     def __init__(
-        self, plan: Plan, size: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        plan: Plan,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
     ) -> None:
+        stored = (*size[:-2], *size[:-3:-1]) if transposed else size
         self.dtype, self._plan = dtype, plan
         self._fillers: dict[tuple[tuple[str, ...], tuple[bool, bool]], list[Filler]] = {}
         self.tensors: dict[str, list[Tensor]] = {}
@@ -37,14 +46,12 @@ class GatheredFaces:
         anchor = torch.empty(0, dtype=dtype, device=device)
         for direction, name in self._names.items():
             if name not in self.tensors:
-                fmt = plan.face(direction).format
-                matrix = size if direction == ROW else size[::-1]
                 if name == "values":
-                    self.tensors[name] = [anchor.new_empty(size)]
+                    self.tensors[name] = [anchor.new_empty(stored)]
                 else:
-                    self.tensors[name] = empty_face(fmt, *matrix, device).tensors()
+                    self.tensors[name] = self._empty(plan, direction, size, device)
         if plan.read:
-            self.tensors.setdefault("values", [anchor.new_empty(size)])
+            self.tensors.setdefault("values", [anchor.new_empty(stored)])
         for tensors in self.tensors.values():
             for tensor in tensors:
                 free_storage(tensor)
@@ -61,6 +68,28 @@ class GatheredFaces:
             self.column = IdentityTensor(self.row)
         elif self.column is None:
             self.column = self._face(plan, COLUMN, size, dtype)
+        self.transposed = transposed
+        if transposed:
+            self.row, self.column = self._as_stored(self.column), self._as_stored(self.row)
+
+    @staticmethod
+    def _as_stored(face: FaceTensor) -> FaceTensor:
+        """Return a face of a stack as one of the stack that is stored transposed; values lie so."""
+        of_values = isinstance(face, IdentityTensor) and not isinstance(
+            face.source, QuantizedTensor
+        )
+        return face if of_values else turned(face)
+
+    @staticmethod
+    def _empty(
+        plan: Plan, direction: str, size: tuple[int, ...], device: torch.device
+    ) -> list[Tensor]:
+        """Return the tensors of a quantized face, not filled."""
+        fmt = plan.face(direction).format
+        other, contraction = size[-2:] if direction == ROW else size[:-3:-1]
+        if plan.matrix is None:
+            return empty_face(fmt, other, contraction, device).tensors()
+        return [layout.empty(device) for layout in stack_layouts(fmt, size[0], other, contraction)]
 
     @staticmethod
     def _name(plan: Plan, direction: str) -> str:
@@ -70,7 +99,7 @@ class GatheredFaces:
         return "values" if plan.face(direction).format.is_identity else direction
 
     def _face(
-        self, plan: Plan, direction: str, size: tuple[int, int], dtype: torch.dtype
+        self, plan: Plan, direction: str, size: tuple[int, ...], dtype: torch.dtype
     ) -> FaceTensor:
         tensors = self.tensors[self._names[direction]]
         if self._names[direction] == "values":
@@ -149,8 +178,9 @@ class GatheredFaces:
         """Copy faces that were quantized after the gather, the rowwise one and the columnwise one."""
         for direction, face in zip(_DIRECTIONS, made, strict=True):
             if face is not None:
+                turned = self.transposed and self._names[direction] == "values"
                 for target, new in zip(self.of(direction), face.tensors(), strict=True):
-                    target.copy_(new)
+                    target.copy_(new.transpose(-2, -1) if turned else new)
 
     def is_there(self, direction: str) -> bool:
         """Whether a face has memory."""

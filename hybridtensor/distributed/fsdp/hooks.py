@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
+from hybridtensor.distributed.fsdp.plan import (
+    COLUMN,
+    ROW,
+    Plan,
+    check_persistent,
+    make_plan,
+    make_stack_plan,
+)
 from hybridtensor.distributed.fsdp.shard import Sent, Shard, plan_of, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local
@@ -28,7 +35,7 @@ from hybridtensor.subclasses import FaceTensor, HybridTensor, IdentityTensor, Ma
 from hybridtensor.subclasses.followers import followers
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.quantizing import face_tensors, note_overwritten
+from hybridtensor.subclasses.quantizing import face_tensors, note_overwritten, quantize_weight
 from hybridtensor.subclasses.record import WeightRecord
 
 _DIRECTIONS = (ROW, COLUMN)
@@ -116,11 +123,6 @@ class _Gathering:
         tensor: Any, module: nn.Module
     ) -> tuple[tuple[Tensor, ...], tuple[Shard, Sent]]:
         """Return the tensor that this rank sends, and the shard and record for the second half."""
-        if tensor.dim() == 3:
-            raise NotImplementedError(
-                f"fully_shard: weights of linear layers are required, got experts {tuple(tensor.shape)}; "
-                "leave them out of quantize_ with keep_bf16, or out of fully_shard with ignored_params"
-            )
         shard = find(module, tensor)
         with torch.no_grad():
             flat, sent = shard.send(tensor)
@@ -141,12 +143,15 @@ class _Gathering:
     @staticmethod
     def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
         """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
-        rows, columns = weight.shape
-        num_ranks = -(-weight.shape[dim] // size)
-        if num_ranks > 1:
-            check_persistent(
-                make_plan(weight.recipe, (rows, columns), num_ranks, dim), (rows, columns)
-            )
+        shape, num_ranks = tuple(weight.shape), -(-weight.shape[dim] // size)
+        if num_ranks == 1:
+            return
+        if len(shape) == 3:
+            matrix = shape[:0:-1] if weight.is_transposed else shape[1:]
+            plan = make_stack_plan(weight.recipe, shape[0], (matrix[0], matrix[1]), num_ranks, dim)
+        else:
+            plan = make_plan(weight.recipe, (shape[0], shape[1]), num_ranks, dim)
+        check_persistent(plan, shape)
 
     @staticmethod
     def refresh(pairs: list[tuple[HybridTensor, Tensor]]) -> bool:
@@ -187,13 +192,16 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             )
         columnwise = part.columnwise is not None
         made, first = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
-        for face, dim, fresh in zip((part.rowwise, part.columnwise), (0, 1), made, strict=True):
+        turned: Any = part.detach().transpose(-2, -1) if part.is_transposed else part
+        for face, dim, fresh in zip((turned.rowwise, turned.columnwise), (0, 1), made, strict=True):
             if fresh is None or face is None or fresh.follows_rowwise:
                 continue
             dim = (
                 dim if fresh.dequantized_rowwise is None else 0
             )  # values lie as those of the rowwise face
-            sources = fresh.cut(dim, first, values.shape[0]).tensors()
+            sources = fresh.tensors()
+            if shard.plan.matrix is None:
+                sources = fresh.cut(dim, first, values.shape[0]).tensors()
             for target, source in zip(_tensors(face), sources, strict=True):
                 target.copy_(source)
         for source, follower in followers(part).values():
@@ -219,7 +227,7 @@ def sharded_as(part: HybridTensor, config: HybridConfig) -> Shard | None:
     if shard is None:
         return None
     size = shard.sharded.size
-    check_persistent(plan_of(shard.sharded, config), (size[0], size[1]))
+    check_persistent(plan_of(shard.sharded, config), size)
     return shard
 
 
@@ -235,6 +243,10 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
         made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=True)
+    if shard.plan.matrix is not None:
+        fresh = quantize_weight(config, values, part.context, part.layer, part.dtype)
+        part.rowwise, part.columnwise, part.config = fresh.rowwise, fresh.columnwise, config
+        return True
     row, column = (_cut(face, dim, values.shape[0]) for dim, face in enumerate(made))
     if row is not None and column is not None and column.follows_rowwise:
         column = row._replace(dequantized_rowwise=column.dequantized_rowwise)  # one memory for both
@@ -268,11 +280,15 @@ class Gathers(NamedTuple):
     reason: str
 
 
-def gathers(module: nn.Module) -> Gathers | None:
-    """Return in words what FSDP2 sends of the converted weight of ``module``; None if nothing."""
+def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
+    """Return in words what FSDP2 sends of a converted weight of ``module``, a rank's part of it; None
+    if nothing.
+    """
     for sharded in locate(module):
         tensor = sharded.tensor
         if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
+            continue
+        if tensor is not weight:
             continue
         plan = plan_of(sharded, tensor.recipe)
         reasons = [plan.whole, plan.row.reason, plan.column.reason]

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.agreement import Place, place_of
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces, stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.ops import CastInputs, Face, PreparedCast
 from hybridtensor.ops.face import face_layouts
+from hybridtensor.ops.groups import stack_layouts
 
 _ALIGNMENT = 16
 _DIRECTIONS = (ROW, COLUMN)
@@ -54,7 +55,9 @@ def wire(plan: Plan, sent: tuple[str, ...], dtype: torch.dtype) -> Wire:
     parts, begin = [], 0
     for name in sent:
         of_face: tuple[Piece, ...] = (Piece(0, (plan.rows, plan.columns), dtype, 0),)
-        if name != "values":
+        if name != "values" and plan.matrix is not None:
+            of_face = stack_pieces(plan.face(name).format, name, plan.rows, plan.matrix)
+        elif name != "values":
             of_face = pieces(plan.face(name).format, name, plan.rows, plan.columns)
         for piece in of_face:
             parts.append((name, piece, begin))
@@ -132,7 +135,7 @@ class Payload:
         self._inputs: tuple[Place | None, tuple[object, ...]] = None, ()
         for name in names:
             self.tensors[name] = list(self._travelling(name))
-            if name in _DIRECTIONS:
+            if name in _DIRECTIONS and plan.matrix is None:
                 self._add_alike(name, device)
 
     def _travelling(self, name: str) -> list[Tensor]:
@@ -178,8 +181,17 @@ class Payload:
         self._again, self._inputs = again, (place_of(part), others)
 
     def fill(self, name: str, face: Face, first: int, rows: int) -> None:
-        """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more."""
+        """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more; of a stack
+        all of it.
+        """
         targets = self.tensors[name]
+        if self.plan.matrix is not None:
+            matrix = self.plan.matrix if name == ROW else self.plan.matrix[::-1]
+            layouts = stack_layouts(face.format, self.plan.rows, *matrix)
+            for target, source, layout in zip(targets, face.tensors(), layouts, strict=True):
+                of_face = target.as_strided(layout.shape, layout.strides)
+                bytewise(of_face).copy_(bytewise(source))
+            return
         sources = face.cut(0 if name == ROW else 1, first, rows).tensors()
         for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
             piece = next(
@@ -201,6 +213,12 @@ class Payload:
     def order(self) -> None:
         """Let what follows on this stream wait for what the last user's stream does with the bytes."""
         self._order.take(self._bytes, *self.alike.values())
+
+
+def by_expert(tensor: Tensor) -> Tensor:
+    """Return a tensor of a stack's face as it lies in memory, a row for each expert."""
+    count, elements = tensor.shape[0], math.prod(tensor.shape[1:])
+    return tensor.as_strided((count, elements), (elements, 1))
 
 
 def bytewise(tensor: Tensor) -> Tensor:

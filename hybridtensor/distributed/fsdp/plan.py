@@ -10,7 +10,11 @@ share a scale:
 - across blocks of one column that shards cut: not at all, the values travel and are quantized after
   the gather. There would be as many magnitudes to reduce as bytes are saved.
 
-Shape letters: ``N`` rows of the whole weight, ``n`` of a shard, ``K`` columns, ``R`` ranks.
+A shard of a stack of experts' weights holds whole experts, with all that shares a scale: each
+quantizes its own, and whatever their faces consist of is put one after the other.
+
+Shape letters: ``N`` rows of the whole weight, ``n`` of a shard, ``K`` columns, ``R`` ranks, ``E``
+experts, ``e`` of a shard.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridtensor.formats import Format
+from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.quantizers import (
     HybridQuantizer,
     IdentityQuantizer,
@@ -64,12 +69,13 @@ class Plan:
         transposed: Whether the columnwise face is the transpose of the rowwise one: gathered
             together, one is enough.
         num_ranks: ``R``.
-        rows: ``n``; of the largest shard where they are uneven.
-        columns: ``K``.
+        rows: ``n``; of the largest shard where they are uneven. Of a stack ``e``.
+        columns: ``K``; of a stack the elements of an expert.
         whole: The values travel as they are, whichever face is wanted: FSDP2 takes nothing else for
             such shards.
         of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
         read: Whether forward reads the values, too.
+        matrix: ``(N, K)`` of each expert, as linear layers have them, if this is a stack; or None.
     """
 
     row: FacePlan
@@ -81,6 +87,7 @@ class Plan:
     whole: str = ""
     of_rowwise: bool = False
     read: bool = False
+    matrix: tuple[int, int] | None = None
 
     def face(self, direction: str) -> FacePlan:
         """Return the plan of one face."""
@@ -187,6 +194,52 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
     if fmt.tensor_block is not None and of_tensor is not None and fmt.tensor_block[dim] is not None:
         made.append(Piece(2, of_tensor, torch.float32, dim))
     return tuple(made)
+
+
+def stack_pieces(
+    fmt: Format, direction: str, count: int, matrix: tuple[int, int]
+) -> tuple[Piece, ...]:
+    """Return the pieces of a face of ``count`` experts: all its tensors, as they lie in memory, a row
+    for each.
+    """
+    layouts = stack_layouts(fmt, count, *(matrix if direction == ROW else matrix[::-1]))
+    return tuple(
+        Piece(i, (count, math.prod(layout.shape[1:])), layout.dtype, 0)
+        for i, layout in enumerate(layouts)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def make_stack_plan(
+    config: HybridConfig,
+    count: int,
+    matrix: tuple[int, int],
+    num_ranks: int,
+    dim: int,
+) -> Plan:
+    """Return the plan by which a stack of experts' weights with the recipe ``config`` is gathered.
+
+    Args:
+        config: The recipe.
+        count: ``E``.
+        matrix: ``(N, K)``, as linear layers have them.
+        num_ranks: ``R``.
+        dim: The dimension that is sharded.
+    """
+    whole, rows = "", -(-count // num_ranks)
+    if dim != 0:
+        whole, rows = f"Shard({dim}): parts of every expert", count
+    elif count % num_ranks:
+        whole = f"{count} experts on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
+    row_quantizer, column_quantizer, of_rowwise = by_direction(config.weight)
+    # one rank's plan: no expert shares a scale with another one
+    row = face_plan(row_quantizer, ROW, matrix[0], 1)
+    column = face_plan(column_quantizer, COLUMN, matrix[0], 1)
+    if of_rowwise:
+        column = _of_rowwise(row, column, row_quantizer)
+    values = row.kind == column.kind == "values"
+    elements = math.prod(matrix) // (1 if dim == 0 else num_ranks)
+    return Plan(row, column, values, num_ranks, rows, elements, whole, of_rowwise, matrix=matrix)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -330,7 +383,7 @@ def rows_together(plan: Plan) -> int:
     return math.lcm(*extents)
 
 
-def check_persistent(plan: Plan, size: tuple[int, int]) -> None:
+def check_persistent(plan: Plan, size: tuple[int, ...]) -> None:
     """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to
     fall back on.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.distributed.fsdp.agreement import around
 from hybridtensor.distributed.fsdp.plan import Plan, rows_together
-from hybridtensor.ops import CastInputs, Faces, PreparedCast
+from hybridtensor.ops import CastInputs, Faces, Groups, PreparedCast
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.quantizers.base import cast_inputs
 from hybridtensor.state import Context, Section, StateTensors
@@ -20,7 +20,7 @@ class Part(NamedTuple):
     """A rank's part of a weight, and what it is quantized by.
 
     Attributes:
-        values: This rank's rows, ``[n, K]``.
+        values: This rank's rows, ``[n, K]``, or experts ``[e, N, K]``.
         quantizer: That of the weight.
         plan: How the weight is gathered.
         rank: In the shards' order.
@@ -67,6 +67,8 @@ class Part(NamedTuple):
         Both may be kept as long as the amaxes and the state's tensors stay where they are.
         """
         context, plan = self._context(), self.plan
+        if plan.matrix is not None:
+            return None
         if self.amaxes is not None and plan.reduce is not None:
             other = any(face.reduce not in (None, plan.reduce) for face in (plan.row, plan.column))
             if plan.of_rowwise or other or plan.reduce == "blocks":
@@ -83,6 +85,10 @@ class Part(NamedTuple):
         return ops.prepare(self.values, request, inputs), inputs
 
     def _context(self) -> Context:
+        if self.plan.matrix is not None:
+            count, rows = self.values.shape[0], self.plan.matrix[0]
+            groups = Groups(count, first=self.rank * count)
+            return Context("weight", self.state, first_row=groups.first * rows, groups=groups)
         before = 0 if self.section is None else self.section.first_out
         first_row = before + self.rank * self.values.shape[0]
         return Context("weight", self.state, first_row=first_row, section=self.section)

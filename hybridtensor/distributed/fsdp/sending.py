@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,12 +45,15 @@ def fill(
         part_of: Gives values all that they are quantized by.
     """
     if "values" in payload.names:
-        payload.tensors["values"][0].copy_(_values(tensor, payload.plan, payload.dtype))
+        target = payload.tensors["values"][0]
+        target.copy_(_values(tensor, payload.plan, payload.dtype).reshape(target.shape))
     rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
     if not rowwise and not columnwise:
         return None
     if isinstance(tensor, HybridTensor):
-        made, first = tensor.faces(rowwise=rowwise, columnwise=columnwise, dtype=payload.dtype), 0
+        whole: Any = tensor.detach().transpose(-2, -1) if tensor.is_transposed else tensor
+        made = whole.faces(rowwise=rowwise, columnwise=columnwise, dtype=payload.dtype)
+        first = 0
     else:
         part = part_of(tensor.plain, tensor.state)
         out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
@@ -70,5 +73,6 @@ def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
     """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
     if isinstance(tensor, MasterWeight):
         return tensor.plain
-    direction = ROW if plan.row.kind == "values" else COLUMN
+    row = plan.row.kind == "values"
+    direction = ROW if row != tensor.is_transposed else COLUMN  # faces lie as the weight is stored
     return tensor.require_face(direction, name="weight", gemm="fully_shard").dequantize(dtype)

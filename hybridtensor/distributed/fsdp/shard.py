@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, NamedTuple, TypeGuard
 
@@ -12,7 +13,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_amaxes
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
 from hybridtensor.distributed.fsdp.payload import Payload, Remake
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent, make_plan
+from hybridtensor.distributed.fsdp.plan import (
+    COLUMN,
+    ROW,
+    Plan,
+    check_persistent,
+    make_plan,
+    make_stack_plan,
+)
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
     Weight,
@@ -21,6 +29,7 @@ from hybridtensor.distributed.fsdp.sending import (
 )
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
+from hybridtensor.ops import Groups
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import StateTensors
@@ -97,7 +106,7 @@ class Shard:
         if not self.has_recipe or self.config is not config:
             self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
             if isinstance(self.sharded.tensor, HybridTensor):
-                check_persistent(self.plan, (self.sharded.size[0], self.sharded.size[1]))
+                check_persistent(self.plan, self.sharded.size)
 
     @property
     def measured(self) -> MasterWeight | None:
@@ -256,6 +265,8 @@ class Shard:
         config, rank = self.config, self.sharded.rank
         tensor: Any = self.sharded.tensor
         section = tensor.record.section
+        if tensor.is_transposed:
+            values = values.transpose(-2, -1)
         return Part(values, config.weight, self.plan, rank, self.amaxes, state, self.dtype, section)
 
     # -- after the gather
@@ -280,8 +291,10 @@ class Shard:
         """
         if self.faces is None or self._made_for != (self.plan, dtype):
             with torch.inference_mode(False):
-                size = self.sharded.size[0], self.sharded.size[1]
-                self.faces = GatheredFaces(self.plan, size, dtype, self.sharded.device)
+                size, turned = self.sharded.size, tensor.is_transposed
+                if self.plan.matrix is not None:
+                    size = (size[0], *self.plan.matrix)
+                self.faces = GatheredFaces(self.plan, size, dtype, self.sharded.device, turned)
             self._made_for = self.plan, dtype
             if out is not None:
                 out.rowwise, out.columnwise = self.faces.row, self.faces.column
@@ -314,11 +327,15 @@ class Shard:
     ) -> None:
         """Quantize what was gathered whole."""
         size = self.sharded.size
-        values = received.view(-1)[: size[0] * size[1]].view(size)
-        held = self.plan.column.kind == "held"
+        values = received.view(-1)[: math.prod(size)].view(size)
+        if tensor.is_transposed:
+            values = values.transpose(-2, -1)
+        held, context = self.plan.column.kind == "held", tensor.context
+        if context.groups is not None:
+            context = context._replace(groups=Groups(size[0]))
         made = self.config.weight.faces(
             values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
-            context=tensor.context,
+            context=context,
         )  # fmt: skip
         faces.take_faces(made)
         if wanted[0] and faces.values is not None:
@@ -380,13 +397,17 @@ class Shard:
 
 def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
     """Return the plan by which a weight is gathered with a recipe."""
+    size, part = sharded.size, sharded.tensor
+    if len(size) == 3 and isinstance(part, InterceptingTensor):
+        matrix = size[:0:-1] if part.is_transposed else size[1:]
+        return make_stack_plan(
+            config, size[0], (matrix[0], matrix[1]), sharded.num_ranks, sharded.dim
+        )
     others = [
         type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
     ]
     reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
-    return make_plan(
-        config, (sharded.size[0], sharded.size[1]), sharded.num_ranks, sharded.dim, reader
-    )
+    return make_plan(config, (size[0], size[1]), sharded.num_ranks, sharded.dim, reader)
 
 
 def shard_of(sharded: Sharded) -> Shard:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Wire, bytewise
+from hybridtensor.distributed.fsdp.payload import Wire, by_expert, bytewise
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan
 from hybridtensor.ops import transpose
 
@@ -120,7 +120,7 @@ def _views(
     """Return a view of the parts in what was gathered, and one of the whole tensor: of one size, in
     the order of memory.
     """
-    whole, ranks = bytewise(whole), plan.num_ranks
+    whole, ranks = bytewise(whole if plan.matrix is None else by_expert(whole)), plan.num_ranks
     size = whole.itemsize
     shape, dim = (piece.shape[::-1], 1 - piece.dim) if piece.by_block else (piece.shape, piece.dim)
     outer, inner = shape  # as a part lies in memory

@@ -110,15 +110,16 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     size = tuple(infer_size(args[1], x.numel()))
     if size == tuple(x.shape):
         return alias(x)
-    if x.is_stack:
+    if x.is_stack and size[1:] not in ((), x.matrix_shape):
         raise NotImplementedError(
-            f"view: a stack of matrices stays one, got {size} for {tuple(x.shape)}; dequantize first"
+            f"view: a stack of {x.matrix_shape} matrices stays one, or is flattened, got {size} for "
+            f"{tuple(x.shape)}; dequantize first"
         )
     if not x.is_contiguous():
         raise RuntimeError(
             f"view: a contiguous tensor is required, got strides {tuple(x.stride())}; call contiguous()"
         )
-    if len(size) != 1 and size[-1] != x.matrix_shape[1]:
+    if len(size) != 1 and not x.is_stack and size[-1] != x.matrix_shape[1]:
         raise NotImplementedError(
             f"view: {tuple(x.shape)} as {size} would split the scale groups of a {x.matrix_shape} matrix in "
             f"{x.format}; keep the last dimension {x.matrix_shape[1]}, or dequantize first"

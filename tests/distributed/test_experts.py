@@ -1,0 +1,261 @@
+"""Experts over ranks: FSDP2 sends the bytes of whole experts, and by value what cuts them.
+
+Oracle: the model that is not sharded, bitwise, with gradients that are averaged over the ranks.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from experts import ENDS, EXPERTS, HIDDEN, TOKENS, WIDTH, Experts, offsets
+from processes import generator, here
+from sharding import mesh_of
+from tiers import in_turn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
+from hybridtensor.dtensor import local
+
+RECIPES = sorted(ht.recipes.RECIPES)
+
+
+class Stored(nn.Module):
+    """Experts that are stored the other way."""
+
+    def __init__(self, count=EXPERTS):
+        super().__init__()
+        self.num_experts, self.is_transposed = count, True
+        self.up = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / 11)
+
+    def forward(self, x, ends):
+        hidden = torch._grouped_mm(x, self.up, offs=ends).relu()
+        return torch._grouped_mm(hidden, self.down, offs=ends)
+
+
+def tokens(step, rank):
+    return torch.randn(TOKENS, WIDTH, generator=generator(10 * step + rank))
+
+
+def optimizer_of(model, persistent):
+    if persistent:
+        return ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def steps(model, optimizer, rank, *, reduce, ends=ENDS):
+    """Train for three steps, and return the outputs."""
+    found = []
+    for step in range(3):
+        y = model(tokens(step, rank), offsets(ends[step], here()))
+        y.square().mean().backward()
+        for p in model.parameters() if reduce else ():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+        found.append(y.detach())
+    return found
+
+
+def like_unsharded(rank, recipe, make, dim, persistent, count=EXPERTS, says=None):
+    torch.manual_seed(0)
+    plain = make(count).to(here())
+    ends = [(*e[:-1], *[e[-1]] * (count - EXPERTS + 1)) for e in ENDS]
+    models = [ht.quantize_(copy.deepcopy(plain), recipe, persistent=persistent) for _ in range(2)]
+    sharded = fully_shard(models[1], mesh=mesh_of(rank, 2), shard_placement_fn=lambda _: Shard(dim))
+    outputs = [
+        steps(model, optimizer_of(model, persistent), rank, reduce=model is not sharded, ends=ends) for model in models
+    ]
+    for mine, theirs in zip(*outputs, strict=True):
+        assert torch.equal(mine, theirs), (recipe, make, dim, persistent)
+    rows = ht.explain(sharded, show=False).gathers
+    assert len(rows) == len(list(plain.parameters()))
+    if says is not None:
+        assert (rows[0].forward, rows[0].backward, rows[0].reason) == says
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "make", "persistent"), in_turn(RECIPES, [Experts, Stored], [False, False, True]))
+def test_whole_experts_travel_as_bytes(two, recipe, make, persistent):
+    two.run(like_unsharded, recipe, make, 0, persistent)
+
+
+VALUES = "values, float32"
+
+
+@pytest.mark.parametrize(
+    ("dim", "count", "says"),
+    [
+        (0, 4, ("rowwise, mxfp8_e4m3", "columnwise, mxfp8_e4m3", "")),
+        (1, 4, (VALUES, VALUES, "Shard(1): parts of every expert")),
+        (0, 5, (VALUES, VALUES, "5 experts on 2 ranks: FSDP2 takes one tensor of the padded shard's shape")),
+    ],
+)
+@pytest.mark.parametrize("make", [Experts, Stored])
+def test_what_travels_is_explained(two, make, dim, count, says):
+    two.run(like_unsharded, "mxfp8", make, dim, False, count, says)
+
+
+def cut_experts_persistent(rank):
+    model = ht.quantize_(Experts(), "mxfp8", persistent=True)
+    with pytest.raises(ValueError, match="is cut inside a row or block"):
+        fully_shard(model, mesh=mesh_of(rank, 2), shard_placement_fn=lambda _: Shard(1))
+
+
+def test_persistent_experts_are_not_cut(two):
+    two.run(cut_experts_persistent)
+
+
+def saved_and_loaded(rank, folder):
+    """Saved from two ranks, loaded into one that is not sharded, a plain one, and other shards."""
+    torch.manual_seed(0)
+    model = ht.quantize_(Experts().to(here()), "mxfp8")
+    fully_shard(model, mesh=mesh_of(rank, 2))
+    optimizer = optimizer_of(model, False)
+    steps(model, optimizer, rank, reduce=False)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    x, ends = tokens(9, 0), offsets(ENDS[0], here())
+    expected = model(x, ends)
+    for placement in (None, 0, 1):
+        other = ht.quantize_(Experts().to(here()), "mxfp8")
+        if placement is not None:
+            fully_shard(other, mesh=mesh_of(rank, 2), shard_placement_fn=lambda _, dim=placement: Shard(dim))
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state)
+        assert torch.equal(other(x, ends), expected), placement
+    plain = Experts().to(here())
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    plain.load_state_dict(state)
+    assert torch.equal(ht.quantize_(plain, "mxfp8")(x, ends), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_of_other_ranks(two, tmp_path):
+    two.run(saved_and_loaded, str(tmp_path))
+
+
+def kept(rank, folder, recipe, persistent):
+    """Training state saved from two ranks goes on, bit for bit, on two and on one."""
+
+    def build(sharded):
+        torch.manual_seed(0)
+        model = ht.quantize_(Experts().to(here()), recipe, persistent=persistent)
+        if sharded:
+            fully_shard(model, mesh=mesh_of(rank, 2))
+        return model, optimizer_of(model, persistent)
+
+    model, optimizer = build(True)
+    steps(model, optimizer, 0, reduce=False)
+    checkpoint.save(folder, 3, {"model": model, "optimizer": optimizer})
+    expected = steps(model, optimizer, 0, reduce=False)
+    for sharded in (True, False):
+        other, its = build(sharded)
+        checkpoint.load(folder, {"model": other, "optimizer": its})
+        mine = steps(other, its, 0, reduce=False)
+        assert all(map(torch.equal, mine, expected)), sharded
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+def test_training_goes_on_from_other_ranks(two, tmp_path, recipe, persistent):
+    two.run(kept, str(tmp_path), recipe, persistent)
+
+
+class Local(Experts):
+    """Experts of this rank, as frameworks write them: the local part of each weight."""
+
+    def forward(self, x, ends):
+        own = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w3, self.w2)]
+        w1, w3, w2 = (w.bfloat16().transpose(-2, -1) for w in own)
+        hidden = nn.functional.silu(torch._grouped_mm(x, w1, offs=ends)) * torch._grouped_mm(x, w3, offs=ends)
+        return torch._grouped_mm(hidden, w2, offs=ends)
+
+
+def on_ranks(rank, recipe):
+    """Each rank has half of the experts, and their tokens: outputs and gradients are those of the whole."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    plain = Local().bfloat16().to(here())
+    whole = ht.quantize_(copy.deepcopy(plain), recipe)
+    x, ends = tokens(0, 0).bfloat16(), (32, 60, 96, 160)
+    y = whole(x, offsets(ends, here()))
+    grad = torch.randn(y.shape, generator=generator(5)).bfloat16()
+    y.backward(grad)
+    first, middle = (0, ends[1]) if rank == 0 else (ends[1], ends[3])
+    for order in ("quantize", "distribute"):
+        part = copy.deepcopy(plain)
+        for act in (order, "distribute" if order == "quantize" else "quantize"):
+            if act == "quantize":
+                ht.quantize_(part, recipe)
+            else:
+                for name in ("w1", "w2", "w3"):
+                    cut = distribute_tensor(getattr(part, name), mesh, [Shard(0)], src_data_rank=None)
+                    setattr(part, name, nn.Parameter(cut))
+        own = torch.tensor(ends[2 * rank : 2 * rank + 2], dtype=torch.int32, device=here()) - first
+        mine = part(x[first:middle], own)
+        assert torch.equal(mine, y[first:middle])
+        mine.backward(grad[first:middle])
+        for name in ("w1", "w2", "w3"):
+            theirs = getattr(whole, name).grad.chunk(2)[rank]
+            assert torch.equal(local(getattr(part, name).grad), theirs), name
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "fp8_rowwise"])
+def test_half_of_the_experts_on_each_rank(two, recipe):
+    two.run(on_ranks, recipe)
+
+
+def delayed_on_ranks(rank):
+    """Scales of three steps: each rank's experts have those that they have on one device, and know all of them."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    plain, ends = Local().bfloat16().to(here()), (32, 60, 96, 160)
+    whole = ht.quantize_(copy.deepcopy(plain), "fp8_delayed")
+    first, middle = (0, ends[1]) if rank == 0 else (ends[1], ends[3])
+    own = torch.tensor(ends[2 * rank : 2 * rank + 2], dtype=torch.int32, device=here()) - first
+    parts = {}
+    for order in (("quantize", "distribute"), ("distribute", "quantize")):
+        part = copy.deepcopy(plain)
+        for act in order:
+            if act == "quantize":
+                ht.quantize_(part, "fp8_delayed")
+                continue
+            for name in ("w1", "w2", "w3"):
+                cut = distribute_tensor(getattr(part, name), mesh, [Shard(0)], src_data_rank=None)
+                setattr(part, name, nn.Parameter(cut))
+        parts[order[0]] = part
+    with pytest.raises(ValueError, match=r"has delayed scales of 4 experts, got weights of 2; call .*set_mesh_"):
+        parts["quantize"](tokens(0, 0).bfloat16()[first:middle], own)
+    for part in parts.values():
+        ht.set_mesh_(part, mesh)
+    for step in range(3):
+        x = tokens(step, 0).bfloat16() * (step + 1)
+        grad = torch.randn(x.shape, generator=generator(step)).bfloat16()
+        expected = whole(x, offsets(ends, here()))
+        expected.backward(grad)
+        for part in parts.values():
+            mine = part(x[first:middle], own)
+            assert torch.equal(mine, expected[first:middle])
+            mine.backward(grad[first:middle])
+            ht.step_(part)
+        ht.step_(whole)
+        scales = whole.w1_quantization_state.encode_scale
+        assert len(scales.unique()) > 6 or step == 0
+        for part in parts.values():
+            assert torch.equal(part.w1_quantization_state.encode_scale, scales)
+
+
+def test_delayed_scales_of_experts_on_ranks(two):
+    two.run(delayed_on_ranks)
