@@ -1,5 +1,6 @@
 """Process groups: what of this library touches more than one rank lives here."""
 
+from hybridtensor.distributed.expert_parallel import ExpertParallel
 from hybridtensor.distributed.fsdp.hooks import expect_recompute_
 from hybridtensor.distributed.master_weights import quantize_master_weights
 from hybridtensor.distributed.sequence.styles import (
@@ -10,6 +11,7 @@ from hybridtensor.distributed.sequence.styles import (
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "PrepareModuleInput",
     "RowwiseParallel",
     "expect_recompute_",

@@ -73,7 +73,8 @@ def step_of(config: HybridConfig) -> int:
 
 
 def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
-    require_tensor("grouped_mm: input", input)
+    if not isinstance(input, HybridTensor):
+        require_tensor("grouped_mm: input", input)
     if input.dim() != 2 or weight.dim() != 3 or input.shape[1] != weight.shape[2]:
         raise ValueError(
             f"grouped_mm: tokens [T, K] and weights [E, N, K] are required, got {tuple(input.shape)} and "

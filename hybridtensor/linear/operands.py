@@ -25,7 +25,7 @@ from torch import Tensor
 from hybridtensor.linear.sharing import sharing_scope
 from hybridtensor.ops import Face, FaceKind, Faces, after
 from hybridtensor.ops.library import is_traced
-from hybridtensor.quantizers import tokens
+from hybridtensor.quantizers import HybridQuantizer, tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import (
@@ -297,12 +297,43 @@ def brought_along(
     row = rowwise_face(
         _matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
     )
+    if context.groups is not None:
+        return _of_tokens(input, row._replace(groups=context.groups), needs, dtype, config, context)
     if not needs.weight:
         return Operand(row, None)
     column = take_face(input, "columnwise", name="input", gemm="grad_weight")
     if isinstance(column, ShardedFace):
         return ShardedInput(row, column, config, dtype, context)
     return Operand(row, columnwise_face(_matrix(column), dtype, "grad_weight"))
+
+
+def _of_tokens(
+    input: Tensor,
+    row: Face,
+    needs: Needs,
+    dtype: torch.dtype,
+    config: HybridConfig,
+    context: Context,
+) -> Operand:
+    """Return the operand that tokens with groups are that were quantized by row before.
+
+    Raises:
+        ValueError: If the recipe does not make the columnwise face of the rowwise one.
+    """
+    quantizer = config.input
+    if not needs.weight:
+        return Operand(row, None)
+    only_row = isinstance(input, HybridTensor) and input.columnwise is None
+    if (
+        not only_row
+        or not isinstance(quantizer, HybridQuantizer)
+        or quantizer.columnwise_source == "original"
+    ):
+        raise ValueError(
+            "grad_weight: tokens of experts with a rowwise face, of which the recipe makes the columnwise "
+            f"one, are required, got {input!r} for {config}; give the layer the tokens themselves"
+        )
+    return Operand(row, quantizer.of_rowwise(row, dtype, context))
 
 
 def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:

@@ -221,6 +221,9 @@ ROWS = {
         ht.set_data_parallel_group_, {"model": "module", "group": "None"}, model=linear, group=None
     ),
     "set_mesh_": row(meshed, {"model": "module"}, model=linear, mesh="a mesh", dp="dp", tp="tp", ep="ep"),
+    "ExpertParallel": row(
+        ht.distributed.ExpertParallel, {"ends": "flag"}, dispatch="faces", combine="bf16", gradients="bf16", ends=False
+    ),
     # -- quantizers, configs, state
     "Context": row(
         in_context,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from hybridtensor.distributed.expert_parallel import ExpertParallel, tokens_travel
 from hybridtensor.distributed.sequence.activations import (
     config_of,
     takes_faces,
@@ -26,7 +27,7 @@ class Travels(NamedTuple):
     """What of an activation ranks send.
 
     Attributes:
-        tensor: ``"input"`` or ``"grad_output"``.
+        tensor: ``"input"`` or ``"grad_output"``; or ``"tokens"``, which go to their experts.
         forward: What travels before forward, or "" for nothing.
         backward: What travels in backward.
         reason: Why values travel; or how many tokens of a sequence a rank needs a multiple of, for
@@ -49,6 +50,11 @@ def travels(module: nn.Module) -> list[Travels]:
         elif isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear):
             if isinstance(style.input_layouts[0], Shard):
                 found.append(_of_input([module]))
+        elif isinstance(style, ExpertParallel):
+            forward, reason = tokens_travel(style, module)
+            of_gradient = style.gradients
+            backward = "values" if of_gradient is None else f"rowwise, {of_gradient.rowwise_format}"
+            found.append(Travels("tokens", forward, backward, reason))
         elif isinstance(style, PrepareModuleInput) and _gathers(style):
             layers = [
                 m

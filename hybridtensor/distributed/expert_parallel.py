@@ -1,0 +1,338 @@
+"""Experts that are spread over ranks: tokens go to the ranks of their experts, and come back.
+
+Shape letters: ``R`` ranks, ``E`` experts, ``e = E / R`` of a rank, ``T`` tokens that this rank routed,
+``t`` tokens of this rank's experts, ``K`` features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hybridtensor.arguments import require_flag, require_text
+from hybridtensor.distributed.sequence.styles import mark
+from hybridtensor.dtensor import local
+from hybridtensor.linear.grouped import first_expert
+from hybridtensor.ops import Face
+from hybridtensor.ops.scaled_mm import rowwise_values
+from hybridtensor.quantizers import HybridQuantizer, OneFormatQuantizer, Quantizer
+from hybridtensor.recipes.named import from_name
+from hybridtensor.subclasses import HybridTensor, is_converted
+from hybridtensor.subclasses.faces import face_tensor
+
+c10d = torch.ops._c10d_functional
+
+
+class Route(NamedTuple):
+    """Which tokens go where.
+
+    Attributes:
+        sent: How many tokens go to each rank.
+        received: How many come from each rank.
+        order: Of what came, by rank, which is the first token of this rank's first expert, and so
+            on, int64 ``[t]``.
+        counts: Tokens of each of this rank's experts, int64 ``[e]``.
+        group: Name of the process group.
+    """
+
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    counts: Tensor
+    group: str
+
+    @classmethod
+    def of(cls, counts: Tensor, group: dist.ProcessGroup) -> Route:
+        """Return the route of tokens sorted by expert, of which each expert has ``counts``.
+
+        Waits for the counts of all ranks: collectives take sizes that the host knows.
+        """
+        ranks = dist.get_world_size(group)
+        if counts.numel() % ranks:
+            raise ValueError(
+                f"ExpertParallel: experts for every rank, as many for each, are required, got "
+                f"{counts.numel()} on {ranks} ranks; use another mesh"
+            )
+        every = counts.numel() // ranks
+        come = _exchanged(counts.contiguous(), [every] * ranks, [every] * ranks, group.group_name)
+        sums = torch.stack([counts.view(ranks, every).sum(1), come.view(ranks, every).sum(1)])
+        sent, received = sums.tolist()
+        numbers = torch.arange(every, device=counts.device).repeat(ranks)
+        order = numbers.repeat_interleave(come).argsort(stable=True)
+        return cls(sent, received, order, come.view(ranks, every).sum(0), group.group_name)
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """Return rows of tokens where their experts are, sorted by expert."""
+        return _exchanged(tensor, self.sent, self.received, self.group)[self.order]
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Return rows of tokens where they were routed."""
+        by_rank = torch.empty_like(tensor)
+        by_rank[self.order] = tensor
+        return _exchanged(by_rank, self.received, self.sent, self.group)
+
+
+def _exchanged(tensor: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    made = c10d.all_to_all_single(tensor.contiguous(), received, sent, group)
+    return c10d.wait_tensor(made)  # type: ignore[no-any-return]
+
+
+def moved(tensor: Tensor, route: Route, *, back: bool, quantizer: Quantizer | None) -> Tensor:
+    """Return rows of values where they go to, quantized on the way if a quantizer is given."""
+    if quantizer is None:
+        return route.back(tensor) if back else route.there(tensor)
+    return rowwise_values(_moved_face(tensor, route, quantizer, back=back), tensor.dtype)
+
+
+def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: bool) -> Face:
+    """Return the rowwise face of rows that were moved: each has its own scales."""
+    face = quantizer.faces(tensor, rowwise=True, columnwise=False, dtype=tensor.dtype)[0]
+    if face is None:
+        raise ValueError(f"ExpertParallel: a quantizer made no rowwise face: {quantizer}")
+    arrived = []
+    for index, one in enumerate(face.tensors()):
+        rows = one.view(torch.uint8) if one.itemsize == 1 else one
+        whole = route.back(rows) if back else route.there(rows)
+        if index == 1 and face.format.block[1] is not None:  # scales lie block by block
+            whole = whole.t().contiguous().t()
+        arrived.append(whole.view(one.dtype))
+    return Face.of(arrived, face.kind)
+
+
+class _Move(torch.autograd.Function):
+    """Values that go to their experts, or back; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        route: Route,
+        back: bool,
+        quantizer: Quantizer | None,
+        of_gradient: Quantizer | None,
+    ) -> Tensor:
+        ctx.how = route, not back, of_gradient
+        return moved(tensor, route, back=back, quantizer=quantizer)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        route, back, quantizer = ctx.how
+        grad = moved(grad_output.contiguous(), route, back=back, quantizer=quantizer)
+        return grad, None, None, None, None
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens that go to their experts as the faces that these multiply."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, route: Route, quantizer: Quantizer, of_gradient: Quantizer | None
+    ) -> HybridTensor:
+        ctx.how = route, of_gradient
+        face = _moved_face(tensor, route, quantizer, back=False)
+        size = (face.qdata.shape[0], tensor.shape[1])
+        return HybridTensor(face_tensor(face, -1, size, tensor.dtype), None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        route, quantizer = ctx.how
+        grad = moved(grad_output.contiguous(), route, back=True, quantizer=quantizer)
+        return grad, None, None, None
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts that are spread over the ranks of a mesh, for ``parallelize_module``.
+
+    The module's forward takes tokens ``[T, K]`` sorted by expert, and how many each expert has,
+    ``[E]``; it returns a row for each. Its parameters whose first extent is ``E`` are sharded along
+    it, and are the local parts while it runs. Each rank calls it with the tokens that it routed, and
+    counts of all experts, and gets their outputs; the module sees those of its own experts.
+
+    Args:
+        dispatch: ``"faces"``: tokens travel as the rowwise face that products read, where its scales
+            are within a token and the recipe makes the columnwise face of it; elsewhere, and for
+            ``"bf16"``, as values. ``explain`` says which, and why.
+        combine: How outputs travel back: ``"bf16"``, as values; or a format with scales within a
+            token, such as ``"mxfp8"``.
+        gradients: The same of both gradients in backward.
+        ends: The module takes offsets where each expert's tokens end, int32, in place of counts.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a word is unknown, or a format's scales are not within a token.
+    """
+
+    def __init__(
+        self,
+        *,
+        dispatch: str = "faces",
+        combine: str = "bf16",
+        gradients: str = "bf16",
+        ends: bool = False,
+    ) -> None:
+        super().__init__()
+        require_text("ExpertParallel", dispatch=dispatch, combine=combine, gradients=gradients)
+        require_flag("ExpertParallel", ends=ends)
+        if dispatch not in ("faces", "bf16"):
+            raise ValueError(
+                f"ExpertParallel: 'faces' or 'bf16' is required as dispatch, got {dispatch!r}"
+            )
+        self.dispatch, self.ends = dispatch, ends
+        self.combine = _quantizer_of("combine", combine)
+        self.gradients = _quantizer_of("gradients", gradients)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mark(module, self, device_mesh)
+        count = _experts_of(module)
+        if count % device_mesh.size():
+            raise ValueError(
+                f"ExpertParallel: experts for every rank, as many for each, are required, got {count} on "
+                f"{device_mesh.size()} ranks; use another mesh"
+            )
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.dim() and parameter.shape[0] == count:
+                cut: Any = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+                if is_converted(local(cut)):
+                    local(cut).record.first = first_expert(cut)
+                module.register_parameter(
+                    name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
+                )
+        module.forward = _Forward(self, module, device_mesh)
+        return module
+
+
+def tokens_travel(style: ExpertParallel, module: nn.Module) -> tuple[str, str]:
+    """Return what of tokens travels in forward, in words, and why it is values; or ""."""
+    quantizer, reason = _input_quantizer(style, module)
+    return ("values", reason) if quantizer is None else (f"rowwise, {quantizer.rowwise_format}", "")
+
+
+def _input_quantizer(style: ExpertParallel, module: nn.Module) -> tuple[Quantizer | None, str]:
+    """Return what quantizes tokens before they travel, or None and why they are not."""
+    if style.dispatch != "faces":
+        return None, "dispatch='bf16'"
+    parts: list[Any] = [local(p) for p in module._parameters.values() if p is not None]
+    weights = [part for part in parts if part.dim() == 3]
+    found = [part.config for part in weights if is_converted(part)]
+    if not found or len(found) < len(weights) or any(config != found[0] for config in found):
+        return None, "its experts have different recipes, or none"
+    return _of_rows(found[0].input)
+
+
+def _of_rows(quantizer: Quantizer) -> tuple[Quantizer | None, str]:
+    """Return the quantizer of inputs if rows can travel quantized, or None and why not."""
+    row = quantizer.rowwise if isinstance(quantizer, HybridQuantizer) else quantizer
+    if quantizer.rowwise_format.is_identity:
+        return None, "the rowwise face is in high precision"
+    if not isinstance(row, OneFormatQuantizer) or not _within_rows(row):
+        return None, f"{row.rowwise_format}: its scales, or draws, are not those of a token"
+    if not isinstance(quantizer, HybridQuantizer) or quantizer.columnwise_source == "original":
+        return None, "the columnwise face is made of the original tokens"
+    return quantizer, ""
+
+
+def _within_rows(quantizer: Quantizer) -> bool:
+    """Return whether each row has scales of its own, which follow from it alone."""
+    fmt = quantizer.rowwise_format
+    level = (1, None) if fmt.tensor_block is None else fmt.tensor_block
+    alone = not quantizer.stochastic and not quantizer.delayed_rules("input")
+    return fmt.block[0] == 1 and level[0] == 1 and alone
+
+
+def _quantizer_of(what: str, word: str) -> Quantizer | None:
+    """Return the quantizer that a word means, or None for values."""
+    if word == "bf16":
+        return None
+    quantizer = from_name(word).input
+    if not _within_rows(quantizer):
+        raise ValueError(
+            f"ExpertParallel: 'bf16', or a format with scales within a token, is required as {what}, got {word!r}"
+        )
+    return quantizer
+
+
+def _experts_of(module: nn.Module) -> int:
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int) or count < 1:
+        raise TypeError(
+            f"ExpertParallel: a module with num_experts is required, got {type(module).__name__}"
+        )
+    return count
+
+
+class _Forward:
+    """The forward of experts that are on several ranks.
+
+    Args:
+        style: Says what travels.
+        module: The experts.
+        mesh: Their ranks.
+    """
+
+    def __init__(self, style: ExpertParallel, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._style, self._module, self._mesh = style, module, mesh
+        self._inner = module.__dict__.get("forward")
+
+    def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Send tokens to their experts, run these, and bring their outputs back."""
+        style, module = self._style, self._module
+        of_gradient = style.gradients
+        with torch.no_grad():
+            if style.ends:
+                counts = counts.diff(prepend=counts.new_zeros(1))
+            route = Route.of(counts.long(), self._mesh.get_group())
+        routed = sum(route.sent)
+        quantizer, reason = _input_quantizer(style, module)
+        mine: Any
+        if quantizer is None:
+            _tell_once(module, reason)
+            mine = _Move.apply(tokens[:routed], route, False, None, of_gradient)  # type: ignore[no-untyped-call]
+        else:
+            mine = _Dispatch.apply(tokens[:routed], route, quantizer, of_gradient)  # type: ignore[no-untyped-call]
+        given = route.counts
+        if style.ends:
+            given = given.cumsum(0, dtype=torch.int32)
+        with _local_parts(module):
+            out = self._run(mine, given)
+        y = _Move.apply(out, route, True, style.combine, of_gradient)  # type: ignore[no-untyped-call]
+        rest = tokens.shape[0] - routed
+        return torch.cat([y, y.new_zeros(rest, y.shape[1])]) if rest else y
+
+    def _run(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        if self._inner is not None:
+            out: Tensor = self._inner(tokens, counts)
+            return out
+        return type(self._module).forward(self._module, tokens, counts)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _local_parts(module: nn.Module) -> Iterator[None]:
+    """Have the local parts stand at the parameters of a module, with their gradients."""
+    # The private table: a module's attribute would refuse what is no parameter
+    before = dict(module._parameters)
+    for name, parameter in before.items():
+        if isinstance(parameter, DTensor):
+            module._parameters[name] = parameter.to_local()
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
+
+
+def _tell_once(module: nn.Module, reason: str) -> None:
+    """Log why values travel, at the first call."""
+    if not module.__dict__.get("_hybridtensor_told"):
+        module.__dict__["_hybridtensor_told"] = True
+        _logger.info("%s: tokens travel as values: %s", type(module).__name__, reason)
+
+
+_logger = logging.getLogger("hybridtensor")

@@ -1,0 +1,202 @@
+"""Experts on several ranks: each rank's tokens get what the whole model gives them.
+
+Oracle: the model on one device with the tokens of all ranks, bitwise where tokens travel as they are, or as the very
+bytes that are multiplied; else the format's own error.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts import WIDTH, Experts, Mixture
+from processes import generator, here
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hybridtensor as ht
+from hybridtensor.distributed import ExpertParallel
+from hybridtensor.dtensor import local
+
+SIZES = [(20, 0, 61, 47), (0, 90, 5, 33)]  # tokens of each expert that the two ranks routed
+BEHIND = 7  # tokens that were routed nowhere
+FACES = ["mxfp8+rowwise_dequantized", "mxfp8+dequantized", "fp8_rowwise+dequantized", "fp8_block+dequantized"]
+VALUES = ["mxfp8", "fp8", "fp8_rowwise", "bf16"]
+
+
+class Counted(Experts):
+    """Experts that take counts."""
+
+    def forward(self, x, counts):
+        return super().forward(x, counts.cumsum(0, dtype=torch.int32))
+
+
+def routed(rank):
+    """Return this rank's tokens, sorted by expert, and some more."""
+    return torch.randn(sum(SIZES[rank]) + BEHIND, WIDTH, generator=generator(rank)).bfloat16()
+
+
+def together(per_rank):
+    """Return rows of both ranks sorted by expert, and how many each expert has."""
+    pieces = [t[: sum(n)].split(n) for t, n in zip(per_rank, SIZES, strict=True)]
+    return torch.cat([piece for expert in zip(*pieces, strict=True) for piece in expert])
+
+
+def apart(rows):
+    """Undo ``together``."""
+    sizes = [n for expert in zip(*SIZES, strict=True) for n in expert]
+    pieces = rows.split(sizes)
+    return [torch.cat(pieces[rank::2]) for rank in range(2)]
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank gives to exchanges of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_to_all_single" in str(func) and args[0].dtype != torch.int64:
+            self.nbytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def like_one_device(rank, recipe, options, ends, exact):
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    plain = (Experts if ends else Counted)().bfloat16().to(here())
+    whole = ht.quantize_(copy.deepcopy(plain), recipe)
+    counts = torch.tensor(SIZES, device=here())
+    of_all = counts.sum(0).cumsum(0, dtype=torch.int32) if ends else counts.sum(0)
+    x, grad = together([routed(r) for r in range(2)]).requires_grad_(), torch.randn(257, WIDTH, generator=generator(9))
+    grad = grad[: sum(map(sum, SIZES))].bfloat16()
+    y = whole(x, of_all)
+    y.backward(grad)
+    mine = ht.quantize_(copy.deepcopy(plain), recipe)
+    parallelize_module(mine, mesh, ExpertParallel(ends=ends, **options))
+    assert list(mine.state_dict()) == list(plain.state_dict())
+    own = routed(rank).requires_grad_()
+    given = counts[rank].cumsum(0, dtype=torch.int32) if ends else counts[rank]
+    out = mine(own, given)
+    n = sum(SIZES[rank])
+    out.backward(torch.cat([apart(grad)[rank], torch.ones(BEHIND, WIDTH, device=here()).bfloat16()]))
+    assert not out[n:].any()
+    assert not own.grad[n:].any()
+    pairs = [(out[:n].detach(), apart(y.detach())[rank]), (own.grad[:n], apart(x.grad)[rank])]
+    pairs += [(local(p.grad), getattr(whole, name).grad.chunk(2)[rank]) for name, p in mine.named_parameters()]
+    for got, expected in pairs:
+        if exact:
+            assert torch.equal(got, expected)
+        else:
+            # of a few roundings to E4M3, whose error is 2**-4 at most
+            assert (got - expected).norm() <= 2**-4 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", VALUES + FACES)
+@pytest.mark.parametrize("ends", [False, True])
+def test_bitwise_one_device(two, recipe, ends):
+    two.run(like_one_device, recipe, {}, ends, True)
+
+
+@pytest.mark.parametrize("options", [{"combine": "mxfp8"}, {"gradients": "fp8_rowwise"}, {"combine": "fp8_block"}])
+def test_quantized_on_the_way_back(two, options):
+    two.run(like_one_device, "mxfp8+rowwise_dequantized", options, True, False)
+
+
+def bytes_of(rank):
+    """Elements and a scale per 32 of them, instead of two bytes each; outputs come back as values."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    counts, values = torch.tensor(SIZES, device=here())[rank], sum(SIZES[rank]) * WIDTH * 2
+    for recipe, first, says in (
+        ("bf16", [values], "the rowwise face is in high precision"),
+        ("mxfp8", [values], "the columnwise face is made of the original tokens"),
+        ("mxfp8+rowwise_dequantized", [values // 2, values // 64], ""),
+        ("fp8+dequantized", [values], "fp8_e4m3_tensor: its scales, or draws, are not those of a token"),
+    ):
+        model = ht.quantize_(Counted().bfloat16().to(here()), recipe)
+        parallelize_module(model, mesh, ExpertParallel())
+        with Sent() as sent:
+            model(routed(rank), counts)
+        assert sent.nbytes[:-1] == first, recipe
+        (row,) = ht.explain(model, show=False).sequence
+        forward = "values" if says else "rowwise, mxfp8_e4m3"
+        assert (row.tensor, row.forward, row.backward, row.reason) == ("tokens", forward, "values", says)
+
+    model = ht.quantize_(Counted().bfloat16().to(here()), "mxfp8")
+    parallelize_module(model, mesh, ExpertParallel(combine="mxfp8", gradients="fp8_rowwise"))
+    own = routed(rank).requires_grad_()
+    with Sent() as sent:
+        y = model(own, counts)
+    here_now = model_tokens(rank)
+    assert sent.nbytes[1:] == [here_now * WIDTH, here_now * WIDTH // 32]
+    with Sent() as sent:
+        y.sum().backward()
+    mine = sum(SIZES[rank])
+    assert sent.nbytes == [mine * WIDTH, mine * 4, here_now * WIDTH, here_now * 4]
+
+
+def model_tokens(rank):
+    """Return how many tokens a rank's experts have."""
+    return sum(sum(sizes[2 * rank : 2 * rank + 2]) for sizes in SIZES)
+
+
+def test_bytes_of_tokens(two):
+    two.run(bytes_of)
+
+
+def under_fsdp(rank):
+    """Two by two ranks: experts over one dimension, their shards and the batch over the other; as one process."""
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    plain = Mixture().to(here())
+    x = torch.randn(4, 32, WIDTH, generator=generator(3))
+    one = ht.quantize_(copy.deepcopy(plain), "mxfp8+rowwise_dequantized")
+    many = ht.quantize_(copy.deepcopy(plain), "mxfp8+rowwise_dequantized")
+    parallelize_module(many, mesh["ep"], {"experts": ExpertParallel(ends=True)})
+    fully_shard(many.experts, mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (one, many)]
+    for _ in range(3):
+        y = one(x.flatten(0, 1)).unflatten(0, (4, 32))
+        y.square().mean().backward()
+        mine = many(x[rank])
+        assert (mine - y[rank]).norm() <= 2**-6 * y[rank].norm()  # gradients are sums in another order
+        mine.square().mean().backward()
+        dist.all_reduce(many.router.weight.grad)
+        many.router.weight.grad /= 4
+        for p in many.experts.parameters():
+            assert isinstance(p.grad, DTensor)
+            p.grad /= 2  # the mean over ranks of one dimension, the sum over the other
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_with_fsdp2(four):
+    four.run(under_fsdp)
+
+
+def refused(rank):
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    with pytest.raises(ValueError, match="experts for every rank, as many for each, are required, got 3 on 2 ranks"):
+        parallelize_module(Counted(3), mesh, ExpertParallel())
+    with pytest.raises(TypeError, match="a module with num_experts is required, got Linear"):
+        parallelize_module(torch.nn.Linear(4, 4), mesh, ExpertParallel())
+    for options, says in (
+        ({"dispatch": "sideways"}, "'faces' or 'bf16' is required as dispatch"),
+        ({"combine": "fp8"}, "a format with scales within a token, is required as combine, got 'fp8'"),
+        ({"gradients": "nvfp4"}, "is required as gradients, got 'nvfp4'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            ExpertParallel(**options)
+    model = parallelize_module(ht.quantize_(Counted().bfloat16(), "mxfp8"), mesh, ExpertParallel())
+    with pytest.raises(ValueError, match="got 3 on 2 ranks"):
+        model(routed(rank), torch.tensor([5, 5, 5]))
+
+
+def test_bad_use(two):
+    two.run(refused)
