@@ -75,10 +75,13 @@ def set_mesh_(
     for parameter in model.parameters():
         part: Any = local(parameter)
         if isinstance(parameter, DTensor) and is_converted(part):
-            if part.dim() == 3:
-                part.record.first = first_expert(parameter)
-                continue
             known = parameter.device_mesh.mesh_dim_names or ()
+            if part.dim() == 3:
+                spread = [
+                    known.index(name) for name in _dimensions(mesh, "ep", ep) if name in known
+                ]
+                part.record.first = first_expert(parameter, spread)
+                continue
             note_section(parameter, part, [known.index(name) for name in parts if name in known])
     return model
 

@@ -5,6 +5,8 @@ Shape letters: ``T`` tokens, ``E`` experts, ``N`` out features, ``K`` in feature
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -120,10 +122,17 @@ def _check_first(weight: Weight) -> None:
         )
 
 
-def first_expert(weight: DTensor) -> int:
-    """Return the number of the first expert that this rank has of a stack."""
+def first_expert(weight: DTensor, dims: Iterable[int] | None = None) -> int:
+    """Return the number of the first expert that this rank has of a stack.
+
+    Args:
+        weight: The stack.
+        dims: Dimensions of its mesh that experts are spread over; None is all. Over others FSDP2
+            shards, whose gather undoes it.
+    """
     first, count, mesh = 0, weight.shape[0], weight.device_mesh
-    for dim, placement in enumerate(weight.placements):
+    for dim in range(mesh.ndim) if dims is None else dims:
+        placement = weight.placements[dim]
         if isinstance(placement, Shard) and placement.dim == 0:
             largest = -(-count // mesh.size(dim))  # as torch cuts: the last parts may be smaller
             before = min(mesh.get_local_rank(dim) * largest, count)

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from experts import WIDTH, Experts, Mixture
+from experts import EXPERTS, WIDTH, Experts, Mixture
 from processes import generator, here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -148,36 +148,44 @@ def test_bytes_of_tokens(two):
     two.run(bytes_of)
 
 
-def under_fsdp(rank):
+def under_fsdp(rank, recipe):
     """Two by two ranks: experts over one dimension, their shards and the batch over the other; as one process."""
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
     plain = Mixture().to(here())
     x = torch.randn(4, 32, WIDTH, generator=generator(3))
-    one = ht.quantize_(copy.deepcopy(plain), "mxfp8+rowwise_dequantized")
-    many = ht.quantize_(copy.deepcopy(plain), "mxfp8+rowwise_dequantized")
+    one = ht.quantize_(copy.deepcopy(plain), recipe)
+    many = ht.quantize_(copy.deepcopy(plain), recipe)
     parallelize_module(many, mesh["ep"], {"experts": ExpertParallel(ends=True)})
     fully_shard(many.experts, mesh=mesh["dp"])
+    ht.set_mesh_(many, mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (one, many)]
     for _ in range(3):
         y = one(x.flatten(0, 1)).unflatten(0, (4, 32))
         y.square().mean().backward()
         mine = many(x[rank])
         assert (mine - y[rank]).norm() <= 2**-6 * y[rank].norm()  # gradients are sums in another order
-        mine.square().mean().backward()
+        (mine.square().mean() / 4).backward()  # a part of the mean over all tokens
         dist.all_reduce(many.router.weight.grad)
-        many.router.weight.grad /= 4
         for p in many.experts.parameters():
             assert isinstance(p.grad, DTensor)
-            p.grad /= 2  # the mean over ranks of one dimension, the sum over the other
-        for optimizer in optimizers:
+            p.grad *= 2  # FSDP2 took the mean over its ranks
+        for optimizer, model in zip(optimizers, (one, many), strict=True):
             optimizer.step()
             optimizer.zero_grad()
+            ht.step_(model)
+    if recipe != "fp8_delayed":
+        return
+    for name in ("w1", "w2", "w3"):
+        known, mine = (getattr(m.experts, f"{name}_quantization_state").encode_scale for m in (one, many))
+        assert len(known.unique()) > 2 * EXPERTS  # a token may be the loudest of both its experts
+        assert mine.tolist() == pytest.approx(known.tolist(), rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_with_fsdp2(four):
-    four.run(under_fsdp)
+@pytest.mark.parametrize("recipe", ["mxfp8+rowwise_dequantized", "fp8_delayed"])
+def test_with_fsdp2(four, recipe):
+    four.run(under_fsdp, recipe)
 
 
 def refused(rank):

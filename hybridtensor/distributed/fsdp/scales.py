@@ -28,6 +28,7 @@ class Part(NamedTuple):
         state: State of the layer's quantizers, or None.
         dtype: Dtype of the computation.
         section: Which part of the layer's matrix is sharded, under tensor parallelism.
+        first: Number of the first expert of what is sharded, under expert parallelism.
     """
 
     values: Tensor
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     state: StateTensors | None
     dtype: torch.dtype
     section: Section | None = None
+    first: int = 0
 
     def faces(self, *, rowwise: bool, columnwise: bool) -> tuple[Faces, int]:
         """Return the faces asked for, as those of the whole, and where the part's rows begin in
@@ -87,7 +89,7 @@ class Part(NamedTuple):
     def _context(self) -> Context:
         if self.plan.matrix is not None:
             count, rows = self.values.shape[0], self.plan.matrix[0]
-            groups = Groups(count, first=self.rank * count)
+            groups = Groups(count, first=self.first + self.rank * count)
             return Context("weight", self.state, first_row=groups.first * rows, groups=groups)
         before = 0 if self.section is None else self.section.first_out
         first_row = before + self.rank * self.values.shape[0]

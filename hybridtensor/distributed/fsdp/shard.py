@@ -29,7 +29,6 @@ from hybridtensor.distributed.fsdp.sending import (
 )
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
-from hybridtensor.ops import Groups
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import StateTensors
@@ -264,10 +263,12 @@ class Shard:
         """Return values of this rank's part with all that they are quantized by."""
         config, rank = self.config, self.sharded.rank
         tensor: Any = self.sharded.tensor
-        section = tensor.record.section
+        section, first = tensor.record.section, tensor.record.first or 0
         if tensor.is_transposed:
             values = values.transpose(-2, -1)
-        return Part(values, config.weight, self.plan, rank, self.amaxes, state, self.dtype, section)
+        return Part(
+            values, config.weight, self.plan, rank, self.amaxes, state, self.dtype, section, first
+        )
 
     # -- after the gather
 
@@ -301,7 +302,7 @@ class Shard:
         if out is None:
             out = HybridTensor(self.faces.row, self.faces.column)
             out.record.gathered = self
-        out.config, out.layer = self.config, tensor.layer
+        out.config, out.layer, out.record.first = self.config, tensor.layer, tensor.record.first
         needed = self.faces.needed(*sent.wanted)
         for other in self.faces.spared(*sent.wanted):
             free_storage(other)
@@ -332,7 +333,7 @@ class Shard:
             values = values.transpose(-2, -1)
         held, context = self.plan.column.kind == "held", tensor.context
         if context.groups is not None:
-            context = context._replace(groups=Groups(size[0]))
+            context = context._replace(groups=context.groups._replace(num_groups=size[0]))
         made = self.config.weight.faces(
             values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
             context=context,
