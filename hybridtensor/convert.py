@@ -301,13 +301,15 @@ def _convert(layer: Layer, config: HybridConfig, persistent: bool) -> None:
             if isinstance(layer.weight, DTensor) and not layer.is_stack
             else None
         )
+        first = weight.record.first if isinstance(weight, MasterWeight) else None
+        if first is None and layer.is_stack and isinstance(layer.weight, DTensor):
+            first = first_expert(layer.weight)
         values = weight.plain if isinstance(weight, MasterWeight) else weight.data
         new: Any = MasterWeight(values, config)
         if persistent:
-            new = persistent_weight(values, config, layer.weight.requires_grad, state, section)
-        new.layer, new.record.section = state, section
-        if layer.is_stack and isinstance(layer.weight, DTensor):
-            new.record.first = first_expert(layer.weight)
+            trainable = layer.weight.requires_grad
+            new = persistent_weight(values, config, trainable, state, section, first)
+        new.layer, new.record.section, new.record.first = state, section, first
         swap("quantize_", layer.weight, with_local(layer.weight, new))
     keep_recipe_(module)
     give_plain_values_(module)

@@ -90,5 +90,8 @@ def _assign(weight: Any, state_dict: dict[str, Tensor], key: str) -> None:
         made = part.like(weight)
     else:
         plain = part.dequantize() if is_converted(part) else part
-        made = persistent_weight(plain, config, weight.requires_grad, weight.layer)
+        record = weight.record
+        made = persistent_weight(
+            plain, config, weight.requires_grad, weight.layer, record.section, record.first
+        )
     state_dict[key] = with_local(value, made)

@@ -216,6 +216,15 @@ def test_siblings_share_a_cast(monkeypatch):
     assert len(counts) == 5
 
 
+def test_offsets_are_not_written_before_backward():
+    config, (x, w, g) = from_name("mxfp8"), operands()
+    weight, ends = nn.Parameter(MasterWeight(w, config)), offsets(ENDS[0])
+    y = torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    ends.copy_(offsets(ENDS[1]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(g)
+
+
 def test_other_offsets_share_nothing():
     class Twice(nn.Module):
         def __init__(self):
@@ -469,5 +478,9 @@ def test_what_experts_cannot_do():
         torch.einsum("tk,enk->ten", operands()[0], model.w1)
     with pytest.raises(ValueError, match="a multiple of 32 along the contraction axis"):
         ht.quantize_(Experts(hidden=72), "mxfp8")
+    weight = ht.quantize_(Experts().bfloat16(), "mxfp8", persistent=True).w1.detach()
+    assert torch.equal(weight[1:3].dequantize(), weight.dequantize()[1:3])
+    with pytest.raises(NotImplementedError, match="whole matrices of a stack can be sliced, got dimension 2"):
+        weight[..., :32]
     with pytest.raises(ValueError, match="a recipe for a kind of layer is required"):
         by_type()

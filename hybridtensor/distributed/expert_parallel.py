@@ -23,9 +23,11 @@ from hybridtensor.distributed.sequence.styles import mark
 from hybridtensor.dtensor import local
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.ops import Face
+from hybridtensor.ops.library import autocasts
 from hybridtensor.ops.scaled_mm import rowwise_values
 from hybridtensor.quantizers import HybridQuantizer, OneFormatQuantizer, Quantizer
 from hybridtensor.recipes.named import from_name
+from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import HybridTensor, is_converted
 from hybridtensor.subclasses.faces import face_tensor
 
@@ -51,21 +53,36 @@ class Route(NamedTuple):
     group: str
 
     @classmethod
-    def of(cls, counts: Tensor, group: dist.ProcessGroup) -> Route:
+    def of(cls, counts: Tensor, group: dist.ProcessGroup, experts: int, rows: int) -> Route:
         """Return the route of tokens sorted by expert, of which each expert has ``counts``.
 
         Waits for the counts of all ranks: collectives take sizes that the host knows.
+
+        Args:
+            counts: int64.
+            group: The ranks.
+            experts: ``E``, a multiple of ``R``.
+            rows: ``T``.
+
+        Raises:
+            ValueError: On all ranks, if one has another number of counts, negative ones, or more
+                than it has tokens.
         """
         ranks = dist.get_world_size(group)
-        if counts.numel() % ranks:
-            raise ValueError(
-                f"ExpertParallel: experts for every rank, as many for each, are required, got "
-                f"{counts.numel()} on {ranks} ranks; use another mesh"
-            )
-        every = counts.numel() // ranks
-        come = _exchanged(counts.contiguous(), [every] * ranks, [every] * ranks, group.group_name)
-        sums = torch.stack([counts.view(ranks, every).sum(1), come.view(ranks, every).sum(1)])
+        every = experts // ranks
+        good = (
+            counts.shape == (experts,) and bool((counts >= 0).all()) and int(counts.sum()) <= rows
+        )
+        mine = counts if good else counts.new_full((experts,), -1)
+        come = _exchanged(mine.contiguous(), [every] * ranks, [every] * ranks, group.group_name)
+        sums = torch.stack([mine.view(ranks, every).sum(1), come.view(ranks, every).sum(1)])
         sent, received = sums.tolist()
+        if min(received) < 0:
+            got = f"{counts.tolist()} of {rows}" if not good else "others on another rank"
+            raise ValueError(
+                f"ExpertParallel: tokens of each of {experts} experts, none negative and no more than there "
+                f"are, are required, got {got}"
+            )
         numbers = torch.arange(every, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(come).argsort(stable=True)
         return cls(sent, received, order, come.view(ranks, every).sum(0), group.group_name)
@@ -206,6 +223,11 @@ class ExpertParallel(ParallelStyle):
                 module.register_parameter(
                     name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
                 )
+        if not any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            raise ValueError(
+                f"ExpertParallel: parameters whose first extent is num_experts ({count}) are required, got "
+                f"none in {type(module).__name__}"
+            )
         module.forward = _Forward(self, module, device_mesh)
         return module
 
@@ -289,7 +311,10 @@ class _Forward:
         with torch.no_grad():
             if style.ends:
                 counts = counts.diff(prepend=counts.new_zeros(1))
-            route = Route.of(counts.long(), self._mesh.get_group())
+            count = _experts_of(module)
+            route = Route.of(counts.long(), self._mesh.get_group(), count, tokens.shape[0])
+        if autocasts(tokens.device.type):  # as the experts would
+            tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
         routed = sum(route.sent)
         quantizer, reason = _input_quantizer(style, module)
         mine: Any
@@ -321,7 +346,12 @@ def _local_parts(module: nn.Module) -> Iterator[None]:
     before = dict(module._parameters)
     for name, parameter in before.items():
         if isinstance(parameter, DTensor):
-            module._parameters[name] = parameter.to_local()
+            part: Any = local(parameter)
+            state = module._modules.get(f"{name}_{STATE}")
+            if is_converted(part) and isinstance(state, LayerState):
+                part.record.layer = state  # that of a copied module is its own
+            # without a gradient there is nothing to place, in inference mode no view
+            module._parameters[name] = parameter.to_local() if torch.is_grad_enabled() else part
     try:
         yield
     finally:

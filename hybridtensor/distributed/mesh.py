@@ -80,7 +80,8 @@ def set_mesh_(
                 spread = [
                     known.index(name) for name in _dimensions(mesh, "ep", ep) if name in known
                 ]
-                part.record.first = first_expert(parameter, spread)
+                if spread or part.record.first is None:
+                    part.record.first = first_expert(parameter, spread)
                 continue
             note_section(parameter, part, [known.index(name) for name in parts if name in known])
     return model

@@ -187,16 +187,20 @@ class _Linear(torch.autograd.Function):
         out, x, w = _forward(input, weight, bias, call)
         layer = weight.record.layer
         ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
-        ctx.save_for_backward(*saved)
+        groups = call.context.groups
+        ctx.has_groups = groups is not None  # whose ends are not to be written before backward
+        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]))
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad_input, grad_weight, grad_bias = ctx.products.gradients(
-            grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output),
-            list(ctx.saved_tensors),
+        saved, products = list(ctx.saved_tensors), ctx.products
+        if ctx.has_groups:
+            products = products.with_ends(saved.pop())
+        grad_input, grad_weight, grad_bias = products.gradients(
+            grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output), saved
         )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)

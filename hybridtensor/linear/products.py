@@ -84,6 +84,14 @@ class Backward(NamedTuple):
         backward = cls(input, weight, len(of_input), config, needs, context, layer)
         return backward, [*of_input, *weight.save()]
 
+    def with_ends(self, ends: Tensor) -> Backward:
+        """Return this with the offsets of tokens that were saved."""
+        groups = self.context.groups
+        if groups is None:
+            raise ValueError("backward: tokens with groups are required, got none")
+        context = self.context._replace(groups=groups._replace(ends=ends))
+        return self._replace(context=context)
+
     def gradients(self, grad: Tensor, saved: list[Tensor]) -> Gradients:
         """Return the gradients.
 

@@ -107,6 +107,7 @@ def persistent_weight(
     trainable: bool,
     layer: LayerState,
     section: Section | None = None,
+    first: int | None = None,
 ) -> HybridTensor:
     """Return the persistent weight that values become.
 
@@ -116,12 +117,13 @@ def persistent_weight(
         trainable: Whether to hold on to the values until an optimizer takes them.
         layer: State of the layer.
         section: Which part of the layer's matrix this is.
+        first: Number of the first expert that this rank has of a stack.
     """
-    groups = Groups(values.shape[0]) if values.dim() == 3 else None
+    groups = Groups(values.shape[0], first=first or 0) if values.dim() == 3 else None
     context = Context("weight", layer.tensors(), section=section, groups=groups)
     made = quantize_weight(config, values, context, layer)
     weight = HybridTensor(made.rowwise, made.columnwise, config)
-    weight.layer, weight.record.section = layer, section
+    weight.layer, weight.record.section, weight.record.first = layer, section, first
     if trainable:
         weight.record.values = HighPrecisionValues(values, follows=True)
     return weight

@@ -133,6 +133,7 @@ class WeightRecord:
         """Return a record of the weight with other memory, which aliases so far do not share."""
         made = WeightRecord(self.layer)
         made.writes, made.handed = self.writes + 1, self.handed
+        made.section, made.first = self.section, self.first
         return made
 
     # -- writes

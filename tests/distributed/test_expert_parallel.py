@@ -202,8 +202,57 @@ def refused(rank):
         with pytest.raises(ValueError, match=says):
             ExpertParallel(**options)
     model = parallelize_module(ht.quantize_(Counted().bfloat16(), "mxfp8"), mesh, ExpertParallel())
-    with pytest.raises(ValueError, match="got 3 on 2 ranks"):
-        model(routed(rank), torch.tensor([5, 5, 5]))
+    good, tokens = torch.tensor([5, 5, 5, 5]), routed(rank)
+    for bad in (torch.tensor([5, 5, 5]), torch.tensor([5, -1, 5, 5]), torch.tensor([1000, 5, 5, 5])):
+        says = "got .* of" if rank == 0 else "got others on another rank"
+        with pytest.raises(ValueError, match=f"tokens of each of 4 experts, none negative .* are required, {says}"):
+            model(tokens, bad if rank == 0 else good)
+    with pytest.raises(ValueError, match="parameters whose first extent is num_experts"):
+        parallelize_module(Empty(), mesh, ExpertParallel())
+
+
+class Empty(torch.nn.Module):
+    """Experts that are modules of their own."""
+
+    num_experts = 4
+
+
+def other_ways(rank):
+    """Evaluation, autocast, copies, and a mesh that does not have the experts' dimension."""
+    mesh = init_device_mesh(here(), (1, 2), mesh_dim_names=("dp", "ep"))
+    counts, x = torch.tensor(SIZES)[rank], routed(rank)
+    torch.manual_seed(0)
+    plain = Counted()
+    for recipe in ("mxfp8+rowwise_dequantized", "fp8_delayed"):
+        model = ht.quantize_(copy.deepcopy(plain).bfloat16(), recipe)
+        parallelize_module(model, mesh["ep"], ExpertParallel())
+        ht.set_mesh_(model, mesh["dp"])
+        assert local(model.w1).record.first == 2 * rank
+        y = model(x, counts)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                assert torch.equal(model(x, counts), y)
+        ht.quantize_(model, recipe, persistent=True)
+        assert local(model.w1).record.first == 2 * rank
+        assert torch.equal(model(x, counts), y)
+    before = model.w1_quantization_state.amax.clone()
+    other = copy.deepcopy(model)
+    other(x * 100, counts).sum().backward()
+    assert torch.equal(model.w1_quantization_state.amax, before)
+    assert other.w1_quantization_state.amax.max() > 50 * before.max()
+    cast = ht.quantize_(copy.deepcopy(plain).bfloat16(), "mxfp8+dequantized")
+    parallelize_module(cast, mesh["ep"], ExpertParallel())
+    own = x.float().requires_grad_()
+    with torch.autocast(here(), torch.bfloat16):
+        y = cast(own, counts)
+    assert torch.equal(y, cast(x, counts))
+    y.sum().backward()
+    assert own.grad.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluated_copied_and_under_autocast(two):
+    two.run(other_ways)
 
 
 def test_bad_use(two):

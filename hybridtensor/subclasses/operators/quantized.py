@@ -47,6 +47,10 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
     size[dim] = len(range(start, stop, step))
     if x.is_stack and dim == 0:
         return x.map_inner(lambda t: aten.slice.Tensor(t, 0, start, stop, step), size=tuple(size))
+    if x.is_stack:
+        raise NotImplementedError(
+            f"slice: whole matrices of a stack can be sliced, got dimension {dim} of {x!r}; dequantize first"
+        )
     rows, columns = x.matrix_shape
     inner = (
         rows // x.shape[0] if x.shape[0] else 0
