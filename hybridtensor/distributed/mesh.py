@@ -72,19 +72,29 @@ def set_mesh_(
     ranks = TrainingRanks(tuple(mesh.get_group(name) for name in used), rank, named=True)
     for state in _states(model):
         state.ranks = ranks
+    _note_parts(model, parts, _dimensions(mesh, "ep", ep))
+    return model
+
+
+def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ...]) -> None:
+    """Have weights know which part of a layer, or which experts, this rank has.
+
+    Args:
+        model: The model.
+        parts: Dimensions that parts of a layer go to.
+        experts: Dimensions that experts go to.
+    """
     for parameter in model.parameters():
         part: Any = local(parameter)
-        if isinstance(parameter, DTensor) and is_converted(part):
-            known = parameter.device_mesh.mesh_dim_names or ()
-            if part.dim() == 3:
-                spread = [
-                    known.index(name) for name in _dimensions(mesh, "ep", ep) if name in known
-                ]
-                if spread or part.record.first is None:
-                    part.record.first = first_expert(parameter, spread)
-                continue
+        if not isinstance(parameter, DTensor) or not is_converted(part):
+            continue
+        known = parameter.device_mesh.mesh_dim_names or ()
+        if part.dim() != 3:
             note_section(parameter, part, [known.index(name) for name in parts if name in known])
-    return model
+            continue
+        spread = [known.index(name) for name in experts if name in known]
+        if spread or part.record.first is None:
+            part.record.first = first_expert(parameter, spread)
 
 
 def _dimensions(mesh: DeviceMesh, role: str, names: Names) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 def is_weight(tensor: object) -> bool:
+    """Return whether this is the weight of a converted layer."""
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )

@@ -113,8 +113,12 @@ class LayerForward:
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
             return self.run(layer, args, kwargs)
-        if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
-            _require_ranks(layer.__dict__[_RECIPE].state)
+        part: Any = local(weight) if isinstance(weight, DTensor) else None
+        if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
+            state = layer.__dict__[_RECIPE].state
+            if not torch.compiler.is_compiling():
+                part.record.layer = state  # that of a copied layer is its own
+            _require_ranks(state)
             if self.inner is None and _is_linear(layer):
                 return sharded_linear(_input(*args, **kwargs), weight, layer._parameters["bias"])
             with _OnParts():

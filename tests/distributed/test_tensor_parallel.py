@@ -697,3 +697,18 @@ def pipeline(rank):
 @pytest.mark.filterwarnings("ignore")
 def test_pipeline_stages(four):
     four.run(pipeline)
+
+
+def copied_state(rank):
+    mesh = tp_mesh()
+    model = cut("fp8_delayed", mesh)
+    model(data(1)).sum().backward()
+    before = model.up.quantization_state.amax.clone()
+    other = copy.deepcopy(model)
+    other(data(1) * 100).sum().backward()
+    assert torch.equal(model.up.quantization_state.amax, before)
+    assert other.up.quantization_state.amax.max() > 50 * before.max()
+
+
+def test_a_copy_has_its_own_delayed_scales(two):
+    two.run(copied_state)

@@ -24,9 +24,9 @@ from hybridtensor.distributed.fsdp.plan import (
     Plan,
     check_persistent,
     make_plan,
-    make_stack_plan,
 )
 from hybridtensor.distributed.fsdp.shard import Sent, Shard, plan_of, shard_of
+from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local
 from hybridtensor.ops import Face
@@ -147,8 +147,7 @@ class _Gathering:
         if num_ranks == 1:
             return
         if len(shape) == 3:
-            matrix = shape[:0:-1] if weight.is_transposed else shape[1:]
-            plan = make_stack_plan(weight.recipe, shape[0], (matrix[0], matrix[1]), num_ranks, dim)
+            plan = stack_plan(weight, weight.recipe, shape, num_ranks, dim)
         else:
             plan = make_plan(weight.recipe, (shape[0], shape[1]), num_ranks, dim)
         check_persistent(plan, shape)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.agreement import Place, place_of
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces, stack_pieces
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces
+from hybridtensor.distributed.fsdp.stack_plan import stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.ops import CastInputs, Face, PreparedCast
 from hybridtensor.ops.face import face_layouts

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.quantizers import (
     HybridQuantizer,
     IdentityQuantizer,
@@ -196,52 +195,6 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
     return tuple(made)
 
 
-def stack_pieces(
-    fmt: Format, direction: str, count: int, matrix: tuple[int, int]
-) -> tuple[Piece, ...]:
-    """Return the pieces of a face of ``count`` experts: all its tensors, as they lie in memory, a row
-    for each.
-    """
-    layouts = stack_layouts(fmt, count, *(matrix if direction == ROW else matrix[::-1]))
-    return tuple(
-        Piece(i, (count, math.prod(layout.shape[1:])), layout.dtype, 0)
-        for i, layout in enumerate(layouts)
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def make_stack_plan(
-    config: HybridConfig,
-    count: int,
-    matrix: tuple[int, int],
-    num_ranks: int,
-    dim: int,
-) -> Plan:
-    """Return the plan by which a stack of experts' weights with the recipe ``config`` is gathered.
-
-    Args:
-        config: The recipe.
-        count: ``E``.
-        matrix: ``(N, K)``, as linear layers have them.
-        num_ranks: ``R``.
-        dim: The dimension that is sharded.
-    """
-    whole, rows = "", -(-count // num_ranks)
-    if dim != 0:
-        whole, rows = f"Shard({dim}): parts of every expert", count
-    elif count % num_ranks:
-        whole = f"{count} experts on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
-    row_quantizer, column_quantizer, of_rowwise = by_direction(config.weight)
-    # one rank's plan: no expert shares a scale with another one
-    row = face_plan(row_quantizer, ROW, matrix[0], 1)
-    column = face_plan(column_quantizer, COLUMN, matrix[0], 1)
-    if of_rowwise:
-        column = _of_rowwise(row, column, row_quantizer)
-    values = row.kind == column.kind == "values"
-    elements = math.prod(matrix) // (1 if dim == 0 else num_ranks)
-    return Plan(row, column, values, num_ranks, rows, elements, whole, of_rowwise, matrix=matrix)
-
-
 @functools.lru_cache(maxsize=1024)
 def make_plan(
     config: HybridConfig, size: tuple[int, int], num_ranks: int, dim: int, reader: str = ""
@@ -270,7 +223,7 @@ def make_plan(
     row = face_plan(row_quantizer, ROW, rows, num_ranks)
     column = face_plan(column_quantizer, COLUMN, rows, num_ranks)
     if of_rowwise:
-        column = _of_rowwise(row, column, row_quantizer)
+        column = of_rowwise_plan(row, column, row_quantizer)
     if "blocks" in (row.reduce, column.reduce):
         row, column = _one_exchange(row, column)
     square = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
@@ -356,7 +309,7 @@ def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
     return made[0], made[1]
 
 
-def _of_rowwise(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
+def of_rowwise_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
     """Return the plan of a columnwise face that is made of what the rowwise one holds."""
     if column.kind == "values":
         return (

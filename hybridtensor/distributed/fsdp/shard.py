@@ -19,7 +19,6 @@ from hybridtensor.distributed.fsdp.plan import (
     Plan,
     check_persistent,
     make_plan,
-    make_stack_plan,
 )
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
@@ -27,6 +26,7 @@ from hybridtensor.distributed.fsdp.sending import (
     fill,
     whole_values,
 )
+from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
 from hybridtensor.ops.library import is_recorded
@@ -400,10 +400,7 @@ def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
     """Return the plan by which a weight is gathered with a recipe."""
     size, part = sharded.size, sharded.tensor
     if len(size) == 3 and isinstance(part, InterceptingTensor):
-        matrix = size[:0:-1] if part.is_transposed else size[1:]
-        return make_stack_plan(
-            config, size[0], (matrix[0], matrix[1]), sharded.num_ranks, sharded.dim
-        )
+        return stack_plan(part, config, size, sharded.num_ranks, sharded.dim)
     others = [
         type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
     ]

@@ -173,5 +173,6 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def is_column_parallel(layer: nn.Module, mesh: DeviceMesh) -> bool:
+    """Return whether a layer's out features are spread over a mesh of one dimension."""
     weight = layer._parameters.get("weight")
     return isinstance(weight, DTensor) and placement_along(weight, name_of(mesh)) == Shard(0)
