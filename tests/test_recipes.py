@@ -21,6 +21,7 @@ WORDS = ("bf16", "fp8", "fp8_block", "mxfp8", "nvfp4")
 MIXES = ["/".join(words) for words in covered(WORDS, WORDS, WORDS)]
 OPTIONS = [
     "fp8+pow2_scale", "fp8_block+fp32_scale", "fp8_delayed+most_recent", "mxfp8+mx_two_d", "mxfp8+mx_e5m2_grad",
+    "fp8+e4m3_grad", "fp8_delayed+e4m3_grad",
     "nvfp4+one_d", "nvfp4+nearest", "nvfp4+no_hadamard", "nvfp4+one_d+nearest+no_hadamard", "nvfp4+row_scaled_input",
     "nvfp4/fp8_block/mxfp8+rowwise_dequantized", "fp8_delayed/mxfp8/nvfp4", "mxfp8/fp8_delayed/fp8_delayed",
     "fp8_block+save_original_input", "mxfp8+high_precision", "fp8_delayed+dequantized", "nvfp4+save_original_input",

@@ -162,7 +162,7 @@ def test_errors_of_recipes():
 ValueError: HybridConfig.parse: one format, or three for output/grad_input/grad_weight, are required, got
   'fp8/fp8'
 ValueError: HybridConfig.parse: unknown modifier 'hadamard'; did you mean 'no_hadamard'? known:
-  high_precision, dequantized, save_original_input, pow2_scale, fp32_scale, most_recent, mx_two_d,
+  high_precision, dequantized, save_original_input, pow2_scale, fp32_scale, e4m3_grad, most_recent, mx_two_d,
   mx_e5m2_grad, one_d, nearest, no_hadamard, row_scaled_input, rowwise_dequantized, rowwise_dequantized_weight
 ValueError: HybridConfig.parse: one backward_override is possible, got several in
   'fp8+dequantized+high_precision'

@@ -149,17 +149,17 @@ class Modifier(Protocol):
 
 @dataclass(frozen=True)
 class Option:
-    """A modifier that sets one field of the quantizers of one kind, in some roles and directions.
+    """A modifier that sets one field of the quantizers of some kinds, in some roles and directions.
 
     Attributes:
-        kind: Class of the quantizers.
+        kinds: Classes of the quantizers.
         field: Name of the field.
         value: What it is set to.
         roles: Where.
         directions: In which faces.
     """
 
-    kind: type[Any]
+    kinds: tuple[type[Any], ...]
     field: str
     value: Any
     roles: tuple[str, ...] = ROLES
@@ -168,7 +168,7 @@ class Option:
     def concerns(self, role: str, direction: str, quantizer: Quantizer) -> bool:
         """Return whether this option sets a field of the quantizer of that face."""
         in_scope = role in self.roles and direction in self.directions
-        return in_scope and type(quantizer) is self.kind
+        return in_scope and type(quantizer) in self.kinds
 
     def apply(self, faces: Faces) -> None:
         """See ``Modifier.apply``."""
@@ -190,15 +190,18 @@ class OfRowwise:
 
 
 MODIFIERS: dict[str, Modifier] = {
-    "pow2_scale": Option(Float8Quantizer, "pow2_scale", True),
-    "fp32_scale": Option(Float8Quantizer, "pow2_scale", False),
-    "most_recent": Option(DelayedFloat8Quantizer, "algorithm", "most_recent"),
-    "mx_two_d": Option(MXFP8Quantizer, "two_d", True, ("weight",)),
-    "mx_e5m2_grad": Option(MXFP8Quantizer, "dtype", "e5m2", ("grad_output",)),
-    "one_d": Option(NVFP4Quantizer, "two_d", False, ("weight",)),
-    "nearest": Option(NVFP4Quantizer, "rounding", "nearest"),
-    "no_hadamard": Option(NVFP4Quantizer, "hadamard", False),
-    "row_scaled_input": Option(NVFP4Quantizer, "row_scaled", True, ("input",), ("rowwise",)),
+    "pow2_scale": Option((Float8Quantizer,), "pow2_scale", True),
+    "fp32_scale": Option((Float8Quantizer,), "pow2_scale", False),
+    "e4m3_grad": Option(
+        (Float8Quantizer, DelayedFloat8Quantizer), "dtype", "e4m3", ("grad_output",)
+    ),
+    "most_recent": Option((DelayedFloat8Quantizer,), "algorithm", "most_recent"),
+    "mx_two_d": Option((MXFP8Quantizer,), "two_d", True, ("weight",)),
+    "mx_e5m2_grad": Option((MXFP8Quantizer,), "dtype", "e5m2", ("grad_output",)),
+    "one_d": Option((NVFP4Quantizer,), "two_d", False, ("weight",)),
+    "nearest": Option((NVFP4Quantizer,), "rounding", "nearest"),
+    "no_hadamard": Option((NVFP4Quantizer,), "hadamard", False),
+    "row_scaled_input": Option((NVFP4Quantizer,), "row_scaled", True, ("input",), ("rowwise",)),
     "rowwise_dequantized": OfRowwise(("input", "weight")),
     "rowwise_dequantized_weight": OfRowwise(("weight",)),
 }
