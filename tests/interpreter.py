@@ -1,7 +1,7 @@
 """Triton's interpreter, for kernels on a machine without a GPU: set up before Triton is imported.
 
-It rounds to bfloat16 wrongly; ``repair`` has ml_dtypes do that. Kernels round to FP8 by themselves there. What it does
-again and again for the same outcome, more than half of its time, is left out.
+It rounds to bfloat16 wrongly, and multiplies its bits as integers; ``repair`` has ml_dtypes do that. Kernels round to
+FP8 by themselves there. What it does again and again for the same outcome, more than half of its time, is left out.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 _DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+_DOT_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
 
 
 def use():
@@ -45,6 +46,17 @@ def repair(interpreter):
         return result.view(f"uint{8 * result.itemsize}").reshape(x.shape)
 
     interpreter._convert_float = convert
+
+    def values(operand):
+        """Return the elements of a factor as fp32."""
+        dtype = _DOT_DTYPES.get(str(operand.dtype.scalar))
+        return operand.data if dtype is None else np.ascontiguousarray(operand.data).view(dtype).astype(np.float32)
+
+    def create_dot(builder, a, b, d, *_):
+        product = np.matmul(values(a), values(b), dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def patch_once(interpreter):

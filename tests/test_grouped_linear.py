@@ -4,6 +4,7 @@ Oracle: a loop over linear layers, one per expert, bitwise; what those are bitwi
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def grouped(x, w, g, ends, config, *, transposed=False):
     stored = w.transpose(-2, -1).contiguous() if transposed else w.clone()
     weight = nn.Parameter(MasterWeight(stored, config))
     x = x.clone().requires_grad_()
-    y = torch._grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=offsets(ends))
+    ends = offsets(ends, x.device)
+    y = torch._grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     y.backward(g)
     return y.detach(), x.grad, weight.grad.transpose(-2, -1) if transposed else weight.grad
 
@@ -56,6 +58,24 @@ def test_bitwise_a_loop_over_experts(name):
         expected = one_by_one(x, w, g, ends, config)
         assert same(grouped(x, w, g, ends, config), expected), ends
     assert same(grouped(x, w, g, ENDS[1], config, transposed=True), one_by_one(x, w, g, ENDS[1], config))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_on_a_gpu(name):
+    """Oracle: the CPU. Faces have the same bits, so that results differ by the order of additions: by one unit in the
+    last place of bf16, 2^-7, of the largest element; rows and weights of no tokens by nothing.
+    """
+    config, (x, w, g) = from_name(name), operands()
+    for ends in ENDS:
+        for transposed in (False, True):
+            expected = grouped(x, w, g, ends, config, transposed=transposed)
+            made = grouped(x.cuda(), w.cuda(), g.cuda(), ends, config, transposed=transposed)
+            for mine, theirs in zip(made, expected, strict=True):
+                difference = (mine.cpu().double() - theirs.double()).abs()
+                assert difference.max() <= 2**-7 * theirs.double().abs().max(), ends
+                assert not difference[theirs == 0].any()
 
 
 MIXES = ["fp8/fp8_rowwise/bf16", "mxfp8+save_original_input", "nvfp4+nearest", "fp8+pow2_scale", "mxfp8+mx_two_d",
@@ -248,22 +268,44 @@ def test_other_offsets_share_nothing():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8", "fp8_rowwise", "fp8_dequantized_backward", "fp8_delayed"])
-def test_one_graph_for_all_offsets(name):
-    model = ht.quantize_(Experts().bfloat16(), name)
+def test_one_graph_for_all_offsets(name, device):
+    model = ht.quantize_(Experts().bfloat16().to(device), name)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ends in ENDS:
         results = []
         for run in (model, compiled):
-            x, _, _ = operands()
-            x.requires_grad_()
-            y = run(x, offsets(ends))
+            x = operands()[0].to(device).requires_grad_()
+            y = run(x, offsets(ends, device))
             y.backward(torch.ones_like(y))
             results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
             model.zero_grad()
         assert same(*results)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is waited for")
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8", "fp8_block", "mxfp8", "nvfp4", "bf16/mxfp8/bf16"])
+def test_the_host_does_not_wait(name):
+    model, ends = ht.quantize_(Experts().bfloat16().cuda(), name), offsets(ENDS[0], "cuda")
+    x = operands()[0].cuda().requires_grad_()
+    g = torch.ones_like(model(x, ends))
+
+    def step():
+        x.grad = None
+        model.zero_grad()
+        model(x * 1, ends).backward(g)
+
+    step()
+    with warnings.catch_warnings():  # torch says that it is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_recomputed_and_offloaded():

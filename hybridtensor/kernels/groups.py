@@ -137,9 +137,109 @@ class Place(NamedTuple):
         along: Its first entry along the contraction.
         OTHER: Rows of the face.
         ALONG: Entries along the contraction.
+        pitch: Entries from row to row: more than ``ALONG`` where other groups' lie between.
     """
 
     other: int
     along: int
     OTHER: int
     ALONG: int
+    pitch: int
+
+
+class Parts(NamedTuple):
+    """How matrices that are cast together lie: groups of rows of one, or a stack.
+
+    Attributes:
+        plan: Of groups: which rows each row of tiles has, int32 ``[tiles, 8]``; see ``plan_kernel``.
+        stride: Of a stack: from matrix to matrix.
+        pitch: Of groups: padded rows of all of them.
+    """
+
+    plan: Address
+    stride: int
+    pitch: int
+
+
+class Sizes(NamedTuple):
+    """How far it is from one matrix's part of a face to the next one's; 0 where that depends on rows.
+
+    Attributes:
+        codes: Of elements, as they are stored.
+        scales: Of scales.
+        levels: Of tensor scales.
+        measured: Of amaxes.
+    """
+
+    codes: int
+    scales: int
+    levels: int
+    measured: int
+
+
+class Part(NamedTuple):
+    """A tile of one of several matrices.
+
+    Attributes:
+        matrix: The matrix alone.
+        group: Its number.
+        start: Its first row among those of all.
+        padded: Its first row among the padded ones.
+        top: First row of the tile.
+        left: First column of the tile.
+        stored: Rows of its rowwise face.
+        size: Entries along the contraction of its columnwise face.
+    """
+
+    matrix: Matrix
+    group: int
+    start: int
+    padded: int
+    top: int
+    left: int
+    stored: int
+    size: int
+
+
+class Side(NamedTuple):
+    """An operand of a grouped product: elements ``[other, contraction]``, or a stack of such.
+
+    Attributes:
+        data: Elements.
+        stride_group: From matrix to matrix of a stack, else 0.
+        stride_other: From row to row.
+        stride_along: From entry to entry along the contraction.
+        factor: fp32 factors of whole sums.
+        factor_by_group: From group to group, 0 where rows of all tokens have one each.
+        factor_by_row: From row to row, 0 where a group has one.
+        scales: fp32 scales of blocks.
+        scales_by_group: From matrix to matrix of a stack, else 0.
+        stride_scale: From row to row of blocks.
+        stride_block: From block to block along the contraction.
+    """
+
+    data: Address
+    stride_group: int
+    stride_other: int
+    stride_along: int
+    factor: Address
+    factor_by_group: int
+    factor_by_row: int
+    scales: Address
+    scales_by_group: int
+    stride_scale: int
+    stride_block: int
+
+
+class SideConstants(NamedTuple):
+    """What an operand of a grouped product has: compile-time constants.
+
+    Attributes:
+        codes: What its elements are, as ``grouped_mm`` names it.
+        factor: Whether whole sums have factors.
+        side: Rows of a block that a scale of partial sums is of, 0 without such.
+    """
+
+    codes: int
+    factor: bool
+    side: int

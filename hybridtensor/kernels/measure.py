@@ -37,6 +37,20 @@ def raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexp
 
 
 @triton.jit
+def measure_tile(tile, matrix, top, left, row_target, column_target, ROW: tl.constexpr, COLUMN: tl.constexpr,
+                 TILE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
+    """Raise the amaxes of one tile that was loaded."""
+    BM: tl.constexpr = TILE.BM
+    BK: tl.constexpr = TILE.BK
+    if ROW.wanted:
+        amax = amax_of_rows(as_rows(tile, BM, BK), ROW.rotated, HW, BM, BK)
+        raise_face(row_target, amax, top, matrix.M, ROW.per_row, BM)
+    if COLUMN.wanted:
+        amax = amax_of_rows(as_columns(tile, BM, BK), COLUMN.rotated, HW, BK, BM)
+        raise_face(column_target, amax, left, matrix.K, COLUMN.per_row, BK)
+
+
+@triton.jit
 def measure_kernel(matrix, row_target, column_target, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr,
                    HW: tl.constexpr, FOLLOWED: tl.constexpr):  # fmt: skip
     """Raise the amaxes that the casts of either face need, which begin at zero.
@@ -46,19 +60,12 @@ def measure_kernel(matrix, row_target, column_target, ROW: tl.constexpr, COLUMN:
     """
     if FOLLOWED:
         gdc_launch_dependents()
-    BM: tl.constexpr = TILE.BM
-    BK: tl.constexpr = TILE.BK
     pid = tl.program_id(0)
-    tiles = tl.cdiv(matrix.K, BK)
-    pm = pid // tiles
-    pk = pid % tiles
-    tile = load_tile(matrix, pm, pk, TILE)
-    if ROW.wanted:
-        amax = amax_of_rows(as_rows(tile, BM, BK), ROW.rotated, HW, BM, BK)
-        raise_face(row_target, amax, pm * BM, matrix.M, ROW.per_row, BM)
-    if COLUMN.wanted:
-        amax = amax_of_rows(as_columns(tile, BM, BK), COLUMN.rotated, HW, BK, BM)
-        raise_face(column_target, amax, pk * BK, matrix.K, COLUMN.per_row, BK)
+    tiles = tl.cdiv(matrix.K, TILE.BK)
+    top = pid // tiles * TILE.BM
+    left = pid % tiles * TILE.BK
+    tile = load_tile(matrix, top, left, TILE)
+    measure_tile(tile, matrix, top, left, row_target, column_target, ROW, COLUMN, TILE, HW)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ AMAX_ROW = tl.constexpr(9)  # the same per row of the face
 
 
 @triton.jit
-def _stored(entries, STEP: tl.constexpr):
+def stored(entries, STEP: tl.constexpr):
     """Return how many entries along the contraction are stored: a tile holds zeros beyond those of the matrix."""
     if STEP > 1:
         return tl.cdiv(entries, STEP) * STEP
@@ -84,13 +84,13 @@ def _store(target, codes, place, PER: tl.constexpr, TILE: tl.constexpr, P: tl.co
     """Store numbers with ``PER`` elements each, of a tile."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, Q // PER)[None, :]
-    width = place.ALONG // PER
+    width = place.pitch // PER
     start = place.other.to(tl.int64) * width + place.along // PER
     offsets = (i.to(tl.int64) * width if TILE.wide else i * width) + j
     if TILE.even:
         tl.store(target + start + offsets, codes.to(target.dtype.element_ty))
     else:
-        mask = (i < place.OTHER - place.other) & (j < width - place.along // PER)
+        mask = (i < place.OTHER - place.other) & (j < (place.ALONG - place.along) // PER)
         tl.store(target + start + offsets, codes.to(target.dtype.element_ty), mask=mask)
 
 
@@ -250,36 +250,33 @@ def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TI
 
 
 @triton.jit
-def _cast_tile(pid, matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
-               ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-               HW: tl.constexpr, FOLLOWING: tl.constexpr):  # fmt: skip
-    """Cast tile ``pid``; see ``cast_kernel``."""
+def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_row, row_slot, row_stream, column_slot,
+               column_stream, ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr,
+               HELD: tl.constexpr, HW: tl.constexpr):  # fmt: skip
+    """Cast the tile that lies at both places, and was loaded; see ``cast_kernel``."""
     BM: tl.constexpr = TILE.BM
     BK: tl.constexpr = TILE.BK
-    tiles = tl.cdiv(matrix.K, BK)
-    pm = pid // tiles
-    pk = pid % tiles
-    rows = first_row + (pm * BM).to(tl.int64) + rows_of_tile(BM, TILE.R)
-    nonfinite = pid >= 0
+    top = row_place.other
+    left = row_place.along
+    rows = first_row + top.to(tl.int64) + rows_of_tile(BM, TILE.R)
+    nonfinite = left >= 0
     # First without a thought of NaN and Inf, where that saves something, then with care if there were any
     COLUMN_KIND: tl.constexpr = COLUMN_FACE.kind
     TWICE: tl.constexpr = ROW_FACE.kind >= NVFP4 or COLUMN_KIND == NVFP4 or COLUMN_KIND == NVFP4_ROW
     for attempt in tl.static_range(2 if TWICE else 1):
         if nonfinite:
             tl.debug_barrier()
-            tile = load_tile(matrix, pm, pk, TILE)
-            if FOLLOWING:
-                gdc_wait()
+            if attempt == 1:
+                tile = load_tile(matrix, top, left, TILE)
             columns = as_columns(tile, BM, BK)
-            nonfinite = pid < 0
+            nonfinite = left < 0
             if ROW_FACE.kind != NONE:
                 uniform = tile
                 if ROW_FACE.stochastic:
-                    uniform = uniform16(rows, pk * BK, matrix.K, state.rounding, row_stream, TILE)
-                place = Place(pm * BM, pk * BK, matrix.M, matrix.K)
+                    uniform = uniform16(rows, left, matrix.K, state.rounding, row_stream, TILE)
                 again, held = _cast_face(
                     as_rows(tile, BM, BK), row, state, row_slot, row_slot if HELD else column_slot,
-                    as_rows(uniform, BM, BK), place, ROW_FACE, TILE, HELD, attempt == 0, HW, BM, BK,
+                    as_rows(uniform, BM, BK), row_place, ROW_FACE, TILE, HELD, attempt == 0, HW, BM, BK,
                 )  # fmt: skip
                 nonfinite |= again
                 if HELD:
@@ -289,14 +286,32 @@ def _cast_tile(pid, matrix, row, column, state, first_row, row_slot, row_stream,
             if COLUMN_KIND != NONE:
                 uniform = columns
                 if COLUMN_FACE.stochastic:
-                    drawn = uniform16(rows, pk * BK, matrix.K, state.rounding, column_stream, TILE)
+                    drawn = uniform16(rows, left, matrix.K, state.rounding, column_stream, TILE)
                     uniform = as_columns(drawn, BM, BK)
-                place = Place(pk * BK, pm * BM, matrix.K, _stored(matrix.M, COLUMN_FACE.step))
                 again, _ = _cast_face(
-                    columns, column, state, column_slot, column_slot, uniform, place,
+                    columns, column, state, column_slot, column_slot, uniform, column_place,
                     COLUMN_FACE, TILE, 0, attempt == 0, HW, BK, BM,
                 )  # fmt: skip
                 nonfinite |= again
+
+
+@triton.jit
+def _cast_tile_of_matrix(pid, matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
+                         ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
+                         HW: tl.constexpr, FOLLOWING: tl.constexpr):  # fmt: skip
+    """Cast tile ``pid`` of a matrix; see ``cast_kernel``."""
+    tiles = tl.cdiv(matrix.K, TILE.BK)
+    top = pid // tiles * TILE.BM
+    left = pid % tiles * TILE.BK
+    along = stored(matrix.M, COLUMN_FACE.step)
+    tile = load_tile(matrix, top, left, TILE)
+    if FOLLOWING:
+        gdc_wait()
+    cast_tile(
+        tile, matrix, row, column, state, Place(top, left, matrix.M, matrix.K, matrix.K),
+        Place(left, top, matrix.K, along, along), first_row, row_slot, row_stream, column_slot, column_stream,
+        ROW_FACE, COLUMN_FACE, TILE, HELD, HW,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "row_slot", "row_stream", "column_slot", "column_stream"])
@@ -318,7 +333,7 @@ def cast_kernel(matrix, row, column, state, first_row, row_slot, row_stream, col
     pid = tl.program_id(0)
     if REVERSED:
         pid = tl.num_programs(0) - 1 - pid
-    _cast_tile(
+    _cast_tile_of_matrix(
         pid, matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
         ROW_FACE, COLUMN_FACE, TILE, HELD, HW, FOLLOWING,
     )  # fmt: skip
@@ -336,7 +351,7 @@ def recast_kernel(matrix, row, column, guess, ROW_FACE: tl.constexpr, COLUMN_FAC
     if now != before:
         tiles = tl.cdiv(matrix.M, TILE.BM) * tl.cdiv(matrix.K, TILE.BK)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            _cast_tile(
+            _cast_tile_of_matrix(
                 tile, matrix, row, column, State(guess, guess, guess), 0, -1, -1, -1, -1,
                 ROW_FACE, COLUMN_FACE, TILE, HELD, HW, False,
             )  # fmt: skip

@@ -29,12 +29,12 @@ def as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(matrix, pm, pk, TILE: tl.constexpr):
-    """Load a tile ``[R, BM / R, BK]`` as fp32."""
+def load_tile(matrix, top, left, TILE: tl.constexpr):
+    """Load the tile ``[R, BM / R, BK]`` that begins at row ``top`` and column ``left``, as fp32."""
     V: tl.constexpr = TILE.V
     rows = rows_of_tile(TILE.BM, TILE.R)[:, :, None]
     columns = tl.arange(0, TILE.BK)[None, None, :]
-    start = pm.to(tl.int64) * TILE.BM * matrix.stride_m + pk.to(tl.int64) * TILE.BK * matrix.stride_k
+    start = top.to(tl.int64) * matrix.stride_m + left.to(tl.int64) * matrix.stride_k
     if TILE.wide:
         offsets = rows.to(tl.int64) * matrix.stride_m + columns.to(tl.int64) * matrix.stride_k
     else:
@@ -45,7 +45,7 @@ def load_tile(matrix, pm, pk, TILE: tl.constexpr):
     if TILE.even:
         tile = tl.load(matrix.x + start + offsets)
     else:
-        mask = (rows < matrix.M - pm * TILE.BM) & (columns < matrix.K - pk * TILE.BK)
+        mask = (rows < matrix.M - top) & (columns < matrix.K - left)
         tile = tl.load(matrix.x + start + offsets, mask=mask, other=0.0)
     return tile.to(tl.float32)
 

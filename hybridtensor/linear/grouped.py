@@ -20,7 +20,8 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import ROLES, LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
-_LEAST_STEP = 16  # padded rows of a group: so many does a native sum over tokens need
+# Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces
+_LEAST_STEP = 32
 
 
 def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:

@@ -43,7 +43,17 @@ def dequantize_reference(
     whole: bool = True,
 ) -> Tensor:
     """Define ``dequantize``; without ``whole``, ``multipliable_values``."""
-    fmt = get_format(format)
+    return _define(qdata, scale, tensor_scale, get_format(format), dtype, whole)
+
+
+def _define(
+    qdata: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor | None,
+    fmt: Format,
+    dtype: torch.dtype,
+    whole: bool,
+) -> Tensor:
     if whole and dtype == torch.float64:
         return _exact(qdata, scale, tensor_scale, fmt)
     values = element_values(qdata, fmt)
@@ -102,15 +112,25 @@ def dequantize_cuda(
     whole: bool = True,
 ) -> Tensor:
     """Implement ``dequantize``."""
-    fmt = get_format(format)
+    return _by_kernel(qdata, scale, tensor_scale, get_format(format), dtype, whole)
+
+
+def _by_kernel(
+    qdata: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor | None,
+    fmt: Format,
+    dtype: torch.dtype,
+    whole: bool,
+) -> Tensor:
     by_definition = qdata.numel() == 0 or dtype == torch.float64
     if by_definition or not qdata.is_contiguous() or qdata.data_ptr() % 16:
-        return dequantize_reference(qdata, scale, tensor_scale, format, dtype, whole)
+        return _define(qdata, scale, tensor_scale, fmt, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
     level_rows = 0 if tensor_scale is None or not whole else tensor_scale.shape[0]
     aligned = scale.data_ptr() % 16 == 0, tensor_scale is None or tensor_scale.data_ptr() % 16 == 0
-    key = (format, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device, aligned)
+    key = (fmt.name, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device, aligned)
     launch = _PLANS.get(key)
     if launch is None:
         if len(_PLANS) >= _MOST_PLANS:
@@ -153,10 +173,21 @@ def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return face.qdata.to(dtype)
     if face.qdata.is_cuda:
-        return dequantize_cuda(face.qdata, scale, None, fmt.name, dtype, False)
+        return _by_kernel(face.qdata, scale, None, fmt, dtype, False)
     if fmt.scale_fits or fmt.elements_per_byte > 1:
-        return dequantize_reference(face.qdata, scale, None, fmt.name, dtype, False)
+        return _define(face.qdata, scale, None, fmt, dtype, False)
     return face.qdata.to(dtype)  # what the definition comes to
+
+
+def face_values(face: Face, dtype: torch.dtype) -> Tensor:
+    """Return the values of a face that is quantized, as ``dequantize``; of formats that have no name, too.
+
+    Called inside of operators only, where nothing watches.
+    """
+    if face.scale is None:
+        return face.qdata.to(dtype)
+    run = _by_kernel if face.qdata.is_cuda else _define
+    return run(face.qdata, face.scale, face.tensor_scale, face.format, dtype, True)
 
 
 def dequantize(

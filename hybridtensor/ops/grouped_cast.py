@@ -4,26 +4,27 @@ if it were alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.ops.cast.grouped import grouped_cast
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
 from hybridtensor.ops.face import Face, FaceKind, Groups, Layout
 from hybridtensor.ops.groups import (
     Group,
-    column_layouts,
     each_group,
+    layouts_of,
     put_columns,
     put_matrix,
     put_rows,
-    row_layouts,
-    stack_layouts,
+    rows_of_none,
 )
-from hybridtensor.ops.library import define
+from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.references.faces import define_faces
 
 
@@ -37,7 +38,10 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
         request: Which faces, and how.
         inputs: The tensors that the request needs beside ``x``; amaxes are measured.
     """
-    made = _OP(x, groups.ends, groups.num_groups, groups.step, str(request), *inputs[:4])
+    if x.is_cuda and runs_directly(x):
+        made = _by_kernels(x, groups, request, inputs)
+    else:
+        made = _OP(x, groups.ends, groups.num_groups, groups.step, str(request), *inputs[:4])
     marks = None if groups.ends is None else groups
     faces: list[Face | None] = []
     for cast in request[:2]:
@@ -50,57 +54,51 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
 
 def _layouts(x: Tensor, groups: Groups, request: CastRequest) -> tuple[list[Layout], list[Layout]]:
     """Return how the tensors of both faces lie."""
-    row, column = request[:2]
-    if groups.ends is None:
-        count, rows, columns = x.shape
-        return (
-            [] if row is None else stack_layouts(row.format, count, rows, columns),
-            [] if column is None else stack_layouts(column.format, count, columns, rows),
-        )
-    rows, columns = x.shape
-    return (
-        [] if row is None else row_layouts(row.format, groups, rows, columns),
-        [] if column is None else column_layouts(column.format, groups, rows, columns),
-    )
+    row, column = (None if cast is None else cast.format for cast in request[:2])
+    return layouts_of(row, column, x.shape, groups)
 
 
-def _reference(
-    x: Tensor,
-    ends: Tensor | None,
-    count: int,
-    step: int,
-    request: str,
-    encode_scale: Tensor | None,
-    noted_amax: Tensor | None,
-    rounding: Tensor | None,
-    first_row: int,
-) -> list[Tensor]:
-    groups, parsed = Groups(count, ends, step), parse_request(request)
-    inputs = CastInputs(encode_scale, noted_amax, rounding, first_row)
-    row_layout, column_layout = _layouts(x, groups, parsed)
+def reference(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
+    """Define the tensors of both faces."""
+    row_layout, column_layout = _layouts(x, groups, request)
     row, column = (
         [_zeros(layout, x.device) for layout in of] for of in (row_layout, column_layout)
     )
-    if ends is None:
+    if groups.ends is None:
         for index, matrix in enumerate(x.unbind()):
-            asked = _of_group(parsed, index)
-            start = first_row + index * x.shape[1]
+            asked = _of_group(request, index)
+            start = inputs.first_row + index * x.shape[1]
             made = define_faces(matrix, asked, inputs._replace(first_row=start))
             for out, face in zip((row, column), made, strict=True):
                 if face is not None:
                     put_matrix(out, face, index)
         return [*row, *column]
-    for group in each_group(groups, x.shape[0]):
-        asked, taken = (
-            _of_group(parsed, group.number),
-            inputs._replace(first_row=first_row + group.start),
-        )
-        of_row, of_column = _of_rows(x[group.start : group.stop], group, asked, taken)
-        if of_row is not None:
-            put_rows(row, of_row, group)
-        if of_column is not None:
-            put_columns(column, of_column, group)
+    found = each_group(groups, x.shape[0])
+    for group in found:
+        _put_group(x[group.start : group.stop], group, request, inputs, row, column)
+    rest = rows_of_none(groups, found, x.shape[0])
+    zeros = torch.zeros_like(x[rest.start :])
+    _put_group(zeros, rest, request, inputs, row, column, spanning=False)
     return [*row, *column]
+
+
+def _put_group(
+    x: Tensor,
+    group: Group,
+    request: CastRequest,
+    inputs: CastInputs,
+    row: list[Tensor],
+    column: list[Tensor],
+    *,
+    spanning: bool = True,
+) -> None:
+    """Cast the rows of a group into the faces of all."""
+    taken = inputs._replace(first_row=inputs.first_row + group.start)
+    faces = _of_rows(x, group, _of_group(request, group.number), taken)
+    if faces[0] is not None:
+        put_rows(row, faces[0], group, spanning=spanning)
+    if faces[1] is not None:
+        put_columns(column, faces[1], group, spanning=spanning)
 
 
 def _of_rows(x: Tensor, group: Group, request: CastRequest, inputs: CastInputs) -> Faces:
@@ -130,6 +128,28 @@ def _zeros(layout: Layout, device: torch.device) -> Tensor:
     return made
 
 
+def _operator(
+    run: Callable[[Tensor, Groups, CastRequest, CastInputs], list[Tensor]],
+) -> Callable[..., list[Tensor]]:
+    """Return a function with the operator's arguments."""
+
+    def on_arguments(
+        x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: Any
+    ) -> list[Tensor]:
+        return run(x, Groups(count, ends, step), parse_request(request), CastInputs(*inputs))
+
+    return on_arguments
+
+
+def _by_kernels(
+    x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs
+) -> list[Tensor]:
+    if x.numel() == 0:
+        row, column = _layouts(x, groups, request)
+        return [_zeros(layout, x.device) for layout in (*row, *column)]
+    return grouped_cast(x, groups, request, inputs)
+
+
 def _fake(
     x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *_: Any
 ) -> list[Tensor]:
@@ -141,6 +161,7 @@ def _fake(
 _OP = define(
     "quantize_groups(Tensor x, Tensor? ends, int count, int step, str request, Tensor? encode_scale, "
     "Tensor? noted_amax, Tensor? rounding, SymInt first_row) -> Tensor[]",
-    reference=_reference,
+    reference=_operator(reference),
     fake=_fake,
 )
+implement("quantize_groups", _operator(_by_kernels))

@@ -8,22 +8,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
+from hybridtensor.ops.cast.planning import aligned
 from hybridtensor.ops.face import Face, FaceKind, Groups
 from hybridtensor.ops.flops import count_flops
+from hybridtensor.ops.grouped_kernel import multiplies_codes, multiply_groups
 from hybridtensor.ops.groups import cut_columns, cut_rows, each_group, matrix_of
-from hybridtensor.ops.library import define
+from hybridtensor.ops.library import define, implement
 from hybridtensor.ops.scaled_mm import (
     Backend,
     check_multipliable,
     matrix_product,
     select_backend,
 )
+
+_FP8_UNITS = (8, 9)  # the first compute capability whose matrix units take FP8
 
 
 def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -59,7 +64,15 @@ def select_grouped_backend(
 ) -> Backend:
     """Decide how the products of groups run on ``device``, as ``select_backend`` does for one."""
     one = select_backend(left, right, out_dtype, device)
-    return Backend(one.name, f"group by group, {one.reason}")
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Backend(one.name, f"group by group, {one.reason}")
+    if one.name == "high precision":
+        return one
+    capability = torch.cuda.get_device_capability(device)
+    if multiplies_codes(left, right) and capability >= _FP8_UNITS:
+        return Backend("native", "FP8 matrix units, by hybridtensor's grouped kernel")
+    reason = one.reason if one.name == "emulated" else f"no grouped product of {left} and {right}"
+    return Backend("emulated", f"{reason}; its values, by hybridtensor's grouped kernel")
 
 
 def _text(kind: FaceKind) -> str:
@@ -72,84 +85,96 @@ def _kind(text: str) -> FaceKind:
     return FaceKind(get_format(name), getattr(torch, dtype) if dtype else None)
 
 
-def _others(tensors: list[Tensor], text: str) -> int:
+def _others(face: Face) -> int:
     """Return the rows of a face, or of each face of a stack."""
-    kind, (rows, width) = _kind(text), tensors[0].shape[-2:]
-    per_byte = 1 if kind.format.is_identity else kind.format.elements_per_byte
-    return rows if kind.dequantized_rowwise is None else width * per_byte
+    rows, width = face.qdata.shape[-2:]
+    per_byte = 1 if face.format.is_identity else face.format.elements_per_byte
+    return rows if face.dequantized_rowwise is None else width * per_byte
 
 
-def _shape(
-    left: list[Tensor], left_kind: str, right: list[Tensor], right_kind: str, count: int
-) -> tuple[int, ...]:
-    rows, columns = _others(left, left_kind), _others(right, right_kind)
-    return (rows, columns) if right[0].dim() == 3 else (count, rows, columns)
+def _shape(left: Face, right: Face, groups: Groups) -> tuple[int, ...]:
+    rows, columns = _others(left), _others(right)
+    return (rows, columns) if right.qdata.dim() == 3 else (groups.num_groups, rows, columns)
 
 
-def _reference(
-    left: list[Tensor],
-    left_kind: str,
-    right: list[Tensor],
-    right_kind: str,
-    ends: Tensor,
-    count: int,
-    step: int,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+def reference(
+    left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
-    shape = _shape(left, left_kind, right, right_kind, count)
-    out = left[0].new_zeros(shape, dtype=out_dtype)
-    by_row = right[0].dim() == 3
-    for group in each_group(Groups(count, ends, step), _room(left[0], a, by_row)):
+    """Define the product of every group: a loop, which waits for the device that has the offsets."""
+    out = left.qdata.new_zeros(_shape(left, right, groups), dtype=out_dtype)
+    by_row = right.qdata.dim() == 3
+    for group in each_group(groups, _room(left, by_row)):
         if group.start == group.stop:
             continue
-        one = cut_rows(a, group) if by_row else cut_columns(a, group)
-        other = matrix_of(b, group.number) if by_row else cut_columns(b, group)
+        one = cut_rows(left, group) if by_row else cut_columns(left, group)
+        other = matrix_of(right, group.number) if by_row else cut_columns(right, group)
         target = out[group.start : group.stop] if by_row else out[group.number]
         target.copy_(matrix_product(one, other, out_dtype=out_dtype, fast_accum=fast_accum))
     return out
 
 
-def _room(qdata: Tensor, face: Face, by_row: bool) -> int:
+def by_kernels(
+    left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Return the product of every group; the host does not wait for the device."""
+    shape, qdata = _shape(left, right, groups), left.qdata
+    if 0 in (*shape, *qdata.shape, *right.qdata.shape) or torch.version.hip is not None:
+        return reference(left, right, groups, out_dtype, fast_accum)
+    groups = groups._replace(ends=aligned(groups.ends))
+    return multiply_groups(left, right, groups, out_dtype, fast_accum)
+
+
+def _operator(
+    run: Callable[[Face, Face, Groups, torch.dtype, bool], Tensor],
+) -> Callable[..., Tensor]:
+    """Return a function with the operator's arguments."""
+
+    def on_arguments(
+        left: list[Tensor],
+        left_kind: str,
+        right: list[Tensor],
+        right_kind: str,
+        ends: Tensor,
+        count: int,
+        step: int,
+        *options: Any,
+    ) -> Tensor:
+        a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
+        return run(a, b, Groups(count, ends, step), *options)
+
+    return on_arguments
+
+
+def _room(face: Face, by_row: bool) -> int:
     """Return how many tokens there can be."""
     if by_row or face.dequantized_rowwise is not None:
-        return qdata.shape[0]
-    return qdata.shape[1] * face.format.elements_per_byte
+        return face.qdata.shape[0]
+    return face.qdata.shape[1] * face.format.elements_per_byte
 
 
 def _fake(
-    left: list[Tensor],
-    left_kind: str,
-    right: list[Tensor],
-    right_kind: str,
-    ends: Tensor,
-    count: int,
-    step: int,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+    left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    shape = _shape(left, left_kind, right, right_kind, count)
-    return left[0].new_empty(shape, dtype=out_dtype)
+    return left.qdata.new_empty(_shape(left, right, groups), dtype=out_dtype)
 
 
 _OP = define(
     "grouped_mm(Tensor[] left, str left_kind, Tensor[] right, str right_kind, Tensor ends, int count, "
     "int step, ScalarType out_dtype, bool fast_accum) -> Tensor",
-    reference=_reference,
-    fake=_fake,
+    reference=_operator(reference),
+    fake=_operator(_fake),
 )
+implement("grouped_mm", _operator(by_kernels))
 
 
 def _flops(
     left: list[Tensor], left_kind: str, right: list[Tensor], right_kind: str, *_: Any, **__: Any
 ) -> Any:
     """Return the operations of all groups as torch counts those of ``_grouped_mm``: of all tokens."""
-    rows, columns = _others(left, left_kind), _others(right, right_kind)
-    a, by_row = Face.of(left, _kind(left_kind)), right[0].dim() == 3
-    if by_row:
-        return 2 * rows * columns * left[0].shape[1] * a.format.elements_per_byte
-    return 2 * rows * columns * _room(left[0], a, by_row)
+    a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
+    by_row = right[0].dim() == 3
+    along = a.qdata.shape[1] * a.format.elements_per_byte if by_row else _room(a, by_row)
+    return 2 * _others(a) * _others(b) * along
 
 
 count_flops(_OP.overloadpacket, _flops)

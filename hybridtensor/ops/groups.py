@@ -11,7 +11,8 @@ of the matrices one by one, put together.
 | columnwise, of tokens | ``[K, P]`` | ``[E, 1 or K, 1]`` | by block of padded rows |
 
 Shape letters: ``E`` experts, ``T`` tokens, ``N`` and ``K`` features, ``P`` padded rows: each group has
-whole steps of them, at least one, so that no block crosses groups. What pads is zeros.
+whole steps of them, at least one, so that no block crosses groups. What pads is zeros, and so are the
+rows that belong to no group.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def each_group(groups: Groups, rows: int) -> list[Group]:
     return found
 
 
+def rows_of_none(groups: Groups, found: Sequence[Group], rows: int) -> Group:
+    """Return the rows behind those of the last group, numbered as that one."""
+    last = found[-1]
+    padded = last.padded + last.size
+    return Group(last.number, last.stop, rows, padded, padded_rows(rows, groups) - padded)
+
+
 def _ends(groups: Groups) -> Tensor:
     if groups.ends is None:
         raise ValueError("grouped_mm: offsets are required, got a stack of matrices")
@@ -105,6 +113,23 @@ def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list
         if along is None:
             layouts[i] = _stacked(layouts[i], groups.num_groups)
     return layouts
+
+
+def layouts_of(
+    row: Format | None, column: Format | None, shape: Sequence[int], groups: Groups
+) -> tuple[list[Layout], list[Layout]]:
+    """Return how the tensors of both faces lie, of tokens ``[T, K]`` or of a stack ``[E, N, K]``."""
+    *_, rows, columns = shape
+    if len(shape) == 3:
+        count = shape[0]
+        return (
+            [] if row is None else stack_layouts(row, count, rows, columns),
+            [] if column is None else stack_layouts(column, count, columns, rows),
+        )
+    return (
+        [] if row is None else row_layouts(row, groups, rows, columns),
+        [] if column is None else column_layouts(column, groups, rows, columns),
+    )
 
 
 def cut_rows(face: Face, group: Group) -> Face:
@@ -155,24 +180,29 @@ def put_matrix(out: Sequence[Tensor], face: Face, index: int) -> None:
         _bytes(whole[index]).copy_(_bytes(tensor))
 
 
-def put_rows(out: Sequence[Tensor], face: Face, group: Group) -> None:
-    """Write the rowwise face of a group's rows into that of all tokens."""
-    _put(out, cut_rows(_face(out, face), group), face)
+def put_rows(out: Sequence[Tensor], face: Face, group: Group, *, spanning: bool = True) -> None:
+    """Write the rowwise face of a group's rows into that of all tokens, without ``spanning`` but for
+    scales that are of all rows.
+    """
+    _put(out, cut_rows(_face(out, face), group), face, None if spanning else 0)
 
 
-def put_columns(out: Sequence[Tensor], face: Face, group: Group) -> None:
-    """Write the columnwise face of a group's padded rows into that of all tokens."""
+def put_columns(out: Sequence[Tensor], face: Face, group: Group, *, spanning: bool = True) -> None:
+    """Write the columnwise face of a group's padded rows into that of all tokens, as ``put_rows``."""
     whole = group._replace(stop=group.start + group.size)  # with what pads
-    _put(out, cut_columns(_face(out, face), whole), face)
+    _put(out, cut_columns(_face(out, face), whole), face, None if spanning else 1)
 
 
 def _face(tensors: Sequence[Tensor], like: Face) -> Face:
     return Face.of(list(tensors), like.kind)
 
 
-def _put(out: Sequence[Tensor], target: Face, face: Face) -> None:
-    for tensor, values in zip(target.tensors(), face.tensors(), strict=True):
-        _bytes(tensor).copy_(_bytes(values))
+def _put(out: Sequence[Tensor], target: Face, face: Face, axis: int | None) -> None:
+    """Write a face, without scales that span an axis."""
+    levels = (1, 1), face.format.block, face.format.tensor_block or (1, 1)
+    for tensor, values, level in zip(target.tensors(), face.tensors(), levels, strict=False):
+        if axis is None or level[axis] is not None:
+            _bytes(tensor).copy_(_bytes(values))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -77,6 +77,18 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
     )
 
 
+def is_fp8(fmt: Format) -> bool:
+    """Return whether elements are FP8 under fp32 scales."""
+    return fmt.scale_dtype == torch.float32
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the device is one for which torch has grouped products of what Hopper multiplies."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _multiply_whole(
     a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
@@ -196,7 +208,12 @@ def _swizzled(face: Face, block: int) -> tuple[Tensor, Tensor]:
 def _scales(face: Face) -> Tensor:
     if face.scale is None:
         raise ValueError("scaled_mm: two quantized operands are required for a native product")
-    return face.scale
+    scale = face.scale
+    if scale.storage_offset() * scale.itemsize % 16:  # of one expert: cuBLASLt reads whole vectors
+        scale = torch.empty_strided(
+            scale.shape, scale.stride(), dtype=scale.dtype, device=scale.device
+        ).copy_(scale)
+    return scale
 
 
 def pad(codes: Tensor, rows: int, columns: int) -> Tensor:

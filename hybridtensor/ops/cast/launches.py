@@ -13,6 +13,8 @@ from hybridtensor.kernels.groups import (
     FaceConstants,
     Matrix,
     Output,
+    Parts,
+    Sizes,
     State,
     TileConstants,
 )
@@ -39,7 +41,7 @@ class FaceOutput:
 
     def __init__(self, kind: FaceKind | None, layouts: tuple[Layout, ...]) -> None:
         self._kind, self.layouts = kind, layouts
-        self._scale_strides = layouts[1].strides if layouts else _NO_STRIDES
+        self._scale_strides = layouts[1].strides[-2:] if layouts else _NO_STRIDES
 
     @classmethod
     def of(cls, cast: Cast | None, other: int, contraction: int) -> FaceOutput:
@@ -47,6 +49,14 @@ class FaceOutput:
         if cast is None:
             return cls(None, ())
         return cls(FaceKind(cast.format), numeric_layouts(cast.format, other, contraction))
+
+    def sizes(self, measured: int) -> Sizes:
+        """Return how far the parts of several matrices are from each other, where amaxes are ``measured``
+        apart.
+        """
+        apart = [layout.strides[0] if len(layout.shape) == 3 else 0 for layout in self.layouts]
+        codes, scales, levels = (*apart, 0, 0, 0)[:3]
+        return Sizes(codes, scales, levels, measured)
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Return the tensors, not filled."""
@@ -85,12 +95,36 @@ class Written(NamedTuple):
         column: Those of the columnwise face.
         row_amax: What the rowwise face is scaled by.
         column_amax: What the columnwise face is scaled by.
+        plan: Which rows each row of tiles has, where groups of rows are cast.
     """
 
     row: list[Tensor]
     column: list[Tensor]
     row_amax: Tensor
     column_amax: Tensor
+    plan: Tensor | None = None
+
+
+class Several(NamedTuple):
+    """How several matrices that are cast together lie.
+
+    Attributes:
+        tokens: Whether they are groups of rows of one matrix; else they are a stack's.
+        stride: From matrix to matrix of a stack.
+        pitch: Padded rows of all groups.
+        row_sizes: How far their rowwise faces are from each other.
+        column_sizes: The same of the columnwise ones.
+    """
+
+    tokens: bool
+    stride: int
+    pitch: int
+    row_sizes: Sizes
+    column_sizes: Sizes
+
+    def parts(self, plan: Address) -> Parts:
+        """Return it as kernels take it."""
+        return Parts(plan, self.stride, self.pitch)
 
 
 class KernelTask(NamedTuple):
@@ -105,6 +139,7 @@ class KernelTask(NamedTuple):
         outputs: What is written of them.
         held: Dtype of what the rowwise face holds, where the columnwise one is made of it; None is
             of the matrix.
+        several: How the matrices lie, where there are several; ``matrix`` is one of them then.
     """
 
     matrix: Matrix
@@ -114,6 +149,7 @@ class KernelTask(NamedTuple):
     faces: tuple[KernelFace, KernelFace]
     outputs: tuple[FaceOutput, FaceOutput]
     held: torch.dtype | None
+    several: Several | None = None
 
     def constants(
         self, column: KernelFace, note: tuple[bool, bool], *, store: bool
@@ -169,14 +205,20 @@ class CastLaunch:
         column = own if column is None else column
         following = reverse and overlaps_kernels(task.device)
         self._task, self._numbers = task, (row.slot, row.stream, column.slot, column.stream)
+        several = task.several
+        constants: dict[str, object] = {
+            **task.constants(column, note, store=store),
+            "REVERSED": reverse,
+            "FOLLOWING": following,
+        }
+        if several is not None:
+            constants["TOKENS"] = several.tokens
         self._launch = Launch(
-            "quantize",
-            "cast_kernel",
+            "quantize" if several is None else "grouped_quantize",
+            "cast_kernel" if several is None else "grouped_cast_kernel",
             task.tiling.number,
             options=task.tiling.options | ({"launch_pdl": True} if following else {}),
-            **task.constants(column, note, store=store),
-            REVERSED=reverse,
-            FOLLOWING=following,
+            **constants,
         )
 
     def __call__(self, x: Tensor, written: Written, inputs: CastInputs) -> None:
@@ -189,7 +231,11 @@ class CastLaunch:
             matrix.x if noted_amax is None else take(noted_amax),
             matrix.x if rounding is None else take(rounding),
         )
-        self._launch(matrix, row, column, state, first_row, *self._numbers)
+        several, of_several = self._task.several, tuple[object, ...]()
+        if several is not None:
+            plan = matrix.x if written.plan is None else take(written.plan)
+            of_several = several.parts(plan), several.row_sizes, several.column_sizes
+        self._launch(matrix, row, column, state, first_row, *self._numbers, *of_several)
 
 
 class RecastLaunch:

@@ -1,0 +1,286 @@
+"""Casting several matrices with kernels, in one launch for all and both faces: groups of rows, or a
+stack.
+
+Shape letters: ``E`` matrices, ``M`` rows, ``K`` columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.kernels.groups import Matrix, MeasureConstants
+from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several, Written
+from hybridtensor.ops.cast.planning import Planning
+from hybridtensor.ops.cast.request import CastInputs, CastRequest
+from hybridtensor.ops.cast.tiles import (
+    AMAX,
+    AMAX_ROW,
+    GIVEN,
+    MEASURED,
+    PER_ROW,
+    KernelFace,
+    Tiling,
+    converts_to_fp8,
+    overlaps_kernels,
+    tile_of,
+)
+from hybridtensor.ops.face import FaceKind, Groups
+from hybridtensor.ops.groups import layouts_of, padded_rows
+from hybridtensor.ops.kernel_library import Launch, on_device
+
+_ALIGNMENT = 16  # bytes, and elements from row to row: kernels rely on it
+
+
+class _Key(NamedTuple):
+    """What decides how matrices are cast, but for the addresses."""
+
+    request: CastRequest
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool  # whether the first matrix begins at a multiple of 16 bytes
+    groups: Groups  # without where they end
+    tokens: bool
+    scaled: bool  # whether delayed scales are given
+    notes: bool
+
+
+_CASTS: dict[_Key, GroupedCast] = {}
+_MOST_CASTS = 4096
+
+
+def grouped_cast(
+    x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs
+) -> list[Tensor]:
+    """Return the tensors of both faces of ``x``, not empty: those of ``ops.quantize_groups``."""
+    swapped = groups.ends is None and _is_better_swapped(x, request)
+    if swapped:
+        x, request = x.transpose(-2, -1), CastRequest(request.column, request.row)
+    key = _Key(
+        request,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        x.data_ptr() % _ALIGNMENT == 0,
+        Groups(groups.num_groups, None, groups.step),
+        groups.ends is not None,
+        inputs.encode_scale is not None,
+        inputs.noted_amax is not None,
+    )
+    cast = _CASTS.get(key)
+    if cast is None:
+        if len(_CASTS) >= _MOST_CASTS:
+            _CASTS.clear()
+        cast = _CASTS[key] = GroupedCast(key)
+    row, column = cast.run(x, groups.ends, inputs)
+    return [*column, *row] if swapped else [*row, *column]
+
+
+def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
+    """Return whether matrices lie transposed, and can be cast so: a face is then the other one of what lies there.
+
+    Draws are numbered along rows.
+    """
+    casts = [cast for cast in request[:2] if cast is not None]
+    if request.source is not None or any(cast.stream >= 0 for cast in casts):
+        return False
+    return x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+class GroupedCast:
+    """Which kernels run with which arguments for matrices that lie alike."""
+
+    def __init__(self, key: _Key) -> None:
+        self._copies = not _is_readable(key)
+        if self._copies:
+            key = key._replace(strides=_readable_strides(key.shape))
+        self._strides = key.strides
+        request, count = key.request, key.groups.num_groups
+        source = None if request.column is None else request.source
+        faces = KernelFace.of(source or request.row), KernelFace.of(request.column)
+        row, column = faces
+        m, k = key.shape[-2:]
+        rows = m if key.tokens else count * m
+        self._amaxes = (
+            rows if row.kind in PER_ROW else count,
+            count * k if column.kind in PER_ROW else count,
+        )
+        self._task = task = _task(key, faces, of_rowwise=source is not None)
+        # Blocks of rows that only pad are not written
+        self._clears = key.tokens and request.row is not None and row.side > 1
+        measured = [face.kind in MEASURED for face in faces]
+        wanted = measured[0], measured[1] and source is None
+        noted = [key.notes and face.kind == GIVEN for face in faces]
+        once = source is not None or not noted[0]  # both faces of a matrix have its amax
+        note = noted[0], noted[1] and once
+        self._plan = None
+        if key.tokens:
+            self._plan = Planning(key.groups, m, task.tiling.constants.BM)
+        self._measurement = _Measurement(task, wanted, self._amaxes) if any(wanted) else None
+        passes = int(self._measurement is not None)
+        self._measure_held = None
+        if source is not None and measured[1]:
+            held = AMAX_ROW if column.kind in PER_ROW else AMAX
+            self._measure_held = CastLaunch(
+                task,
+                column=KernelFace(held, rotated=column.rotated),
+                store=False,
+                reverse=passes == 1,
+            )
+            passes += 1
+        self._cast = CastLaunch(
+            task,
+            note=note,
+            store=request.row is not None,
+            reverse=passes == 1,
+        )
+
+    def run(
+        self, x: Tensor, ends: Tensor | None, inputs: CastInputs
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of the rowwise and of the columnwise face."""
+        row, column = (output.empty(x.device) for output in self._task.outputs)
+        if self._copies:
+            wide = x.new_empty(*x.shape[:-1], self._strides[-2])
+            x = wide[..., : x.shape[-1]].copy_(x)
+        with on_device(x.device):
+            if self._clears:
+                row[1].view(torch.uint8).zero_()
+            plan = None if self._plan is None or ends is None else self._plan(ends)
+            row_amax = column_amax = x  # stands for nothing
+            if self._measurement is not None:
+                row_amax, column_amax = self._measurement(x, plan)
+            if self._measure_held is not None:
+                column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
+                self._measure_held(x, Written([], [], row_amax, column_amax, plan), inputs)
+            self._cast(x, Written(row, column, row_amax, column_amax, plan), inputs)
+        return row, column
+
+
+def _is_readable(key: _Key) -> bool:
+    """Return whether rows begin at multiples of 16 elements and bytes; see ``KernelCast``."""
+    apart = all(stride % _ALIGNMENT == 0 for stride in key.strides[:-1])
+    return key.strides[-1] == 1 and apart and key.aligned
+
+
+def _readable_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a copy whose rows begin at multiples of 16 elements."""
+    width = -(-shape[-1] // _ALIGNMENT) * _ALIGNMENT
+    return (width, 1) if len(shape) == 2 else (shape[1] * width, width, 1)
+
+
+def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) -> KernelTask:
+    """Return what the launches have in common."""
+    *_, dtype = key.request
+    m, k = key.shape[-2:]
+    matrix = Matrix(None, key.strides[-2], key.strides[-1], m, k)
+    pitch = padded_rows(m, key.groups) if key.tokens else 0
+    tile = tile_of(*faces, of_rowwise)
+    tiling = Tiling.of(
+        tile,
+        matrix._replace(M=max(pitch, m)),
+        key.dtype,
+        draws=max(face.stream for face in faces) >= 0,
+    )
+    count = key.groups.num_groups
+    if key.tokens:
+        tiling = tiling._replace(
+            constants=tiling.constants._replace(even=False),
+            number=(pitch // tile.rows + count + 1) * -(-k // tile.columns),
+        )
+    else:
+        tiling = tiling._replace(number=tiling.number * count)
+    outputs = _outputs(key)
+    apart = [
+        1 if faces[0].kind not in PER_ROW else 0 if key.tokens else m,
+        1 if faces[1].kind not in PER_ROW else k,
+    ]
+    sizes = [output.sizes(each) for output, each in zip(outputs, apart, strict=True)]
+    return KernelTask(
+        matrix=matrix,
+        dtype=key.dtype,
+        device=key.device,
+        tiling=tiling,
+        faces=faces,
+        outputs=outputs,
+        held=(dtype or key.dtype) if of_rowwise else None,
+        several=Several(key.tokens, 0 if key.tokens else key.strides[0], pitch, sizes[0], sizes[1]),
+    )
+
+
+def _outputs(key: _Key) -> tuple[FaceOutput, FaceOutput]:
+    row, column, *_ = key.request
+    formats = [None if cast is None else cast.format for cast in (row, column)]
+    of_row, of_column = layouts_of(formats[0], formats[1], key.shape, key.groups)
+    return (
+        FaceOutput(None if row is None else FaceKind(row.format), tuple(of_row)),
+        FaceOutput(None if column is None else FaceKind(column.format), tuple(of_column)),
+    )
+
+
+class _Measurement:
+    """The kernel that measures the amaxes of several matrices.
+
+    Args:
+        task: What is cast.
+        wanted: Whether the rowwise and the columnwise face are scaled by amaxes of the matrices.
+        amaxes: How many each face has.
+    """
+
+    def __init__(
+        self, task: KernelTask, wanted: tuple[bool, bool], amaxes: tuple[int, int]
+    ) -> None:
+        of_rows = [face.kind in PER_ROW for face in task.faces]
+        plain = [
+            not per_row and not face.rotated
+            for per_row, face in zip(of_rows, task.faces, strict=True)
+        ]
+        self._one, self._sizes = all(wanted) and all(plain), amaxes
+        self._task = task
+        row, column = (
+            MeasureConstants(wanted=asked, per_row=per_row, rotated=face.rotated)
+            for asked, per_row, face in zip(
+                (wanted[0], wanted[1] and not self._one), of_rows, task.faces, strict=True
+            )
+        )
+        self._launch = Launch(
+            "grouped_quantize",
+            "grouped_measure_kernel",
+            task.tiling.number,
+            options=task.tiling.options,
+            ROW=row,
+            COLUMN=column,
+            TILE=task.tiling.constants,
+            HW=converts_to_fp8(task.device),
+            FOLLOWED=overlaps_kernels(task.device),
+            TOKENS=_several(task).tokens,
+        )
+
+    def __call__(self, x: Tensor, plan: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the amaxes of the rowwise and of the columnwise face, fp32; one tensor where they are
+        one.
+        """
+        new = x.new_zeros(self._sizes[0] if self._one else sum(self._sizes), dtype=torch.float32)
+        of_row, of_column = (new, new) if self._one else new.split(self._sizes)
+        several, take = _several(self._task), self._launch.take
+        taken = take(x)
+        self._launch(
+            self._task.matrix._replace(x=taken),
+            of_row,
+            of_column,
+            several.parts(taken if plan is None else take(plan)),
+            several.row_sizes.measured,
+            several.column_sizes.measured,
+        )
+        return of_row, of_column
+
+
+def _several(task: KernelTask) -> Several:
+    if task.several is None:
+        raise ValueError("quantize_groups: several matrices are required, got one")
+    return task.several

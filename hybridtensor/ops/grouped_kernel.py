@@ -1,0 +1,308 @@
+"""The products of groups on a GPU: by torch where it has them, else by kernels of ours.
+
+No group's extent is read by the host.
+
+Shape letters: ``T`` tokens, ``E`` groups, ``P`` padded rows, ``M`` and ``N`` rows of the left and the right
+operand, ``K`` the contraction.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.kernels.groups import SideConstants
+from hybridtensor.ops.cast.planning import planning
+from hybridtensor.ops.face import Face, Groups
+from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
+from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.native_mm import is_fp8, is_hopper
+
+_ALL = 1 << 30  # so high a tile is any group's
+
+
+class Tile(NamedTuple):
+    """A tile of a product, and how a program computes it.
+
+    Attributes:
+        rows: Rows of the product.
+        columns: Columns of the product.
+        along: Entries of the contraction that are loaded at once.
+        width: Rows of tiles that are computed next to each other.
+        warps: Warps of a program.
+        stages: Loads that are on their way at once.
+    """
+
+    rows: int
+    columns: int
+    along: int
+    width: int
+    warps: int
+    stages: int
+
+
+# By dtype of the values, of elements as they are stored by None
+_HALF, __HALF_PARTIAL = Tile(128, 256, 64, 8, 8, 3), Tile(128, 128, PARTIAL, 8, 8, 2)
+TILES = {
+    None: Tile(128, 256, 128, 8, 8, 3),
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+    torch.float32: Tile(64, 64, 32, 8, 4, 2),
+}
+PARTIAL_TILES = {
+    None: Tile(64, 128, PARTIAL, 8, 4, 4),
+    torch.bfloat16: __HALF_PARTIAL,
+    torch.float16: __HALF_PARTIAL,
+    torch.float32: Tile(32, 64, PARTIAL, 8, 4, 1),
+}
+PRECISE_TILE = Tile(128, 128, 128, 8, 4, 3)
+_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
+
+
+def multiply_groups(
+    left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Return the product of every group; see ``ops.grouped_mm``. The host does not wait for the device."""
+    formats, device = (held_format(left), held_format(right)), left.qdata.device
+    out = None
+    if left.scale is None and right.scale is None and out_dtype == torch.bfloat16:
+        out = _multiply_values(left, right, groups)
+    elif not fast_accum and is_native(*formats, out_dtype, device):
+        out = _multiply_natively(left, right, groups)
+    return _multiply(left, right, groups, out_dtype, fast_accum) if out is None else out
+
+
+def _multiply(
+    left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Return the product of every group by kernels of ours."""
+    by_row, dtype = right.qdata.dim() == 3, None
+    if not multiplies_codes(held_format(left), held_format(right)):
+        plain = [face.qdata.dtype for face in (left, right) if face.scale is None]
+        follows = [face.dequantized_rowwise for face in (left, right) if face.follows_rowwise]
+        dtype = (*plain, *follows, torch.bfloat16)[0]
+    a, b = (
+        kernel_operand(face, groups, dtype, rowwise=by_row or face.dequantized_rowwise is not None)
+        for face in (left, right)
+    )
+    tile = PRECISE_TILE if dtype is None and not fast_accum else TILES[dtype]
+    if a.scales is not None or b.scales is not None:
+        tile = PARTIAL_TILES[dtype]
+    run = _by_row if by_row else _over_tokens
+    return run(a, b, groups, out_dtype, tile, fast_accum)
+
+
+def is_native(left: Format, right: Format, out_dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch has the product: of E4M3 by row or by tensor, on Hopper, bf16."""
+    fits = all(
+        fmt.element == torch.float8_e4m3fn and is_fp8(fmt) and fmt.block[1] is None
+        for fmt in (left, right)
+    )
+    return fits and out_dtype == torch.bfloat16 and is_hopper(device)
+
+
+def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
+    """Return the product of values by torch; None where it has none without the host reading offsets."""
+    a, b = (
+        face.qdata.transpose(-2, -1) if face.dequantized_rowwise is not None else face.qdata
+        for face in (left, right)
+    )
+    if not (a.dtype == b.dtype == torch.bfloat16) or not is_hopper(a.device):
+        return None
+    if not all(_is_readable(t) for t in (a, b)):
+        return None
+    out = torch._grouped_mm(a, b.transpose(-2, -1), offs=_ends(groups))
+    if b.dim() == 3:
+        clear_rows_of_none(out, _ends(groups))
+    return out
+
+
+def _is_readable(values: Tensor) -> bool:
+    """Return whether values lie by row or by column, each a multiple of 16 bytes apart, as torch needs them."""
+    inner = values.stride(-1) == 1, values.stride(-2) == 1
+    pitch = values.stride(-2) if inner[0] else values.stride(-1)
+    whole = values.dim() == 2 or values.stride(0) * values.itemsize % _ALIGNMENT == 0
+    apart = pitch * values.itemsize % _ALIGNMENT == 0 and pitch > 0
+    return any(inner) and apart and whole and values.data_ptr() % _ALIGNMENT == 0
+
+
+def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None:
+    """Return the product of groups by torch; None where extents are not multiples of 16."""
+    a, b, ends = left.qdata, right.qdata, _ends(groups)
+    by_row = b.dim() == 3
+    if any(size % _ALIGNMENT for size in (*a.shape[by_row:], *b.shape[-2:])):
+        return None
+    if by_row:
+        scale_a, scale_b = _by_token(left, groups), _by_other(right)
+    else:
+        table = planning(groups.num_groups, groups.step, a.shape[1], _ALL, a.device)(ends)
+        ends = (table[:, 5] + table[:, 6])[: groups.num_groups]  # padded
+        scale_a, scale_b = _by_other(left).view(-1), _by_other(right).view(-1)
+    out = torch._scaled_grouped_mm(
+        a, b.transpose(-2, -1), scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16
+    )
+    if by_row:
+        clear_rows_of_none(out, ends)
+    return out
+
+
+def _by_other(face: Face) -> Tensor:
+    """Return the scale of each row of each matrix, or of a columnwise face in each group, ``[E, other]``."""
+    scale = _scale(face)
+    return scale.expand(scale.shape[0], face.qdata.shape[-2], 1).squeeze(2).contiguous()
+
+
+def _by_token(face: Face, groups: Groups) -> Tensor:
+    """Return the scale of each token, ``[T]``."""
+    scale = over_groups(_scale(face), face.format.block[0], face.qdata, groups)
+    return scale.reshape(-1)
+
+
+def _scale(face: Face) -> Tensor:
+    if face.scale is None:
+        raise ValueError("grouped_mm: two quantized operands are required for a native product")
+    return face.scale
+
+
+def held_format(face: Face) -> Format:
+    """Return the format of what is multiplied: the identity, where a face gives back values."""
+    return face.format if face.dequantized_rowwise is None else IDENTITY
+
+
+def multiplies_codes(left: Format, right: Format) -> bool:
+    """Return whether elements are multiplied as they are stored: FP8, scaled by tensor, row or 128 entries."""
+    return all(is_fp8(fmt) and fmt.block[1] in (None, PARTIAL) for fmt in (left, right))
+
+
+def _by_row(
+    left: KernelOperand,
+    right: KernelOperand,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    fast: bool,
+) -> Tensor:
+    """Return each token's product with the weight of its group, ``[T, N]``."""
+    rows, contraction = left.data.shape
+    columns = right.data.shape[2 if right.turned else 1]
+    out = torch.empty(rows, columns, dtype=out_dtype, device=left.data.device)
+    plan = planning(groups.num_groups, groups.step, rows, tile.rows, out.device)
+    number = plan.tiles * -(-columns // tile.columns)
+    numbers = plan.tiles, columns, contraction
+    key = _Key(
+        "product_by_row_kernel",
+        number,
+        tile,
+        fast,
+        left.kind,
+        right.kind,
+        numbers,
+        out_dtype,
+        out.device,
+    )
+    _run(key, left, right, out, plan(_ends(groups)))
+    return out
+
+
+def _over_tokens(
+    left: KernelOperand,
+    right: KernelOperand,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    fast: bool,
+) -> Tensor:
+    """Return the sums over each group's tokens, ``[E, M, N]``."""
+    count, rows, columns = groups.num_groups, left.rows, right.rows
+    out = torch.empty(count, rows, columns, dtype=out_dtype, device=left.data.device)
+    side = left if left.turned else right
+    tokens = side.data.shape[0] if side.turned else side.data.shape[1]
+    plan = planning(count, groups.step, tokens, _ALL, out.device)
+    number = count * -(-rows // tile.rows) * -(-columns // tile.columns)
+    key = _Key(
+        "product_of_tokens_kernel", number, tile, fast, left.kind, right.kind,
+        (rows, columns), out.dtype, out.device, (not left.turned, not right.turned),
+    )  # fmt: skip
+    _run(key, left, right, out, plan(_ends(groups)))
+    return out
+
+
+class _Key(NamedTuple):
+    """What decides which kernel runs, and with which arguments but for the addresses."""
+
+    kernel: str
+    programs: int
+    tile: Tile
+    fast: bool
+    left: tuple[object, ...]
+    right: tuple[object, ...]
+    numbers: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    padded: tuple[bool, ...] = ()
+
+
+_LAUNCHES: dict[_Key, Launch] = {}
+_MOST_LAUNCHES = 4096
+
+
+def _run(key: _Key, left: KernelOperand, right: KernelOperand, out: Tensor, plan: Tensor) -> None:
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+            _LAUNCHES.clear()
+        launch = _LAUNCHES[key] = _launch(key, left.constants, right.constants)
+    take = launch.take
+    with on_device(key.device):
+        launch(left.taken(take), right.taken(take), out, plan, *key.numbers)
+
+
+def _launch(key: _Key, left: SideConstants, right: SideConstants) -> Launch:
+    tile, padded = key.tile, dict(zip(("LEFT_PADDED", "RIGHT_PADDED"), key.padded, strict=False))
+    return Launch(
+        "grouped_mm",
+        key.kernel,
+        key.programs,
+        options={"num_warps": tile.warps, "num_stages": tile.stages},
+        LEFT=left,
+        RIGHT=right,
+        FAST=key.fast,
+        **padded,
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.along,
+        WIDTH=tile.width,
+    )
+
+
+def clear_rows_of_none(out: Tensor, ends: Tensor) -> None:
+    """Write zeros into the rows of ``out``, contiguous, that belong to no group."""
+    rows, columns = out.shape
+    launch = _clearing(rows, columns, ends.shape[0], out.dtype, out.device)
+    with on_device(out.device):
+        launch(out, ends, ends.shape[0] - 1, rows, columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _clearing(
+    rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    height, width = 32, 256
+    return Launch(
+        "grouped_mm",
+        "clear_rows_kernel",
+        -(-rows // height),
+        options={"num_warps": 4},
+        BM=height,
+        BN=width,
+    )
+
+
+def _ends(groups: Groups) -> Tensor:
+    if groups.ends is None:
+        raise ValueError("grouped_mm: offsets are required, got a stack of matrices")
+    return groups.ends

@@ -1,0 +1,138 @@
+"""The operator that casts groups of tokens, and stacks, each as if it were alone.
+
+Oracle: its definition, a loop over the definitions of single faces, which other files compare with implementations of
+their own. The kernels run on a GPU, and without one in Triton's interpreter.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from casting import cast_of
+from kernels import require_kernels
+
+from hybridtensor.ops import CastInputs, CastRequest, Groups
+from hybridtensor.ops.cast.grouped import grouped_cast
+from hybridtensor.ops.grouped_cast import quantize_groups, reference
+from hybridtensor.ops.groups import padded_rows
+from hybridtensor.testing import edge_tensor, random_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in Triton's interpreter
+
+CASTS = [
+    cast_of("fp8_e4m3_tensor"),
+    cast_of("fp8_e4m3_row"),
+    cast_of("fp8_e5m2_tensor", slot=1),
+    cast_of("fp8_e4m3_1x128"),
+    cast_of("fp8_e5m2_128x128_fp32_scale"),
+    cast_of("mxfp8_e4m3"),
+    cast_of("nvfp4"),
+    cast_of("nvfp4_row_scaled"),
+    cast_of("nvfp4_16x16"),
+    cast_of("nvfp4_hadamard", stream=12),
+]
+ENDS = [(5, 70, 70, 200), (0, 0, 130, 190), (0, 0, 0, 0), (200, 200, 200, 200), (64, 128, 192, 200)]
+
+
+def state(device):
+    return {
+        "encode_scale": torch.arange(1.0, 9.0, device=device),
+        "noted_amax": torch.zeros(8, device=device),
+        "rounding": torch.tensor([-12345678912345, 7], device=device),
+    }
+
+
+def bits(tensor):
+    flat = tensor.reshape(-1).clone()
+    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
+
+
+def check(x, groups, request):
+    """Compare the kernels with the definition, bit for bit, and the amaxes that they note."""
+    mine, theirs = state(x.device), state(x.device)
+    with np.errstate(all="ignore"):
+        got = grouped_cast(x, groups, request, CastInputs(**mine, first_row=3))
+    expected = reference(x, groups, request, CastInputs(**theirs, first_row=3))
+    assert len(got) == len(expected)
+    for tensor, other in zip(got, expected, strict=True):
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (other.shape, other.stride(), other.dtype)
+        assert torch.equal(bits(tensor), bits(other))
+    assert torch.equal(mine["noted_amax"], theirs["noted_amax"])
+
+
+def requests(cast, other):
+    """Return every way to make one or both faces."""
+    column = other.for_columnwise()
+    return [
+        CastRequest(cast, cast.for_columnwise()),
+        CastRequest(cast, column),
+        CastRequest(cast),
+        CastRequest(None, column),
+        CastRequest(cast, column, cast, torch.bfloat16),
+        CastRequest(None, column, cast, torch.bfloat16),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(CASTS)), ids=[str(cast) for cast in CASTS])
+def test_tokens(device, index):
+    """Groups of any sizes, empty ones, rows of none, and tiles that end with them."""
+    require_kernels(device)
+    x = random_tensor(200, 160 + 96, dtype=torch.bfloat16, seed=1, device=device)
+    others = CASTS[(index + 1) % len(CASTS)], CASTS[(index + 4) % len(CASTS)]
+    ways = [(request, ends) for other in others for request in requests(CASTS[index], other) for ends in ENDS]
+    for number, (request, ends) in enumerate(ways):
+        if device != "cpu" or number % 7 == index % 7:
+            check(x, Groups(4, torch.tensor(ends, dtype=torch.int32, device=device), 128), request)
+
+
+@pytest.mark.parametrize("index", range(len(CASTS)), ids=[str(cast) for cast in CASTS])
+def test_stacks(device, index):
+    """Also of matrices that lie transposed, as experts ``[E, in, out]`` do."""
+    require_kernels(device)
+    w = torch.stack([random_tensor(128, 256, dtype=torch.bfloat16, seed=seed, device=device) for seed in range(3)])
+    turned = w.transpose(-2, -1).contiguous().transpose(-2, -1)
+    for number, request in enumerate(requests(CASTS[index], CASTS[(index + 3) % len(CASTS)])):
+        if device != "cpu" or number % 3 == index % 3:
+            check(w, Groups(3), request)
+            check(turned, Groups(3), request)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dtypes_and_edges(device, dtype):
+    """NaN, Inf and the smallest numbers; rows that begin at no multiple of 16."""
+    require_kernels(device)
+    x = F.pad(edge_tensor(dtype, device), (0, 100, 0, 78), value=1.5)
+    ends = torch.tensor((7, 33, 90), dtype=torch.int32, device=device)
+    for cast in CASTS[:8:2]:
+        check(x, Groups(3, ends, 32 if "mx" in str(cast) else 128), CastRequest(cast, cast.for_columnwise()))
+    wide = random_tensor(96, 144, dtype=dtype, seed=2, device=device)[:, 8:136]
+    check(wide, Groups(3, ends, 16), CastRequest(CASTS[1], CASTS[1]))
+
+
+def test_steps_and_many_groups(device):
+    """Steps as small as products need, and more groups than tiles."""
+    require_kernels(device)
+    x = random_tensor(150, 64, dtype=torch.bfloat16, seed=4, device=device)
+    sizes = torch.tensor([0, 1, 0, 16, 17, 3, 0, 0, 40, 5] * 2 + [0], device=device)
+    ends = sizes.cumsum(0).clamp(max=150).int()
+    for cast, step in ((CASTS[1], 16), (CASTS[5], 32), (CASTS[6], 16)):
+        check(x, Groups(21, ends, step), CastRequest(cast, cast.for_columnwise()))
+
+
+def test_offsets_beyond_the_rows_are_cut(device):
+    """Kernels stay in their memory whatever the offsets are; the CPU says what is wrong with them."""
+    require_kernels(device)
+    x = random_tensor(64, 64, dtype=torch.bfloat16, seed=4, device=device)
+    wrong, cut = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ((-5, 40, 10, 99), (0, 40, 40, 64)))
+    request = CastRequest(CASTS[1], CASTS[1])
+    with np.errstate(all="ignore"):
+        faces = [grouped_cast(x, Groups(4, ends, 16), request, CastInputs()) for ends in (wrong, cut)]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*faces, strict=True))
+
+
+def test_of_nothing(device):
+    ends = torch.zeros(3, dtype=torch.int32, device=device)
+    x = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
+    row, column = quantize_groups(x, Groups(3, ends, 16), CastRequest(CASTS[1], CASTS[1]), CastInputs())
+    assert row.qdata.shape == (0, 64)
+    assert column.qdata.shape == (64, padded_rows(0, Groups(3, ends, 16)))
