@@ -185,10 +185,10 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
         overrides), ``save_original_input``. Options: ``pow2_scale``, ``fp32_scale`` (of current
         scaling), ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed
-        scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest`` (rounding), ``no_hadamard``,
-        ``row_scaled_input`` (NVFP4 input in the forward), ``rowwise_dequantized`` (columnwise faces
-        of input and weight from what the forward saw), ``rowwise_dequantized_weight`` (of the
-        weight only).
+        scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights),
+        ``nearest`` (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward),
+        ``rowwise_dequantized`` (columnwise faces of input and weight from what the forward saw),
+        ``rowwise_dequantized_weight`` (of the weight only).
 
         Raises:
             TypeError: If ``spec`` is not a string.
