@@ -4,6 +4,7 @@ import hybridtensor.former_names  # noqa: F401  so that pickles of former versio
 from hybridtensor import distributed, formats, linear, offload, optim, recipes
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
+from hybridtensor.debug import debug
 from hybridtensor.distributed.mesh import set_data_parallel_group_, set_mesh_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
@@ -42,6 +43,7 @@ __all__ = [
     "QuantizerRole",
     "__version__",
     "check",
+    "debug",
     "distributed",
     "explain",
     "export_safetensors",

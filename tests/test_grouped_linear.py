@@ -20,6 +20,7 @@ import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.linear.grouped import step_of
 from hybridtensor.ops import Groups
+from hybridtensor.ops.groups import checked
 from hybridtensor.recipes import RECIPES, by_type, from_name
 from hybridtensor.recipes.config import QuantizerRole
 from hybridtensor.state import Context
@@ -306,6 +307,33 @@ def test_the_host_does_not_wait(name):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wrong_offsets_are_found_on_request(device, compiled):
+    """On a GPU, where the host looks at offsets only then; kernels stay in their memory without. On a CPU always."""
+    x, wrong = operands()[0].to(device), offsets((32, 16, 96, 160), device)
+    model = ht.quantize_(Experts().bfloat16().to(device), "fp8_rowwise")
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    says = r"offsets that do not decrease, up to 160 rows, are required, got \[32, 16, 96, 160\]"
+    with ht.debug(offsets=True), pytest.raises(ValueError, match=says):
+        run(x, wrong)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=says):
+            run(x, wrong)
+    else:
+        run(x, wrong)
+
+
+def test_offsets_are_checked_until_a_context_ends():
+    groups = Groups(2, offsets((9, 3)), 32)
+    checked(groups, 16)
+    with ht.debug(offsets=True), pytest.raises(ValueError, match="do not decrease"):
+        checked(groups, 16)
+    checked(groups, 16)
+    with pytest.raises(TypeError, match="debug: offsets is True or False, got 'all'"):
+        ht.debug(offsets="all")
 
 
 def test_recomputed_and_offloaded():

@@ -15,7 +15,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "arguments", "dtensor", "formats", "kernels", "ops", "state", "quantizers", "torchao_compat", "recipes",
+    "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat", "recipes",
     "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts", "convert",
     "plain", "check", "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_r
 from hybridtensor.ops.face import Face, FaceKind, Groups, Layout
 from hybridtensor.ops.groups import (
     Group,
+    checked,
     each_group,
     layouts_of,
     put_columns,
@@ -144,6 +145,8 @@ def _operator(
 def _by_kernels(
     x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs
 ) -> list[Tensor]:
+    if groups.ends is not None:
+        checked(groups, x.shape[0])
     if x.numel() == 0:
         row, column = _layouts(x, groups, request)
         return [_zeros(layout, x.device) for layout in (*row, *column)]

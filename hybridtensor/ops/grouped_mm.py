@@ -19,7 +19,7 @@ from hybridtensor.ops.cast.planning import aligned
 from hybridtensor.ops.face import Face, FaceKind, Groups
 from hybridtensor.ops.flops import count_flops
 from hybridtensor.ops.grouped_kernel import multiplies_codes, multiply_groups
-from hybridtensor.ops.groups import cut_columns, cut_rows, each_group, matrix_of
+from hybridtensor.ops.groups import checked, cut_columns, cut_rows, each_group, matrix_of
 from hybridtensor.ops.library import define, implement
 from hybridtensor.ops.scaled_mm import (
     Backend,
@@ -120,6 +120,7 @@ def by_kernels(
     shape, qdata = _shape(left, right, groups), left.qdata
     if 0 in (*shape, *qdata.shape, *right.qdata.shape) or torch.version.hip is not None:
         return reference(left, right, groups, out_dtype, fast_accum)
+    checked(groups, _room(left, right.qdata.dim() == 3))
     groups = groups._replace(ends=aligned(groups.ends))
     return multiply_groups(left, right, groups, out_dtype, fast_accum)
 

@@ -70,6 +70,22 @@ def each_group(groups: Groups, rows: int) -> list[Group]:
     return found
 
 
+_checks = False
+
+
+def check_offsets(enabled: bool) -> bool:
+    """Check offsets on a GPU, too, from now on or not any more, and return whether they were before."""
+    global _checks
+    before, _checks = _checks, enabled
+    return before
+
+
+def checked(groups: Groups, rows: int) -> None:
+    """Raise ValueError for offsets that decrease or are beyond the rows, if that is to be checked."""
+    if _checks:
+        each_group(groups, rows)
+
+
 def rows_of_none(groups: Groups, found: Sequence[Group], rows: int) -> Group:
     """Return the rows behind those of the last group, numbered as that one."""
     last = found[-1]
