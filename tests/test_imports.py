@@ -15,9 +15,9 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat", "recipes",
-    "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts", "convert",
-    "plain", "check", "explain", "export", "verify", "former_names", "testing",
+    "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
+    "recipes", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts",
+    "convert", "plain", "check", "explain", "export", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",

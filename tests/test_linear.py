@@ -317,6 +317,35 @@ def test_gradient_accumulation_quantizes_the_weight_once(spec, monkeypatch):
     assert len(made) == 2
 
 
+def test_faces_go_once_backward_has_used_them(monkeypatch):
+    """But for a weight that is seen to be used again before it is written: it is not quantized twice."""
+    converted, _ = layer("fp8")
+    made, original = [], ht.Float8Quantizer.faces
+
+    def counting(self, x, **kwargs):
+        made.extend([1] if x is converted.weight.plain else [])
+        return original(self, x, **kwargs)
+
+    monkeypatch.setattr(ht.Float8Quantizer, "faces", counting)
+
+    def step(backwards):
+        made.clear()
+        for _ in range(backwards):
+            run(converted, random_tensor(6, 32), random_tensor(6, 48))
+        kept = bool(converted.weight.record.kept_faces())
+        with torch.no_grad():
+            converted.weight.mul_(0.5)
+        return len(made), kept
+
+    assert step(1) == (1, True)  # nobody knows yet
+    assert step(1) == (1, False)
+    assert step(1) == (1, False)
+    assert step(3) == (2, True)  # found at the second
+    assert step(3) == (1, True)
+    assert step(1) == (1, True)
+    assert step(1) == (1, False)
+
+
 @pytest.mark.parametrize(
     "order", ["train eval train", "eval train eval", "train train eval", "infer train infer train"]
 )

@@ -12,6 +12,7 @@ and gives its columnwise face back from them::
 | ``Operand`` | faces that are there: cast now, cached, shared, brought along or handed in by another function |
 | ``KeptInput`` | an input that is kept in high precision; its columnwise face is made in backward |
 | ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
+| ``KeptWeight`` | a weight whose faces are kept with it until backward has used them |
 | ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
 
@@ -94,6 +95,9 @@ class Operand:
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Begin what ``columnwise`` will wait for, if anything, once the gradient is there."""
+
+    def release(self) -> None:
+        """Let go of what is kept beside what was saved: backward has used it."""
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         """Return the columnwise face from what was saved.
@@ -213,6 +217,26 @@ class ShardedInput(Operand):
             whole.qdata, rowwise=False, columnwise=True, dtype=self._dtype, context=self._context
         )[1]
         return _required(column, "columnwise", "grad_weight")
+
+
+class KeptWeight(Operand):
+    """A weight that keeps its faces until backward has used them.
+
+    Args:
+        weight: The weight.
+        row: Its rowwise face.
+        column: Its columnwise face, or None if backward will not use it.
+    """
+
+    __slots__ = ("_record",)
+
+    def __init__(self, weight: MasterWeight, row: Face | None, column: Face | None) -> None:
+        super().__init__(row, column)
+        self._record = weight.record
+
+    def release(self) -> None:
+        """See ``Operand.release``."""
+        self._record.release_faces()
 
 
 class GatheredWeight(Operand):
@@ -358,6 +382,8 @@ def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
     if gathered and isinstance(weight, HybridTensor):
         return GatheredWeight(weight, row, dtype)
+    if isinstance(weight, MasterWeight) and not is_traced():
+        return KeptWeight(weight, row, column)
     return Operand(row, column)
 
 

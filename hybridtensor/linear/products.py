@@ -117,6 +117,7 @@ class Backward(NamedTuple):
             right = self.weight.columnwise(saved[count:])
             note_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype)
+        self.weight.release()
         if column is not None:
             right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
             note_product(self.layer, "grad_weight", column, right, dtype)

@@ -93,10 +93,13 @@ class WeightRecord:
     """
 
     __slots__ = (
+        "_again",
         "_faces",
         "_holders",
+        "_keeps",
         "_shared",
         "_stamp",
+        "_used",
         "first",
         "gathered",
         "handed",
@@ -118,7 +121,8 @@ class WeightRecord:
         self.writes = self.handed = 0
         self.replayed = False
         self._stamp: Stamp | None = None
-        self._shared = False
+        self._shared = self._used = self._again = False
+        self._keeps = True
         self._faces: dict[tuple[object, ...], Faces] = {}
         self._holders: dict[int, _Holder] = {}
 
@@ -196,10 +200,23 @@ class WeightRecord:
     def faces(self, plain: Tensor, stamp: Stamp) -> Faces:
         """Return the faces that are kept of ``plain`` and still hold."""
         if self._stamp != stamp:
-            self._stamp = stamp
+            self._keeps = self._keeps and (self._again or not self._used)
+            self._stamp, self._used, self._again = stamp, False, False
             self._faces.clear()
             return _NO_FACES
+        if self._used:
+            self._again = self._keeps = True
         return self._faces.get((plain.shape, plain.stride(), plain.storage_offset()), _NO_FACES)
+
+    def release_faces(self) -> None:
+        """Let go of the faces, which a backward has used, unless they will be used again.
+
+        That is so for a weight whose faces were used after a backward before it was written, as while
+        gradients accumulate or if it is frozen. Nobody knows before the first write.
+        """
+        self._used = True
+        if not self._keeps:
+            self._faces.clear()
 
     def keep_faces(self, plain: Tensor, faces: Faces) -> None:
         """Keep faces that were made with the stamp of the last ``faces``."""

@@ -111,6 +111,11 @@ def sharing(enabled):
         pass
 
 
+def debugging(offsets):
+    with ht.debug(offsets=offsets):
+        pass
+
+
 def meshed(mesh, **arguments):
     """Call ``set_mesh_`` with a mesh of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -211,6 +216,7 @@ ROWS = {
         timeout=datetime.timedelta(minutes=1),
     ),
     "load_safetensors": row(ht.load_safetensors, path=exported, device="cpu"),
+    "debug": row(debugging, {"offsets": "flag"}, offsets=True),
     "share_inputs": row(sharing, {"enabled": "flag"}, enabled=True),
     "step_": row(ht.step_, {"model": "module"}, model=linear),
     "step_after": row(
