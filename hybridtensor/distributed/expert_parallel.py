@@ -172,7 +172,8 @@ class ExpertParallel(ParallelStyle):
     The module's forward takes tokens ``[T, K]`` sorted by expert, and how many each expert has,
     ``[E]``; it returns a row for each. Its parameters whose first extent is ``E`` are sharded along
     it, and are the local parts while it runs. Each rank calls it with the tokens that it routed, and
-    counts of all experts, and gets their outputs; the module sees those of its own experts.
+    counts of all experts, and gets their outputs; the module sees those of its own experts. Under
+    ``torch.compile`` experts run between two graphs.
 
     Args:
         dispatch: ``"faces"``: tokens travel as the rowwise face that products read, where its scales
@@ -304,6 +305,9 @@ class _Forward:
         self._style, self._module, self._mesh = style, module, mesh
         self._inner = module.__dict__.get("forward")
 
+    # The host reads counts of all ranks, at which a graph would break anyway: in the middle, and with
+    # guards on parameters that stand here only while experts run
+    @torch._dynamo.disable(reason="experts on several ranks run between graphs")  # type: ignore[untyped-decorator]
     def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Send tokens to their experts, run these, and bring their outputs back."""
         style, module = self._style, self._module

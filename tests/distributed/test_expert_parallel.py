@@ -14,7 +14,7 @@ from processes import generator, here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridtensor as ht
@@ -186,6 +186,58 @@ def under_fsdp(rank, recipe):
 @pytest.mark.parametrize("recipe", ["mxfp8+rowwise_dequantized", "fp8_delayed"])
 def test_with_fsdp2(four, recipe):
     four.run(under_fsdp, recipe)
+
+
+class Layer(torch.nn.Module):
+    """Two linear layers, and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.mixture = Mixture()
+
+    def forward(self, x):
+        h = x + self.down(self.up(x).relu())
+        return h + self.mixture(h)
+
+
+def with_tensor_parallel(rank, shape, compiled):
+    """Three dimensions of ranks: linear layers cut over one, experts spread over another, shards over the third."""
+    mesh = init_device_mesh(here(), shape, mesh_dim_names=("dp", "ep", "tp"))
+    torch.manual_seed(0)
+    plain = Layer().to(here())
+    x = torch.randn(4, 32, WIDTH, generator=generator(3))
+    recipe = "mxfp8+rowwise_dequantized"
+    one, many = (ht.quantize_(copy.deepcopy(plain), recipe) for _ in range(2))
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(many, mesh["tp"], styles)
+    parallelize_module(many, mesh["ep"], {"mixture.experts": ExpertParallel(ends=True)})
+    fully_shard(many.mixture.experts, mesh=mesh["dp"])
+    ht.set_mesh_(many, mesh)
+    data = mesh["dp", "ep"]._flatten("data")
+    run = torch.compile(many, backend="aot_eager") if compiled else many
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (one, many)]
+    count, index = data.size(), data.get_local_rank()
+    for _ in range(3):
+        y = one(x[:count].flatten(0, 1)).unflatten(0, (count, 32))
+        y.square().mean().backward()
+        mine = run(x[index])
+        assert (mine - y[index]).norm() <= 2**-6 * y[index].norm()  # sums over ranks are in another order
+        (mine.square().mean() / count).backward()
+        for name, p in many.named_parameters():
+            if "experts" in name:
+                p.grad *= mesh["dp"].size()  # FSDP2 took the mean over its ranks
+            else:
+                dist.all_reduce(local(p.grad), group=data.get_group())
+        for optimizer, model in zip(optimizers, (one, many), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("shape", "compiled"), [((1, 2, 2), False), ((2, 2, 1), False), ((1, 2, 2), True)])
+def test_with_tensor_parallel(four, shape, compiled):
+    four.run(with_tensor_parallel, shape, compiled)
 
 
 def refused(rank):
