@@ -73,8 +73,9 @@ def build(arguments: argparse.Namespace, mesh: DeviceMesh | None) -> nn.Module:
     for block in model.blocks:
         block.mlp = Mixture(arguments.experts, size.dim, size.hidden)
     model = model.to(arguments.device)
-    if arguments.recipe != "bf16":
-        ht.quantize_(model, arguments.recipe)
+    recipe = ht.recipes.by_type(linear=arguments.recipe, grouped_linear=arguments.experts_recipe or arguments.recipe)
+    if {arguments.recipe, arguments.experts_recipe} - {None, "bf16"}:
+        ht.quantize_(model, recipe)
     if mesh is None:
         return model
     world = mesh.size()
@@ -130,6 +131,7 @@ def main() -> int:
     """Run the example."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="mxfp8+rowwise_dequantized", help=RECIPES)
+    parser.add_argument("--experts-recipe", help="another one for experts")
     parser.add_argument("--data", type=Path, help="file or folder of text; default: Python's standard library")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--experts", type=int, default=8)

@@ -229,7 +229,7 @@ def with_tensor_parallel(rank, shape, compiled):
                 p.grad *= mesh["dp"].size()  # FSDP2 took the mean over its ranks
             else:
                 dist.all_reduce(local(p.grad), group=data.get_group())
-        for optimizer, model in zip(optimizers, (one, many), strict=True):
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
