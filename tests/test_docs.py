@@ -41,9 +41,9 @@ def test_the_number_of_recipes_and_all_words_are_told():
         assert re.search(rf"`[^`]*\b{word}\b[^`]*`", README), word
 
 
-def table(name):
+def table(name, text=README):
     """Return the cells of the table behind a marker, header excluded."""
-    lines = README.split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    lines = text.split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -118,6 +118,25 @@ def test_tensor_parallel_table():
     assert table("tensor_parallel_2_ranks_nvidia_h200") == [
         [r["mode"], r["recipe"], f"{r['tokens/s']:.0f}", f"{r['over BF16']:.2f}x", f"{r['gathers ms']:.1f}"]
         for r in rows
+    ]
+
+
+def test_tables_of_experts():
+    text, rows = (ROOT / "docs" / "experts.md").read_text(), results("grouped_nvidia_h200")["rows"]
+    speeds, blocks = {}, []
+    for r in rows:
+        shape, speed = r["tokens x out x in, experts"], f"{r['speed over BF16']:.2f}x"
+        if r["recipe"].startswith("bf16"):
+            continue
+        if shape.startswith("block"):
+            blocks.append([r["groups"], r["recipe"], speed])
+        else:
+            speeds.setdefault((shape, r["recipe"]), []).append(speed)
+    assert table("grouped_nvidia_h200", text) == [[*key, *of] for key, of in speeds.items()]
+    assert table("grouped_nvidia_h200, block", text) == blocks
+    losses = results("moe_losses_nvidia_h200")["rows"]
+    assert table("moe_losses_nvidia_h200", text) == [
+        [r["recipe"], f"{r['mean loss of the last 50 steps']:.3f}"] for r in losses
     ]
 
 
