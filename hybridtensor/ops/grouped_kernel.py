@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 # By dtype of the values, of elements as they are stored by None
-_HALF, __HALF_PARTIAL = Tile(128, 256, 64, 8, 8, 3), Tile(128, 128, PARTIAL, 8, 8, 2)
+_HALF, _HALF_PARTIAL = Tile(128, 256, 64, 8, 8, 3), Tile(128, 128, PARTIAL, 8, 8, 2)
 TILES = {
     None: Tile(128, 256, 128, 8, 8, 3),
     torch.bfloat16: _HALF,
@@ -55,8 +55,8 @@ TILES = {
 }
 PARTIAL_TILES = {
     None: Tile(64, 128, PARTIAL, 8, 4, 4),
-    torch.bfloat16: __HALF_PARTIAL,
-    torch.float16: __HALF_PARTIAL,
+    torch.bfloat16: _HALF_PARTIAL,
+    torch.float16: _HALF_PARTIAL,
     torch.float32: Tile(32, 64, PARTIAL, 8, 4, 1),
 }
 PRECISE_TILE = Tile(128, 128, 128, 8, 4, 3)
@@ -139,7 +139,8 @@ def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None
     if by_row:
         scale_a, scale_b = _by_token(left, groups), _by_other(right)
     else:
-        table = planning(groups.num_groups, groups.step, a.shape[1], _ALL, a.device)(ends)
+        tokens = a.shape[1] - groups.num_groups * groups.step
+        table = planning(groups.num_groups, groups.step, tokens, _ALL, a.device)(ends)
         ends = (table[:, 5] + table[:, 6])[: groups.num_groups]  # padded
         scale_a, scale_b = _by_other(left).view(-1), _by_other(right).view(-1)
     out = torch._scaled_grouped_mm(
@@ -194,16 +195,8 @@ def _by_row(
     number = plan.tiles * -(-columns // tile.columns)
     numbers = plan.tiles, columns, contraction
     key = _Key(
-        "product_by_row_kernel",
-        number,
-        tile,
-        fast,
-        left.kind,
-        right.kind,
-        numbers,
-        out_dtype,
-        out.device,
-    )
+        "product_by_row_kernel", number, tile, fast, left.kind, right.kind, numbers, out.dtype, out.device
+    )  # fmt: skip
     _run(key, left, right, out, plan(_ends(groups)))
     return out
 
@@ -220,7 +213,8 @@ def _over_tokens(
     count, rows, columns = groups.num_groups, left.rows, right.rows
     out = torch.empty(count, rows, columns, dtype=out_dtype, device=left.data.device)
     side = left if left.turned else right
-    tokens = side.data.shape[0] if side.turned else side.data.shape[1]
+    # Of padded rows so many can be tokens: offsets beyond them stay in the operands
+    tokens = side.data.shape[0] if side.turned else side.data.shape[1] - count * groups.step
     plan = planning(count, groups.step, tokens, _ALL, out.device)
     number = count * -(-rows // tile.rows) * -(-columns // tile.columns)
     key = _Key(

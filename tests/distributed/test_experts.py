@@ -105,6 +105,26 @@ def test_what_travels_is_explained(two, make, dim, count, says):
     two.run(like_unsharded, "mxfp8", make, dim, False, count, says)
 
 
+def hybrid_shards(rank, recipe):
+    """Two copies of two shards each."""
+    torch.manual_seed(0)
+    plain = Experts().to(here())
+    one, sharded = (ht.quantize_(copy.deepcopy(plain), recipe) for _ in range(2))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("copies", "shards"))
+    fully_shard(sharded, mesh=mesh)
+    alike, mine = (steps(m, optimizer_of(m, False), rank, reduce=m is one) for m in (one, sharded))
+    assert torch.equal(mine[0], alike[0])
+    for got, expected in zip(mine[1:], alike[1:], strict=True):  # gradients of four ranks are summed in another order
+        assert (got - expected).norm() <= 2**-6 * expected.norm()
+    assert ht.explain(sharded, show=False).gathers[0].forward.startswith("rowwise")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_rowwise", "fp8_delayed"])
+def test_hybrid_shards(four, recipe):
+    four.run(hybrid_shards, recipe)
+
+
 def cut_experts_persistent(rank):
     model = ht.quantize_(Experts(), "mxfp8", persistent=True)
     with pytest.raises(ValueError, match="is cut inside a row or block"):
