@@ -19,7 +19,8 @@ class debug:  # noqa: N801  (used as a function, and as a context)
 
     Args:
         offsets: Whether products of experts check, on a GPU too, that offsets do not decrease and are
-            not beyond the tokens; else ValueError. The host then waits for the device at every cast
+            not beyond the tokens (in sums over tokens: the rows that these are padded to); else
+            ValueError. The host then waits for the device at every cast
             and product of experts, which a CUDA graph cannot capture. On a CPU it is always checked.
 
     Raises:

@@ -43,7 +43,7 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         NotImplementedError: In a ``torch.func`` transform.
         TypeError: If an argument is of the wrong kind or dtype.
         ValueError: If shapes, dtypes or devices do not go together, or offsets decrease or are
-            beyond the tokens (found where they are on the CPU).
+            beyond the tokens (found on the CPU; on a GPU with ``debug(offsets=True)``).
     """
     require_plain_autograd()
     dtype = weight.dtype

@@ -20,7 +20,7 @@ from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.face import Face, Groups
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.native_mm import is_fp8, is_hopper
+from hybridtensor.ops.native_mm import has_fp8_units, is_fp8, is_hopper
 
 _ALL = 1 << 30  # so high a tile is any group's
 
@@ -81,7 +81,8 @@ def _multiply(
 ) -> Tensor:
     """Return the product of every group by kernels of ours."""
     by_row, dtype = right.qdata.dim() == 3, None
-    if not multiplies_codes(held_format(left), held_format(right)):
+    device = left.qdata.device
+    if not multiplies_codes(held_format(left), held_format(right), device):
         plain = [face.qdata.dtype for face in (left, right) if face.scale is None]
         follows = [face.dequantized_rowwise for face in (left, right) if face.follows_rowwise]
         dtype = (*plain, *follows, torch.bfloat16)[0]
@@ -106,14 +107,16 @@ def is_native(left: Format, right: Format, out_dtype: torch.dtype, device: torch
 
 
 def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
-    """Return the product of values by torch; None where it has none without the host reading offsets."""
+    """Return the product of values by torch; None where it has none without the host reading offsets, or one whose
+    rows begin at multiples of 16 bytes only.
+    """
     a, b = (
         face.qdata.transpose(-2, -1) if face.dequantized_rowwise is not None else face.qdata
         for face in (left, right)
     )
     if not (a.dtype == b.dtype == torch.bfloat16) or not is_hopper(a.device):
         return None
-    if not all(_is_readable(t) for t in (a, b)):
+    if b.shape[-2] * b.itemsize % _ALIGNMENT or not (_is_readable(left) and _is_readable(right)):
         return None
     out = torch._grouped_mm(a, b.transpose(-2, -1), offs=_ends(groups))
     if b.dim() == 3:
@@ -121,13 +124,16 @@ def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
     return out
 
 
-def _is_readable(values: Tensor) -> bool:
-    """Return whether values lie by row or by column, each a multiple of 16 bytes apart, as torch needs them."""
-    inner = values.stride(-1) == 1, values.stride(-2) == 1
-    pitch = values.stride(-2) if inner[0] else values.stride(-1)
-    whole = values.dim() == 2 or values.stride(0) * values.itemsize % _ALIGNMENT == 0
-    apart = pitch * values.itemsize % _ALIGNMENT == 0 and pitch > 0
-    return any(inner) and apart and whole and values.data_ptr() % _ALIGNMENT == 0
+def _is_readable(face: Face) -> bool:
+    """Return whether values lie as torch needs them: rows, or columns of a stack's matrices, a multiple of 16 bytes
+    apart. Groups of tokens begin at any row.
+    """
+    values = face.qdata
+    by_row, by_column = values.stride(-1) == 1, values.stride(-2) == 1 and values.dim() == 3
+    pitch = values.stride(-2) if by_row else values.stride(-1)
+    apart = [pitch, *values.stride()[:-2]]
+    whole = all(stride > 0 and stride * values.itemsize % _ALIGNMENT == 0 for stride in apart)
+    return (by_row or by_column) and whole and values.data_ptr() % _ALIGNMENT == 0
 
 
 def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None:
@@ -174,9 +180,12 @@ def held_format(face: Face) -> Format:
     return face.format if face.dequantized_rowwise is None else IDENTITY
 
 
-def multiplies_codes(left: Format, right: Format) -> bool:
-    """Return whether elements are multiplied as they are stored: FP8, scaled by tensor, row or 128 entries."""
-    return all(is_fp8(fmt) and fmt.block[1] in (None, PARTIAL) for fmt in (left, right))
+def multiplies_codes(left: Format, right: Format, device: torch.device) -> bool:
+    """Return whether elements are multiplied as they are stored: FP8, scaled by tensor, row or 128 entries, where
+    the device has units for it.
+    """
+    fits = all(is_fp8(fmt) and fmt.block[1] in (None, PARTIAL) for fmt in (left, right))
+    return fits and has_fp8_units(device)
 
 
 def _by_row(

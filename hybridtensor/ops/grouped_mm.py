@@ -28,8 +28,6 @@ from hybridtensor.ops.scaled_mm import (
     select_backend,
 )
 
-_FP8_UNITS = (8, 9)  # the first compute capability whose matrix units take FP8
-
 
 def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """Return the product of every group: the bits of ``product`` of each on the CPU.
@@ -68,9 +66,8 @@ def select_grouped_backend(
         return Backend(one.name, f"group by group, {one.reason}")
     if one.name == "high precision":
         return one
-    capability = torch.cuda.get_device_capability(device)
-    if multiplies_codes(left, right) and capability >= _FP8_UNITS:
-        return Backend("native", "FP8 matrix units, by hybridtensor's grouped kernel")
+    if multiplies_codes(left, right, device):
+        return Backend("native", "FP8 matrix units, in a grouped kernel")
     reason = one.reason if one.name == "emulated" else f"no grouped product of {left} and {right}"
     return Backend("emulated", f"{reason}; its values, by hybridtensor's grouped kernel")
 
@@ -117,9 +114,11 @@ def by_kernels(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Return the product of every group; the host does not wait for the device."""
-    shape, qdata = _shape(left, right, groups), left.qdata
-    if 0 in (*shape, *qdata.shape, *right.qdata.shape) or torch.version.hip is not None:
+    if torch.version.hip is not None:
         return reference(left, right, groups, out_dtype, fast_accum)
+    shape, qdata = _shape(left, right, groups), left.qdata
+    if 0 in (*shape, *qdata.shape, *right.qdata.shape):
+        return qdata.new_zeros(shape, dtype=out_dtype)
     checked(groups, _room(left, right.qdata.dim() == 3))
     groups = groups._replace(ends=aligned(groups.ends))
     return multiply_groups(left, right, groups, out_dtype, fast_accum)

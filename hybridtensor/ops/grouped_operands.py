@@ -155,7 +155,11 @@ def over_groups(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups
     if across == 1:
         return scale
     rows = torch.arange(qdata.shape[0], device=qdata.device)
-    ends = groups.ends.long() if groups.ends is not None else rows[:0]
+    ends = (
+        rows[:0]
+        if groups.ends is None
+        else groups.ends.long().clamp(0, rows.shape[0]).cummax(0).values
+    )
     group = torch.searchsorted(ends, rows, right=True).clamp(max=groups.num_groups - 1)
     if across is None:
         return scale[group, 0]

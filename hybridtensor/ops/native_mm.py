@@ -82,11 +82,21 @@ def is_fp8(fmt: Format) -> bool:
     return fmt.scale_dtype == torch.float32
 
 
+def has_fp8_units(device: torch.device) -> bool:
+    """Return whether what runs kernels there multiplies FP8 elements: matrix units since 8.9, or an interpreter."""
+    return device.type != "cuda" or _capability(device) >= (8, 9)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def is_hopper(device: torch.device) -> bool:
     """Return whether the device is one for which torch has grouped products of what Hopper multiplies."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return _capability(device) == (9, 0)
 
 
 def _multiply_whole(

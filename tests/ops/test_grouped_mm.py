@@ -103,6 +103,29 @@ def test_rows_of_none_and_empty_groups_give_zeros(device, kind, ends, small_tile
         assert not rest.any()
 
 
+@pytest.mark.parametrize("features", [20, 24])
+@pytest.mark.parametrize("turned", [False, True])
+def test_values_of_any_layout(device, features, turned, small_tiles):
+    """Torch pads rows of results to 16 bytes, and takes groups along columns only at multiples of 8."""
+    groups = Groups(2, torch.tensor((13, 120), dtype=torch.int32, device=device), 32)
+    x, w = torch.randn(128, 64, device=device).bfloat16(), torch.randn(2, features, 64, device=device).bfloat16()
+    x = x.t().contiguous().t() if turned else x
+    tokens = high_precision(x)._replace(groups=groups)
+    check(tokens, high_precision(w), torch.bfloat16)
+    assert not by_kernels(tokens, high_precision(w), groups, torch.bfloat16, False)[120:].any()
+    columns = columnwise_of(tokens, torch.bfloat16)
+    check(columns, columns, torch.bfloat16)
+
+
+def test_products_of_nothing(device):
+    groups = Groups(2, torch.zeros(2, dtype=torch.int32, device=device), 32)
+    tokens, w = torch.empty(0, 64, device=device).bfloat16(), torch.ones(2, 32, 64, device=device).bfloat16()
+    tokens = high_precision(tokens)._replace(groups=groups)
+    assert by_kernels(tokens, high_precision(w), groups, torch.bfloat16, False).shape == (0, 32)
+    columns = columnwise_of(tokens, torch.bfloat16)
+    assert not by_kernels(columns, columns, groups, torch.bfloat16, False).any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is waited for")
 def test_no_product_waits_for_the_device():

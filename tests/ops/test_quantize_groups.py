@@ -130,9 +130,31 @@ def test_offsets_beyond_the_rows_are_cut(device):
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*faces, strict=True))
 
 
-def test_of_nothing(device):
+@pytest.mark.parametrize("cast", [CASTS[0], CASTS[1], CASTS[6]], ids=str)
+def test_of_nothing(device, cast):
+    """Also on a GPU, where offsets are not looked at."""
     ends = torch.zeros(3, dtype=torch.int32, device=device)
     x = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
-    row, column = quantize_groups(x, Groups(3, ends, 16), CastRequest(CASTS[1], CASTS[1]), CastInputs())
-    assert row.qdata.shape == (0, 64)
-    assert column.qdata.shape == (64, padded_rows(0, Groups(3, ends, 16)))
+    groups, request = Groups(3, ends, 16), CastRequest(cast, cast)
+    faces = quantize_groups(x, groups, request, CastInputs())
+    assert faces[0].qdata.shape == (0, 64 // cast.format.elements_per_byte)
+    made = [tensor for face in faces for tensor in face.tensors()]
+    for got, expected in zip(made, reference(x, groups, request, CastInputs()), strict=True):
+        assert torch.equal(bits(got), bits(expected))
+    assert faces[1].qdata.shape == (64, padded_rows(0, groups) // cast.format.elements_per_byte)
+
+
+def test_stacks_whose_blocks_are_padded(device):
+    """Matrices that lie transposed, of rows that are not whole blocks."""
+    require_kernels(device)
+    turned = random_tensor(2 * 64, 40, dtype=torch.bfloat16, seed=1, device=device).view(2, 64, 40).transpose(-2, -1)
+    check(turned, Groups(2), CastRequest(None, CASTS[5]))
+    check(turned, Groups(2), CastRequest(CASTS[5]))
+
+
+def test_steps_that_kernels_do_not_take(device):
+    require_kernels(device)
+    x = torch.ones(8, 64, dtype=torch.bfloat16, device=device)
+    groups = Groups(1, torch.tensor([8], dtype=torch.int32, device=device), 8)
+    with pytest.raises(ValueError, match="a step that is a multiple of 16 is required, got 8"):
+        grouped_cast(x, groups, CastRequest(CASTS[1]), CastInputs())

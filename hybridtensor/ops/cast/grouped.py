@@ -84,10 +84,12 @@ def grouped_cast(
 def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
     """Return whether matrices lie transposed, and can be cast so: a face is then the other one of what lies there.
 
-    Draws are numbered along rows.
+    Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
     """
     casts = [cast for cast in request[:2] if cast is not None]
     if request.source is not None or any(cast.stream >= 0 for cast in casts):
+        return False
+    if request.column is not None and x.shape[-2] % request.column.format.step:
         return False
     return x.stride(-1) != 1 and x.stride(-2) == 1
 

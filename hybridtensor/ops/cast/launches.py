@@ -162,6 +162,8 @@ class KernelTask(NamedTuple):
             store: Whether the rowwise face is written.
         """
         m, k, row = self.matrix.M, self.matrix.K, self.faces[0]
+        if self.several is not None and self.several.tokens:
+            m = self.several.pitch
         return {
             "ROW_FACE": row.constants(self.dtype, k, note=note[0], store=store),
             "COLUMN_FACE": column.constants(self.held or self.dtype, m, note=note[1], store=True),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtensor.ops.face import Groups
 from hybridtensor.ops.groups import padded_rows
-from hybridtensor.ops.kernel_library import Launch
+from hybridtensor.ops.kernel_library import Launch, on_device
 
 _ENTRY = 8  # numbers for each row of tiles
 _PLANNED = 32  # rows of tiles that one program plans
@@ -34,12 +34,19 @@ class Planning:
         rows: How many tokens there are.
         height: Rows of a tile.
 
+    Raises:
+        ValueError: If the step is no multiple of 16, which kernels rely on.
+
     Attributes:
         pitch: Padded rows of all groups.
         tiles: Rows of tiles that there are at most.
     """
 
     def __init__(self, groups: Groups, rows: int, height: int) -> None:
+        if groups.step % 16:
+            raise ValueError(
+                f"quantize_groups: a step that is a multiple of 16 is required, got {groups.step}"
+            )
         self.pitch = padded_rows(rows, groups)
         self.tiles = self.pitch // height + groups.num_groups + 1
         self._numbers = rows, self.pitch, groups.num_groups, self.tiles
@@ -57,7 +64,8 @@ class Planning:
     def __call__(self, ends: Tensor) -> Tensor:
         """Return the plan of groups that end at ``ends``: int32 ``[tiles, 8]``; see ``plan_kernel``."""
         plan = ends.new_empty(self.tiles, _ENTRY)
-        self._launch(aligned(ends), plan, *self._numbers)
+        with on_device(ends.device):
+            self._launch(aligned(ends), plan, *self._numbers)
         return plan
 
 
