@@ -5,15 +5,14 @@ lead to it.
 from hybridtensor.linear import interception  # noqa: F401  (registers the torch functions)
 from hybridtensor.linear.function import linear
 from hybridtensor.linear.operands import (
-    GatheredWeight,
     KeptInput,
     Needs,
     Operand,
     input_operand,
-    weight_operand,
 )
 from hybridtensor.linear.products import Backward, Gradients, output
 from hybridtensor.linear.sharing import share_inputs
+from hybridtensor.linear.weight_operands import GatheredWeight, weight_operand
 
 __all__ = [
     "Backward",

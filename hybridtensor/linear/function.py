@@ -21,9 +21,9 @@ from hybridtensor.linear.operands import (
     Operand,
     Weight,
     input_operand,
-    weight_operand,
 )
 from hybridtensor.linear.products import Backward, output
+from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts
 from hybridtensor.quantizers import tokens

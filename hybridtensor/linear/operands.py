@@ -12,8 +12,6 @@ and gives its columnwise face back from them::
 | ``Operand`` | faces that are there: cast now, cached, shared, brought along or handed in by another function |
 | ``KeptInput`` | an input that is kept in high precision; its columnwise face is made in backward |
 | ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
-| ``KeptWeight`` | a weight whose faces are kept with it until backward has used them |
-| ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ class KeptInput(Operand):
         column = self._config.input.faces(
             saved[0], rowwise=False, columnwise=True, dtype=self._dtype, context=context
         )[1]
-        return _required(column, "columnwise", "grad_weight")
+        return required_face(column, "columnwise", "grad_weight")
 
 
 class ShardedInput(Operand):
@@ -216,48 +214,7 @@ class ShardedInput(Operand):
         column = self._config.input.faces(
             whole.qdata, rowwise=False, columnwise=True, dtype=self._dtype, context=self._context
         )[1]
-        return _required(column, "columnwise", "grad_weight")
-
-
-class KeptWeight(Operand):
-    """A weight that keeps its faces until backward has used them.
-
-    Args:
-        weight: The weight.
-        row: Its rowwise face.
-        column: Its columnwise face, or None if backward will not use it.
-    """
-
-    __slots__ = ("_record",)
-
-    def __init__(self, weight: MasterWeight, row: Face | None, column: Face | None) -> None:
-        super().__init__(row, column)
-        self._record = weight.record
-
-    def release(self) -> None:
-        """See ``Operand.release``."""
-        self._record.release_faces()
-
-
-class GatheredWeight(Operand):
-    """A weight that FSDP2 gathers again for backward: its memory goes in between.
-
-    Args:
-        weight: The gathered weight, which stays the same object.
-        row: The rowwise face.
-        dtype: Dtype of the computation.
-    """
-
-    __slots__ = ("_dtype", "_weight")
-
-    def __init__(self, weight: HybridTensor, row: Face | None, dtype: torch.dtype) -> None:
-        super().__init__(row, None)
-        self._weight, self._dtype = weight, dtype
-
-    def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
-        column = self._weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
-        return _required(column, "columnwise", "grad_input")
+        return required_face(column, "columnwise", "grad_weight")
 
 
 def input_operand(
@@ -376,18 +333,7 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
     return row, column
 
 
-def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:
-    """Return the operand that a weight is: quantized now, kept from before, persistent or gathered."""
-    gathered = isinstance(weight, HybridTensor) and weight.is_gathered
-    row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
-    if gathered and isinstance(weight, HybridTensor):
-        return GatheredWeight(weight, row, dtype)
-    if isinstance(weight, MasterWeight) and not is_traced():
-        return KeptWeight(weight, row, column)
-    return Operand(row, column)
-
-
-def _required(face: Face | None, direction: str, gemm: str) -> Face:
+def required_face(face: Face | None, direction: str, gemm: str) -> Face:
     if face is None:
         raise ValueError(f"{gemm}: a {direction} face is required, got a quantizer that made none")
     return face
