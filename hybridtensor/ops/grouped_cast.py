@@ -40,7 +40,7 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
         inputs: The tensors that the request needs beside ``x``; amaxes are measured.
     """
     if x.is_cuda and runs_directly(x):
-        made = _by_kernels(x, groups, request, inputs)
+        made = by_kernels(x, groups, request, inputs)
     else:
         made = _OP(x, groups.ends, groups.num_groups, groups.step, str(request), *inputs[:4])
     marks = None if groups.ends is None else groups
@@ -142,9 +142,8 @@ def _operator(
     return on_arguments
 
 
-def _by_kernels(
-    x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs
-) -> list[Tensor]:
+def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
+    """Return the tensors of both faces; the host does not wait for the device."""
     if groups.ends is not None:
         checked(groups, x.shape[0])
     if x.numel() == 0:  # without a look at offsets, which are zeros
@@ -168,4 +167,4 @@ _OP = define(
     reference=_operator(reference),
     fake=_fake,
 )
-implement("quantize_groups", _operator(_by_kernels))
+implement("quantize_groups", _operator(by_kernels))

@@ -13,7 +13,7 @@ from kernels import require_kernels
 
 from hybridtensor.ops import CastInputs, CastRequest, Groups
 from hybridtensor.ops.cast.grouped import grouped_cast
-from hybridtensor.ops.grouped_cast import quantize_groups, reference
+from hybridtensor.ops.grouped_cast import by_kernels, quantize_groups, reference
 from hybridtensor.ops.groups import padded_rows
 from hybridtensor.testing import edge_tensor, random_tensor
 
@@ -138,9 +138,11 @@ def test_of_nothing(device, cast):
     groups, request = Groups(3, ends, 16), CastRequest(cast, cast)
     faces = quantize_groups(x, groups, request, CastInputs())
     assert faces[0].qdata.shape == (0, 64 // cast.format.elements_per_byte)
-    made = [tensor for face in faces for tensor in face.tensors()]
-    for got, expected in zip(made, reference(x, groups, request, CastInputs()), strict=True):
-        assert torch.equal(bits(got), bits(expected))
+    definition = reference(x, groups, request, CastInputs())
+    unseen = by_kernels(x, groups._replace(ends=ends + 5), request, CastInputs())
+    for made in ([tensor for face in faces for tensor in face.tensors()], unseen):
+        for got, expected in zip(made, definition, strict=True):
+            assert torch.equal(bits(got), bits(expected))
     assert faces[1].qdata.shape == (64, padded_rows(0, groups) // cast.format.elements_per_byte)
 
 
