@@ -28,7 +28,7 @@ SHAPES = {
     "cpu": [(256, 64, 64, 4)],
 }
 BLOCKS = {"cuda": [(16384, 4096, 4096, 8)], "cpu": [(64, 32, 32, 4)]}  # tokens, width, hidden, experts
-RECIPES = ["fp8_rowwise", "fp8+e4m3_grad", "fp8", "fp8_block", "mxfp8"]
+RECIPES = ["fp8_rowwise", "fp8_rowwise+fast_accum", "fp8+e4m3_grad", "fp8", "fp8_block", "mxfp8"]
 _TURN = 16
 
 
@@ -116,7 +116,7 @@ def measure_layers(shape: tuple[int, int, int, int], device: str, repeats: int) 
         x = torch.randn(tokens, in_features, dtype=torch.bfloat16, requires_grad=True)
         g = torch.randn(tokens, out_features, dtype=torch.bfloat16)
     layers: dict[str, nn.Module] = {"bf16 (plain)": plain}
-    for name in RECIPES if count < 64 else RECIPES[:1]:
+    for name in RECIPES if count < 64 else RECIPES[:2]:
         layers[name] = ht.quantize_(copy.deepcopy(plain), name)
     if device.startswith("cuda"):
         layers["torchao rowwise"] = Torchao(1, 1, 1)
@@ -164,7 +164,7 @@ def measure_blocks(shape: tuple[int, int, int, int], device: str, repeats: int) 
         x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
         g = torch.randn(tokens, width, dtype=torch.bfloat16)
     made: dict[str, nn.Module] = {"bf16 (plain)": plain}
-    for name in RECIPES[:2]:
+    for name in RECIPES[:3]:
         made[name] = ht.quantize_(copy.deepcopy(plain), name, filter_fn=lambda _, name: name != "router")
     rows = []
     for groups, as_run in (("eager", nn.Sequential), ("compiled", torch.compile)):

@@ -11,8 +11,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torchao.core.config import config_from_dict, config_to_dict
 
+import hybridtensor as ht
 from hybridtensor import (
     Float8Quantizer,
     HybridConfig,
@@ -23,6 +25,7 @@ from hybridtensor import (
     formats,
     recipes,
 )
+from hybridtensor.linear import products
 from hybridtensor.recipes import named
 from hybridtensor.recipes.config import _spec_of, from_factory
 from hybridtensor.recipes.named import TABLE
@@ -34,7 +37,12 @@ SPECS = [*WORDS, *("/".join(words) for words in itertools.product(WORDS, WORDS, 
 E4M3, E5M2 = Float8Quantizer(), Float8Quantizer(dtype="e5m2")
 UNSPELLABLE = HybridConfig(input=E4M3, weight=Float8Quantizer(pow2_scale=True), grad_output=E4M3)
 CONFIGS = [HybridConfig.parse(s) for s in ("fp8", "fp8/bf16/fp8_rowwise", "fp8+dequantized", "fp8+high_precision")]
-CONFIGS += [UNSPELLABLE, HybridConfig.parse("fp8_rowwise+save_original_input")]
+CONFIGS += [
+    UNSPELLABLE,
+    HybridConfig.parse("fp8_rowwise+save_original_input"),
+    HybridConfig.parse("fp8_rowwise+save_original_input+fast_accum"),
+    HybridConfig.parse("fp8+fast_accum"),
+]
 
 
 @pytest.mark.parametrize("modifier", MODIFIERS)
@@ -302,3 +310,31 @@ def test_a_hybrid_of_one_quantizer_is_that_quantizer():
 def test_save_original_input_is_true_or_false():
     with pytest.raises(TypeError, match="save_original_input is True or False, got 'yes'"):
         HybridConfig(E4M3, E4M3, E4M3, save_original_input="yes")
+
+
+def test_fast_accum_is_for_backward_in_fp8():
+    for spec in ("mxfp8", "fp8_block", "bf16", "fp8/bf16/bf16", "fp8/mxfp8/nvfp4", "fp8+dequantized"):
+        with pytest.raises(ValueError, match="fast_accum is for products of backward in FP8 per tensor or per row"):
+            HybridConfig.parse(f"{spec}+fast_accum")
+    for spec in ("fp8", "fp8_delayed", "fp8/mxfp8/fp8_rowwise", "fp8+e4m3_grad"):
+        config = HybridConfig.parse(f"{spec}+fast_accum")
+        assert config.fast_accum
+        assert config.fingerprint() != HybridConfig.parse(spec).fingerprint()
+    with pytest.raises(TypeError, match="fast_accum is True or False, got 1"):
+        HybridConfig(E4M3, E4M3, E4M3, fast_accum=1)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_which_products_may_accumulate_fast(fast, monkeypatch):
+    """The forward's always, those of backward on request."""
+    asked = []
+
+    def product(*operands, fast_accum=False, **options):
+        asked.append(fast_accum)
+        return multiply(*operands, fast_accum=fast_accum, **options)
+
+    multiply = products.ops.product
+    monkeypatch.setattr(products.ops, "product", product)
+    layer = ht.quantize_(nn.Linear(32, 32), "fp8+fast_accum" if fast else "fp8")
+    layer(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert asked == [True, fast, fast]

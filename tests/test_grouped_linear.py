@@ -552,3 +552,19 @@ def test_what_experts_cannot_do():
         weight[..., :32]
     with pytest.raises(ValueError, match="a recipe for a kind of layer is required"):
         by_type()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only matrix units accumulate with fewer bits")
+def test_gradients_accumulate_fast_on_request():
+    """A long sum of terms of one sign tells who added it up: the units alone lose more than a part in 64 of it.
+
+    Oracle: float64.
+    """
+    tokens = 40000
+    x, g = (torch.rand(tokens, 64, device="cuda").bfloat16() + 1 for _ in range(2))
+    exact, errors = g.double().t() @ x.double(), []
+    for spec in ("fp8_rowwise", "fp8_rowwise+fast_accum"):
+        grad = grouped(x, operands()[1].cuda(), g, (tokens,) * EXPERTS, from_name(spec))[2]
+        errors.append((grad[0].double() / exact - 1).abs().max().item())
+    assert errors[0] < 1 / 64 < errors[1]

@@ -101,6 +101,7 @@ class Backward(NamedTuple):
             saved: What ``save`` returned.
         """
         needs, count, dtype = self.needs, self.num_saved, grad.dtype
+        fast = self.config.fast_accum
         context = self.context._replace(role="grad_output", record=True)
         if needs.weight:
             self.input.begin(
@@ -116,10 +117,10 @@ class Backward(NamedTuple):
         if row is not None:
             right = self.weight.columnwise(saved[count:])
             note_product(self.layer, "grad_input", row, right, dtype)
-            grad_input = ops.product(row, right, out_dtype=dtype)
+            grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast)
         self.weight.release()
         if column is not None:
             right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
             note_product(self.layer, "grad_weight", column, right, dtype)
-            grad_weight = ops.product(column, right, out_dtype=dtype)
+            grad_weight = ops.product(column, right, out_dtype=dtype, fast_accum=fast)
         return Gradients(grad_input, grad_weight, grad.sum(dim=0) if needs.bias else None)

@@ -20,7 +20,7 @@ from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.face import Face, Groups
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.native_mm import has_fp8_units, is_fp8, is_hopper
+from hybridtensor.ops.native_mm import has_fast_accum, has_fp8_units, is_fp8, is_hopper
 
 _ALL = 1 << 30  # so high a tile is any group's
 
@@ -99,10 +99,8 @@ def _multiply(
 
 def is_native(left: Format, right: Format, out_dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch has the product: of E4M3 by row or by tensor, on Hopper, bf16."""
-    fits = all(
-        fmt.element == torch.float8_e4m3fn and is_fp8(fmt) and fmt.block[1] is None
-        for fmt in (left, right)
-    )
+    fits = all(fmt.element == torch.float8_e4m3fn for fmt in (left, right))
+    fits = fits and has_fast_accum(left, right)
     return fits and out_dtype == torch.bfloat16 and is_hopper(device)
 
 

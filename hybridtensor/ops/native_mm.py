@@ -82,6 +82,13 @@ def is_fp8(fmt: Format) -> bool:
     return fmt.scale_dtype == torch.float32
 
 
+def has_fast_accum(left: Format, right: Format) -> bool:
+    """Return whether Hopper's matrix units may add up the whole product of these formats by themselves: FP8, with
+    scales that no block of the contraction ends.
+    """
+    return all(is_fp8(fmt) and fmt.block[1] is None for fmt in (left, right))
+
+
 def has_fp8_units(device: torch.device) -> bool:
     """Return whether what runs kernels there multiplies FP8 elements: matrix units since 8.9, or an interpreter."""
     return device.type != "cuda" or _capability(device) >= (8, 9)

@@ -14,6 +14,7 @@ import torch
 
 from hybridtensor.arguments import require_choice, require_flag, require_kind, require_text, told
 from hybridtensor.formats import Format
+from hybridtensor.ops.native_mm import has_fast_accum
 from hybridtensor.ops.scaled_mm import check_multipliable
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.spec import GEMMS, Faces, Gemm, Spec, derive, simplified
@@ -65,6 +66,10 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         save_original_input: Keep the input itself for backward and make its columnwise face there;
             the bits are the same. Saves memory where the producer of the input keeps it anyway.
             Implied by ``"high_precision"``.
+        fast_accum: Let the matrix units of a Hopper GPU add up the two products of backward by
+            themselves, as they do in the forward. Faster, with fewer bits than fp32 in sums (some
+            13 below the largest term): long sums of one sign lose visibly. Only for FP8 with scales
+            per tensor or per row; bits on a CPU stay.
 
     Raises:
         TypeError: If a role is not a quantizer.
@@ -76,6 +81,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
     grad_output: Quantizer
     backward_override: str | None = None
     save_original_input: bool = False
+    fast_accum: bool = False
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -84,7 +90,11 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                     f"HybridConfig: a quantizer is required for {role}, got "
                     f"{told(getattr(self, role))}; use IdentityQuantizer() for high precision"
                 )
-        require_flag("HybridConfig", save_original_input=self.save_original_input)
+        require_flag(
+            "HybridConfig",
+            save_original_input=self.save_original_input,
+            fast_accum=self.fast_accum,
+        )
         self._apply_override()
         for role in ROLES:
             object.__setattr__(self, role, simplified(getattr(self, role)))
@@ -97,6 +107,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                 raise ValueError(
                     f"HybridConfig: {gemm.name} multiplies {operands}: {error}"
                 ) from None
+        self._check_fast_accum()
 
     def _apply_override(self) -> None:
         """Rewrite the roles as ``backward_override`` says; doing it twice changes nothing."""
@@ -135,6 +146,14 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         )
         object.__setattr__(self, "save_original_input", False)
 
+    def _check_fast_accum(self) -> None:
+        """Refuse ``fast_accum`` where no product of backward has it."""
+        if self.fast_accum and not any(has_fast_accum(*self.formats(gemm)) for gemm in GEMMS[1:]):
+            raise ValueError(
+                "HybridConfig: fast_accum is for products of backward in FP8 per tensor or per "
+                f"row, got {', '.join(_told_formats(self, gemm) for gemm in GEMMS[1:])}; drop it"
+            )
+
     def delayed_rules(self) -> dict[str, DelayedRule]:
         """Return the delayed scales that a layer with this recipe keeps, by slot."""
         rules = (getattr(self, role).delayed_rules(role) for role in ROLES)
@@ -154,6 +173,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         grad_weight: str | Quantizer,
         backward_override: str | None = None,
         save_original_input: bool = False,
+        fast_accum: bool = False,
     ) -> HybridConfig:
         """Build a config from the format of each product.
 
@@ -163,13 +183,17 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             grad_weight: The same.
             backward_override: See the class.
             save_original_input: See the class.
+            fast_accum: See the class.
 
         Raises:
             ValueError: If a word is unknown.
         """
         roles = Faces.of_words((output, grad_input, grad_weight)).by_role()
         return cls(
-            **roles, backward_override=backward_override, save_original_input=save_original_input
+            **roles,
+            backward_override=backward_override,
+            save_original_input=save_original_input,
+            fast_accum=fast_accum,
         )
 
     @classmethod
@@ -183,7 +207,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         Hadamard rotation in grad_weight, gradients rounded stochastically).
 
         Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
-        overrides), ``save_original_input``. Options: ``pow2_scale``, ``fp32_scale`` (of current
+        overrides), ``save_original_input``, ``fast_accum``. Options: ``pow2_scale``, ``fp32_scale`` (of current
         scaling), ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed
         scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights),
         ``nearest`` (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward),
@@ -249,12 +273,19 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that equal configs share, in every process and version."""
-        text = json.dumps(config_to_dict(self), sort_keys=True)
+        fields = config_to_dict(self)
+        if not self.fast_accum:  # as before there was this field
+            del fields["_data"]["fast_accum"]
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _stable_hash_for_caching(self) -> str:
         """Let torch.compile's caches key on the value of this config."""
         return self.fingerprint()
+
+
+def _told_formats(config: HybridConfig, gemm: Gemm) -> str:
+    return f"{gemm.name} of " + " and ".join(str(fmt) for fmt in config.formats(gemm))
 
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:
@@ -268,7 +299,9 @@ def _columnwise_repeatable(quantizer: Quantizer) -> bool:
 def _spec_of(config: HybridConfig) -> str | None:
     """Return the shortest spec that ``parse`` turns into ``config``, or None."""
     quantizers = {role: getattr(config, role) for role in ROLES}
-    spec = derive(quantizers, config.backward_override, config.save_original_input)
+    spec = derive(
+        quantizers, config.backward_override, config.save_original_input, config.fast_accum
+    )
     if spec is None:
         return None
     try:

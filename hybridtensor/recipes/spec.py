@@ -84,6 +84,7 @@ POLICIES: dict[str, tuple[str, str | bool]] = {
     "high_precision": ("backward_override", "high_precision"),
     "dequantized": ("backward_override", "dequantized"),
     "save_original_input": ("save_original_input", True),
+    "fast_accum": ("fast_accum", True),
 }
 
 
@@ -291,7 +292,10 @@ def _policies(names: list[str], text: str) -> tuple[str, ...]:
 
 
 def derive(
-    quantizers: dict[str, Quantizer], backward_override: str | None, save_original_input: bool
+    quantizers: dict[str, Quantizer],
+    backward_override: str | None,
+    save_original_input: bool,
+    fast_accum: bool,
 ) -> Spec | None:
     """Return the only spec that may mean a config of these fields, or None if there is none.
 
@@ -312,7 +316,8 @@ def derive(
         words, policies = words * 3, [backward_override]
     else:
         named |= _sources(faces)
-        policies = ["save_original_input"] if save_original_input else []
+        flags = {"save_original_input": save_original_input, "fast_accum": fast_accum}
+        policies = [name for name, is_set in flags.items() if is_set]
     output, grad_input, grad_weight = words
     modifiers = tuple(name for name in MODIFIERS if name in named)
     return Spec((output, grad_input, grad_weight), modifiers, tuple(policies))

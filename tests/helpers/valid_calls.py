@@ -263,12 +263,14 @@ ROWS = {
         dst=lambda: FP8_TENSOR.quantize(HALF), x=HALF, context=ht.Context(),
     ),
     "HybridConfig": row(
-        ht.HybridConfig, {"backward_override": "None", "save_original_input": "flag"},
+        ht.HybridConfig, {"backward_override": "None", "save_original_input": "flag", "fast_accum": "flag"},
         input=FP8_TENSOR, weight=FP8_TENSOR, grad_output=FP8_TENSOR, backward_override=None, save_original_input=False,
+        fast_accum=False,
     ),
     "HybridConfig.by_gemm": row(
-        ht.HybridConfig.by_gemm, {"backward_override": "None", "save_original_input": "flag"},
+        ht.HybridConfig.by_gemm, {"backward_override": "None", "save_original_input": "flag", "fast_accum": "flag"},
         output="fp8", grad_input="fp8", grad_weight="fp8", backward_override=None, save_original_input=False,
+        fast_accum=False,
     ),
     "HybridConfig.parse": row(ht.HybridConfig.parse, spec="fp8"),
     "HybridConfig.formats": method(lambda: FP8, "formats", gemm=recipes.spec.GEMMS[0]),
