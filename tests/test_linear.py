@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tiers import covered, in_turn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import HybridConfig
@@ -344,6 +345,33 @@ def test_faces_go_once_backward_has_used_them(monkeypatch):
     assert step(3) == (1, True)
     assert step(1) == (1, True)
     assert step(1) == (1, False)
+
+
+def test_a_rowwise_face_goes_after_forward_where_nothing_uses_it_again():
+    """Not that of a weight that activation checkpointing or another microbatch uses twice."""
+    converted, _ = layer("fp8_rowwise")
+    record = converted.weight.record
+
+    def kept(forward, backwards=1):
+        for _ in range(backwards):
+            y = forward(random_tensor(6, 32).requires_grad_())
+            found = [None if face is None else face.format for face in next(iter(record._faces.values()))]
+            y.backward(random_tensor(6, 48))
+        with torch.no_grad():
+            converted.weight.mul_(0.5)
+        return [fmt is not None for fmt in found]
+
+    def recomputed(x):
+        return checkpoint(converted, x, use_reentrant=False)
+
+    assert kept(converted) == [True, True]  # nobody knows yet
+    assert kept(converted) == [False, True]
+    assert kept(recomputed) == [False, True]
+    assert kept(recomputed) == [True, True]
+    assert kept(converted) == [True, True]
+    assert kept(converted) == [False, True]
+    assert kept(converted, 2) == [True, True]
+    assert kept(converted, 2) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ class Backward(NamedTuple):
             right = self.weight.columnwise(saved[count:])
             note_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast)
+            row = None  # its memory is for the weight's gradient
         self.weight.release()
         if column is not None:
             right = self.input.columnwise(saved[:count])._replace(groups=column.groups)

@@ -33,6 +33,12 @@ class KeptWeight(Operand):
         super().__init__(row, column)
         self._record = weight.record
 
+    def save(self) -> list[Tensor]:
+        """See ``Operand.save``."""
+        saved = super().save()
+        self._record.release_rowwise()
+        return saved
+
     def release(self) -> None:
         """See ``Operand.release``."""
         self._record.release_faces()

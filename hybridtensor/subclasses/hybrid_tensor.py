@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_kind
-from hybridtensor.ops import Faces
+from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.faces import FaceTensor, columnwise_face, rowwise_face
@@ -200,6 +200,16 @@ class HybridTensor(InterceptingTensor):
                 stack=self.is_stack,
             )
         return row, column
+
+    @torch.no_grad()
+    def forward_face(self) -> Face:
+        """See ``MasterWeight.forward_face``.
+
+        Raises:
+            ValueError: If the rowwise face is absent.
+        """
+        face = self.require_face("rowwise", name="weight", gemm="output")
+        return rowwise_face(face, self.dtype, stack=self.is_stack)
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``InterceptingTensor.carried``; of a weight that is gathered it is noted that a graph

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_dtype, require_flag, wrong
-from hybridtensor.ops import Faces
+from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -140,20 +140,40 @@ class MasterWeight(InterceptingTensor):
                 return self._quantized(rowwise, columnwise, dtype)
         self._count_graph_writes()
         record.count_others(plain)
-        state_version = None if layer is None else layer.version
-        stamp = Stamp(record.writes, record.handed, state_version, self.config, dtype)
-        row, column = record.faces(plain, stamp)
+        row, column = record.faces(plain, self._stamp(dtype))
         if (rowwise and row is None) or (columnwise and column is None):
             with torch.no_grad():
                 row, column = self._quantized(True, columnwise or column is not None, dtype)
             record.keep_faces(plain, (row, column))
         return row if rowwise else None, column if columnwise else None
 
-    def _quantized(self, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+    def _quantized(
+        self, rowwise: bool, columnwise: bool, dtype: torch.dtype, record: bool = True
+    ) -> Faces:
         """Return faces that are made now."""
+        context = self.context._replace(record=record)
         return self.config.weight.faces(
-            self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=self.context
+            self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
+
+    @torch.no_grad()
+    def forward_face(self) -> Face:
+        """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
+        of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
+        """
+        self._count_graph_writes()
+        self.record.count_others(self.plain)
+        row = self.record.known_rowwise(self.plain, self._stamp(self.dtype))
+        made = self._quantized(True, False, self.dtype, record=False)[0] if row is None else row
+        if made is None:
+            raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
+        return made
+
+    def _stamp(self, dtype: torch.dtype) -> Stamp:
+        """Return what faces of ``dtype`` depend on now."""
+        record, layer = self.record, self.record.layer
+        state_version = None if layer is None else getattr(layer, "version", None)
+        return Stamp(record.writes, record.handed, state_version, self.config, dtype)
 
     def take_memory(self, plain: Tensor) -> None:
         """Be ``plain`` from now on, of any shape, dtype and device, with the same recipe and layer.

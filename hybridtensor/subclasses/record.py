@@ -100,6 +100,8 @@ class WeightRecord:
         "_shared",
         "_stamp",
         "_used",
+        "_uses",
+        "_uses_before",
         "first",
         "gathered",
         "handed",
@@ -123,6 +125,7 @@ class WeightRecord:
         self._stamp: Stamp | None = None
         self._shared = self._used = self._again = False
         self._keeps = True
+        self._uses = self._uses_before = 0
         self._faces: dict[tuple[object, ...], Faces] = {}
         self._holders: dict[int, _Holder] = {}
 
@@ -202,11 +205,30 @@ class WeightRecord:
         if self._stamp != stamp:
             self._keeps = self._keeps and (self._again or not self._used)
             self._stamp, self._used, self._again = stamp, False, False
+            self._uses_before, self._uses = self._uses, 1
             self._faces.clear()
             return _NO_FACES
+        self._uses += 1
         if self._used:
             self._again = self._keeps = True
         return self._faces.get((plain.shape, plain.stride(), plain.storage_offset()), _NO_FACES)
+
+    def known_rowwise(self, plain: Tensor, stamp: Stamp) -> Face | None:
+        """Return the rowwise face that is kept of ``plain`` and still holds, of whatever dtype; this
+        does not count as a use.
+        """
+        if self._stamp is None or self._stamp._replace(dtype=stamp.dtype) != stamp:
+            return None
+        key = plain.shape, plain.stride(), plain.storage_offset()
+        return self._faces.get(key, _NO_FACES)[0]
+
+    def release_rowwise(self) -> None:
+        """Let go of the rowwise face, which a forward has used, if it was used once only between the
+        last two writes: no recomputation, and no further microbatch.
+        """
+        if self._uses == self._uses_before == 1:
+            for key, (_, column) in self._faces.items():
+                self._faces[key] = None, column
 
     def release_faces(self) -> None:
         """Let go of the faces, which a backward has used, unless they will be used again.

@@ -29,6 +29,7 @@ class Part(NamedTuple):
         dtype: Dtype of the computation.
         section: Which part of the layer's matrix is sharded, under tensor parallelism.
         first: Number of the first expert of what is sharded, under expert parallelism.
+        record: Whether delayed scaling takes note.
     """
 
     values: Tensor
@@ -40,6 +41,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
     section: Section | None = None
     first: int = 0
+    record: bool = True
 
     def faces(self, *, rowwise: bool, columnwise: bool) -> tuple[Faces, int]:
         """Return the faces asked for, as those of the whole, and where the part's rows begin in
@@ -90,10 +92,11 @@ class Part(NamedTuple):
         if self.plan.matrix is not None:
             count, rows = self.values.shape[0], self.plan.matrix[0]
             groups = Groups(count, first=self.first + self.rank * count)
-            return Context("weight", self.state, first_row=groups.first * rows, groups=groups)
+            first_row = groups.first * rows
+            return Context("weight", self.state, None, self.record, first_row, groups=groups)
         before = 0 if self.section is None else self.section.first_out
         first_row = before + self.rank * self.values.shape[0]
-        return Context("weight", self.state, first_row=first_row, section=self.section)
+        return Context("weight", self.state, None, self.record, first_row, self.section)
 
 
 def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -29,6 +29,7 @@ from hybridtensor.distributed.fsdp.sending import (
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
+from hybridtensor.ops import Face
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import StateTensors
@@ -269,6 +270,27 @@ class Shard:
         return Part(
             values, config.weight, self.plan, rank, self.amaxes, state, self.dtype, section, first
         )
+
+    def forward_face(self) -> Face | None:
+        """Return the rowwise face of this rank's part, with the scales of the whole, as the next
+        forward gathers it; None of a weight whose values travel.
+
+        All ranks call it, for the same weights in the same order. Nothing is taken note of.
+        """
+        tensor: Any = self.sharded.tensor
+        if not self.sharded.before_backward or not self.has_recipe:
+            self.adopt(tensor.recipe)
+        self._agree()
+        if self.plan.whole or self.plan.row.kind != "bytes":
+            return None
+        if isinstance(tensor, HybridTensor):
+            return (tensor.transpose(-2, -1) if tensor.is_transposed else tensor).forward_face()
+        self._order_amaxes()
+        part = self.part(tensor.plain, tensor.state)._replace(record=False)
+        (row, _), first = part.faces(rowwise=True, columnwise=False)
+        if row is None or self.plan.matrix is not None:
+            return row
+        return row.cut(0, first, tensor.shape[0])
 
     # -- after the gather
 
