@@ -8,6 +8,7 @@ from hybridtensor.debug import debug
 from hybridtensor.distributed.mesh import set_data_parallel_group_, set_mesh_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
+from hybridtensor.inference import inference_config, inference_tensors
 from hybridtensor.linear import share_inputs
 from hybridtensor.plain import plain_, plain_state_dict
 from hybridtensor.quantizers import (
@@ -48,6 +49,8 @@ __all__ = [
     "explain",
     "export_safetensors",
     "formats",
+    "inference_config",
+    "inference_tensors",
     "linear",
     "load_safetensors",
     "offload",

@@ -17,7 +17,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts",
-    "convert", "plain", "check", "explain", "export", "verify", "former_names", "testing",
+    "convert", "plain", "check", "explain", "export", "inference", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
@@ -91,6 +91,8 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"triton"}
     if module.parts[1] == "export":
         allowed |= {"safetensors"}
+    if module.parts[1] == "inference":
+        allowed |= {"safetensors", "transformers", "compressed_tensors"}
     if module.parts[-1] == "numpy_values":
         allowed |= {"numpy"}
     tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
@@ -102,7 +104,10 @@ def test_the_core_imports_only_torch_and_torchao(module):
             names = [node.module or ""]
         for name in names:
             assert name.split(".")[0] in allowed | {"rich"}, f"{module} imports {name}"
-            if name.startswith(("rich", "safetensors", "numpy")) and module.parts[1] != "testing":
+            if (
+                name.startswith(("rich", "safetensors", "transformers", "compressed_tensors", "numpy"))
+                and module.parts[1] != "testing"
+            ):
                 assert node not in tree.body, f"{module} imports {name} when it is itself imported"
             assert "torchao.prototype" not in name
 

@@ -216,6 +216,14 @@ ROWS = {
         timeout=datetime.timedelta(minutes=1),
     ),
     "load_safetensors": row(ht.load_safetensors, path=exported, device="cpu"),
+    "inference_tensors": row(
+        ht.inference_tensors, {"model": "module", "bucket_bytes": "integer"},
+        model=linear, layout="auto", experts="separate", dtype=torch.bfloat16, bucket_bytes=1, ranks="all",
+        timeout=datetime.timedelta(minutes=1),
+    ),
+    "inference_config": row(
+        ht.inference_config, {"model": "module"}, model=linear, layout="auto", experts="separate",
+    ),
     "debug": row(debugging, {"offsets": "flag"}, offsets=True),
     "share_inputs": row(sharing, {"enabled": "flag"}, enabled=True),
     "step_": row(ht.step_, {"model": "module"}, model=linear),

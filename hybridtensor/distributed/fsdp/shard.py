@@ -284,7 +284,9 @@ class Shard:
         if self.plan.whole or self.plan.row.kind != "bytes":
             return None
         if isinstance(tensor, HybridTensor):
-            return (tensor.transpose(-2, -1) if tensor.is_transposed else tensor).forward_face()
+            whole: Any = tensor.transpose(-2, -1) if tensor.is_transposed else tensor
+            kept: Face = whole.forward_face()
+            return kept
         self._order_amaxes()
         part = self.part(tensor.plain, tensor.state)._replace(record=False)
         (row, _), first = part.faces(rowwise=True, columnwise=False)

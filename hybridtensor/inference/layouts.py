@@ -1,0 +1,225 @@
+"""The layouts that inference engines load: how the tensors of a face are named and stored in each.
+
+A layout stores the bytes of a face as they are. Only what says the same in other words is rewritten:
+a scale per tensor as one per row, scales of square blocks once for each row, a tensor scale as its
+reciprocal.
+
+Shape letters: ``N, K`` a weight.
+
+Source: the loaders of transformers 5 (``FineGrainedFP8Config``) and of compressed-tensors 0.20,
+which vLLM and SGLang share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor import formats
+from hybridtensor.arguments import nearest, require_text
+from hybridtensor.formats import Format
+from hybridtensor.ops import Face
+
+Packed = dict[str, Tensor]
+"""Tensors of a weight, by what their names end in."""
+
+Settings = dict[str, Any]
+"""What a configuration says of weights or inputs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout.
+
+    Attributes:
+        name: What users call it.
+        holds: The formats of faces that it can store.
+        pack: Returns the tensors of a face ``[N, K]``.
+        settings: What the configuration says of weights.
+        stored_as: What compressed-tensors calls it; "" for the one of Hugging Face.
+        block: Extents of blocks of which its readers need whole ones, if there are more than one.
+    """
+
+    name: str
+    holds: tuple[Format, ...]
+    pack: Callable[[Face], Packed]
+    settings: Settings
+    stored_as: str = ""
+    block: tuple[int, int] = (1, 1)
+
+    def check(self, who: str, fmt: Format, size: tuple[int, int]) -> None:
+        """Raise unless weights of a format and a size can be stored.
+
+        Args:
+            who: Begins the message: the function and the weight.
+            fmt: Of the rowwise face.
+            size: ``(N, K)``.
+
+        Raises:
+            ValueError: If not, naming layouts that can.
+        """
+        if fmt not in self.holds:
+            raise ValueError(
+                f"{who}: a face of {self._told()} is required by layout {self.name!r}, got {fmt}; "
+                f"{_advice(fmt, size)}"
+            )
+        if not self._fits(size):
+            raise ValueError(
+                f"{who}: whole blocks of {self.block[0]}x{self.block[1]} are required by layout "
+                f"{self.name!r}, whose readers cut others wrongly, got {list(size)}; {_advice(fmt, size)}"
+            )
+
+    def can_hold(self, fmt: Format, size: tuple[int, int]) -> bool:
+        """Return whether weights of a format and a size can be stored."""
+        return fmt in self.holds and self._fits(size)
+
+    def _fits(self, size: tuple[int, int]) -> bool:
+        return all(n % b == 0 or n < b for n, b in zip(size, self.block, strict=True))
+
+    def _told(self) -> str:
+        return " or ".join(str(fmt) for fmt in self.holds)
+
+
+def _advice(fmt: Format, size: tuple[int, int]) -> str:
+    """Return what to do with a face that a layout cannot store."""
+    others = [layout.name for layout in LAYOUTS.values() if layout.can_hold(fmt, size)]
+    if others:
+        return f"layouts that hold it: {', '.join(others)}"
+    return (
+        "no layout holds it; train the layer with a weight in 'fp8' (E4M3), 'fp8_rowwise', 'fp8_block', "
+        "'mxfp8' or 'nvfp4', or export it in high precision with export_safetensors"
+    )
+
+
+def _scale(face: Face) -> Tensor:
+    if face.scale is None:
+        raise ValueError(f"inference layouts: a quantized face is required, got {face.format}")
+    return face.scale
+
+
+def _hf_fp8(face: Face) -> Packed:
+    return {"weight": face.qdata, "weight_scale_inv": _scale(face).contiguous()}
+
+
+def _hf_fp8_ue8m0(face: Face) -> Packed:
+    exponents = _scale(face).to(torch.float8_e8m0fnu)  # exact: powers of two in the format's range
+    return {"weight": face.qdata, "weight_scale_inv": exponents.contiguous()}
+
+
+def _per_tensor(face: Face) -> Packed:
+    return {"weight": face.qdata, "weight_scale": _scale(face).reshape(1)}
+
+
+def _per_row(face: Face) -> Packed:
+    rows = face.qdata.shape[0]
+    return {"weight": face.qdata, "weight_scale": _scale(face).expand(rows, 1).contiguous()}
+
+
+def _per_block(face: Face) -> Packed:
+    return {"weight": face.qdata, "weight_scale": _scale(face).contiguous()}
+
+
+def _by_row(face: Face) -> Tensor:
+    """Return the scales of blocks, once for each row of a square one."""
+    scale, across = _scale(face).view(torch.uint8), face.format.block[0] or 1
+    return scale.repeat_interleave(across, dim=0)[: face.qdata.shape[0]].contiguous()
+
+
+def _mxfp8(face: Face) -> Packed:
+    return {"weight": face.qdata, "weight_scale": _by_row(face)}
+
+
+def _nvfp4(face: Face) -> Packed:
+    amax = face.tensor_scale
+    if amax is None:
+        raise ValueError("inference layouts: a face with a tensor scale is required, got none")
+    return {
+        "weight_packed": face.qdata,
+        "weight_scale": _by_row(face).view(torch.float8_e4m3fn),
+        "weight_global_scale": (face.format.tensor_scale_max / amax.float()).reshape(1),
+    }
+
+
+def _float8(strategy: str, **more: Any) -> Settings:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+        **more,
+    }
+
+
+_TENSOR, _ROW = formats.FP8_E4M3_TENSOR, formats.FP8_E4M3_ROW
+_SQUARES = formats.FP8_E4M3_128X128, formats.FP8_E4M3_128X128_FP32_SCALE
+_HF = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_OF_16 = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+_OF_32 = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("hf_fp8", _SQUARES, _hf_fp8, _HF, block=(128, 128)),
+        Layout(
+            "hf_fp8_ue8m0", _SQUARES[:1], _hf_fp8_ue8m0, {**_HF, "scale_fmt": "ue8m0"}, block=(128, 128)
+        ),
+        Layout("ct_fp8_tensor", (_TENSOR,), _per_tensor, _float8("tensor"), "float-quantized"),
+        Layout("ct_fp8_row", (_ROW, _TENSOR), _per_row, _float8("channel"), "float-quantized"),
+        Layout(
+            "ct_fp8_block", _SQUARES, _per_block, _float8("block", block_structure=[128, 128]),
+            "float-quantized",
+        ),
+        Layout(
+            "ct_mxfp8", (formats.MXFP8_E4M3, formats.MXFP8_E4M3_32X32), _mxfp8, _float8("group", **_OF_32),
+            "mxfp8-quantized",
+        ),
+        Layout(
+            "ct_nvfp4", (formats.NVFP4, formats.NVFP4_16X16), _nvfp4,
+            {**_float8("tensor_group", **_OF_16), "num_bits": 4}, "nvfp4-pack-quantized",
+        ),
+    )
+}  # fmt: skip
+AUTO = "auto"
+
+
+def require_layout(who: str, name: object) -> None:
+    """Raise unless ``name`` is that of a layout, or ``"auto"``."""
+    require_text(who, layout=name)
+    if name != AUTO and name not in LAYOUTS:
+        raise ValueError(f"{who}: unknown layout {name!r}; {nearest(str(name), [AUTO, *LAYOUTS])}")
+
+
+def choose(
+    who: str, name: str, fmt: Format, size: tuple[int, int], among: Iterable[Layout]
+) -> Layout:
+    """Return the layout of a weight.
+
+    Args:
+        who: Begins messages: the function and the weight.
+        name: Of a layout, or ``"auto"``.
+        fmt: Format of the rowwise face.
+        size: ``(N, K)``.
+        among: What ``"auto"`` chooses from, best first.
+
+    Raises:
+        ValueError: If no layout can hold it.
+    """
+    if name != AUTO:
+        LAYOUTS[name].check(who, fmt, size)
+        return LAYOUTS[name]
+    for layout in among:
+        if layout.can_hold(fmt, size):
+            return layout
+    raise ValueError(
+        f"{who}: a face that a layout holds is required, got {fmt} of {list(size)}; {_advice(fmt, size)}"
+    )

@@ -1,0 +1,176 @@
+"""The tensors of an exported weight: those that are there, or parts that ranks put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hybridtensor.formats import Format
+from hybridtensor.inference.gather import Source, Whole, gathered, sharded_dims
+from hybridtensor.inference.weights import Exported
+from hybridtensor.ops import Face
+from hybridtensor.ops.face import FaceKind, Layout, face_layouts
+from hybridtensor.ops.groups import stack_layouts
+from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+Ready = tuple[Exported, "Face | Tensor | None"]
+"""What is exported, and its whole face or values; None on ranks that do not get it."""
+
+
+@torch.no_grad()
+def whole_tensors(some: list[Exported], dtype: torch.dtype, first_only: bool) -> Iterator[Ready]:
+    """Yield faces and values that are exported, in their order, gathered together where ranks hold parts.
+
+    Args:
+        some: What is exported, on every rank the same.
+        dtype: Of floating-point values.
+        first_only: Whether only the first rank gets what is gathered.
+    """
+    ready: list[Face | Tensor | Source] = [_ready(one, dtype) for one in some]
+    sources = [one for one in ready if isinstance(one, Source)]
+    whole = iter(gathered(sources, first_only))
+    for one, found in zip(some, ready, strict=True):
+        if not isinstance(found, Source):
+            yield one, found
+            continue
+        tensors = next(whole)
+        yield one, None if not tensors else _finished(one, tensors, dtype)
+
+
+def size_of(one: Exported, dtype: torch.dtype) -> int:
+    """Return the bytes of what is exported, all of it, but for scales."""
+    elements = math.prod(one.value.shape)
+    if one.format is not None:
+        return elements // one.format.elements_per_byte
+    return elements * (
+        dtype.itemsize if one.value.is_floating_point() else one.value.dtype.itemsize
+    )
+
+
+def _ready(one: Exported, dtype: torch.dtype) -> Face | Tensor | Source:
+    """Return the face or the values, or this rank's part of them."""
+    dims = sharded_dims(one.value) if isinstance(one.value, DTensor) else ()
+    if one.format is None:
+        return (
+            _source(one, dims, _high_precision(one, dtype)) if dims else _high_precision(one, dtype)
+        )
+    face = _own_face(one)
+    if not dims:
+        return face if face is not None else _made(one, one.part.plain)
+    if face is None:  # values that are quantized once they are whole
+        return _source(one, dims, one.part.plain)
+    value: Any = one.value
+    return Source(_parts_of_face(one, face), value.device_mesh, dims)
+
+
+def _high_precision(one: Exported, dtype: torch.dtype) -> Tensor:
+    """Return the values of this rank's part, which may be an alias."""
+    part = one.part
+    if isinstance(part, MasterWeight):
+        part = part.plain
+    elif isinstance(part, HybridTensor):
+        part = part.dequantize(dtype)
+    values: Tensor = part.detach()
+    return values.to(dtype) if values.is_floating_point() else values
+
+
+def _own_face(one: Exported) -> Face | None:
+    """Return the rowwise face of this rank's part; None where only the whole has one."""
+    shard, part = one.shard, one.part
+    if shard is not None:
+        face = shard.forward_face()
+    else:
+        face = (part.transpose(-2, -1) if one.is_turned else part).forward_face()
+    if face is None or face.format is one.format:
+        return face
+    rows = face.qdata.shape[
+        -2
+    ]  # parts of a matrix with a scale each: together they have one per row
+    scale = face.scale
+    if scale is None or one.format is None:
+        raise ValueError(
+            f"inference_tensors: {one.name}: a quantized face is required, got {face.format}"
+        )
+    return face._replace(scale=scale.expand(*scale.shape[:-2], rows, 1), format=one.format)
+
+
+def _made(one: Exported, values: Tensor) -> Face:
+    """Return the face of a whole weight, made of its values."""
+    part: Any = one.part
+    turned = values.transpose(-2, -1) if one.is_turned else values
+    context: Context = part.context._replace(record=False)
+    (row, _) = part.recipe.weight.faces(
+        turned, rowwise=True, columnwise=False, dtype=values.dtype, context=context
+    )
+    if row is None:
+        raise ValueError(
+            f"inference_tensors: {one.name}: {part.recipe.weight} made no rowwise face"
+        )
+    made: Face = row
+    return made
+
+
+def _start(one: Exported) -> tuple[int, ...]:
+    """Return where this rank's part begins in the whole."""
+    value: Any = one.value
+    # private to torch's checkpoints, which say so where parts of parts are cut
+    _, offset = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return tuple(offset)
+
+
+def _source(one: Exported, dims: tuple[int, ...], values: Tensor) -> Source:
+    """Return values as a source."""
+    value: Any = one.value
+    whole = Whole(
+        tuple(value.shape), torch.empty(value.shape, device="meta").stride(), values.dtype,
+        values.contiguous(), _start(one),
+    )  # fmt: skip
+    return Source([whole], value.device_mesh, dims)
+
+
+def _layouts(one: Exported) -> list[Layout]:
+    """Return how the tensors of the whole face lie."""
+    fmt: Any = one.format
+    if one.value.dim() == 3:
+        return stack_layouts(fmt, one.value.shape[0], *one.matrix)
+    return list(face_layouts(fmt, *one.matrix))
+
+
+def _parts_of_face(one: Exported, face: Face) -> list[Whole]:
+    """Return the tensors of a face as parts of those of the whole one."""
+    fmt, start = face.format, _start(one)
+    *stack, rows, columns = start
+    first = (columns, rows) if one.is_turned else (rows, columns)
+    blocks = [(1, fmt.elements_per_byte), fmt.block, fmt.tensor_block or (None, None)]
+    found = []
+    for tensor, layout, block in zip(face.tensors(), _layouts(one), blocks, strict=False):
+        begin = [
+            0 if extent is None else n // extent for n, extent in zip(first, block, strict=True)
+        ]
+        found.append(Whole(layout.shape, layout.strides, layout.dtype, tensor, (*stack, *begin)))
+    return found
+
+
+def _finished(one: Exported, tensors: list[Tensor], dtype: torch.dtype) -> Face | Tensor:
+    """Return the face or the values that whole tensors are."""
+    if one.format is None:
+        return tensors[0]
+    if len(tensors) == 1:
+        return _made(one, tensors[0])
+    return Face.of(tensors, FaceKind(one.format))
+
+
+def experts_of(face: Face) -> list[Face]:
+    """Return the faces of the matrices of a stack."""
+    fmt: Format = face.format
+    parts = [tensor.unbind(0) for tensor in face.tensors()]
+    return [Face.of(list(tensors), FaceKind(fmt)) for tensors in zip(*parts, strict=True)]

@@ -1,0 +1,142 @@
+"""The weights of a model as inference engines load them: the bytes that the forward multiplies."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.arguments import (
+    require_choice,
+    require_dtype,
+    require_int,
+    require_module,
+    require_timeout,
+)
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.inference.layouts import AUTO, require_layout
+from hybridtensor.inference.names import Names
+from hybridtensor.inference.sources import experts_of, size_of, whole_tensors
+from hybridtensor.inference.weights import Exported, exported
+from hybridtensor.ops import Face
+
+T = TypeVar("T")
+
+BUCKET = 256 * 2**20
+
+
+def inference_tensors(
+    model: nn.Module,
+    layout: str = AUTO,
+    *,
+    experts: str = "separate",
+    dtype: torch.dtype = torch.bfloat16,
+    bucket_bytes: int = BUCKET,
+    ranks: str = "all",
+    timeout: datetime.timedelta = TIMEOUT,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the weights of a model as inference engines load them.
+
+    Of converted weights these are the bytes and scales of the rowwise face, which the next forward
+    multiplies; everything else is in ``dtype``. Tied weights come once, under their first name.
+    Where a face is there, tensors share its memory: copy what is to outlive the next write.
+
+    Of a sharded model (FSDP2, tensor and expert parallel), every rank iterates to the end: parts
+    travel as quantized bytes, in buckets.
+
+    Args:
+        model: Any model.
+        layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
+            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_nvfp4"``; ``"auto"`` is ``hf_fp8`` where that
+            holds all weights, else for each what compressed-tensors has for its format.
+        experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
+            checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
+        dtype: Of everything that is not quantized.
+        bucket_bytes: Of how many bytes of whole tensors travel together; at least one tensor.
+        ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
+        timeout: How long to wait for the slowest rank of a sharded model.
+
+    Yields:
+        Names and plain tensors. ``weight`` float8_e4m3fn ``[N, K]`` with ``weight_scale_inv`` or
+        ``weight_scale``, or ``weight_packed`` uint8 ``[N, K / 2]`` with ``weight_scale`` and
+        ``weight_global_scale``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If no layout holds a weight, or not the one that was named: with the layer, and
+            what to use instead. On every rank, before anything is gathered.
+        RuntimeError: If ranks differ in weights or recipes, or one is gone; on every rank.
+    """
+    who = "inference_tensors"
+    require_module(who, model)
+    require_layout(who, layout)
+    require_dtype(who, dtype)
+    require_int(who, at_least=1, bucket_bytes=bucket_bytes)
+    require_choice(who, "ranks", ranks, ("all", "first"))
+    require_timeout(who, timeout)
+    names = Names(who, model, experts)
+    found = together(who, model, timeout)(lambda: exported(who, model, layout))
+    return _named(found, names, dtype, bucket_bytes, ranks == "first")
+
+
+def together(
+    who: str, model: nn.Module, timeout: datetime.timedelta
+) -> Callable[[Callable[[], T]], T]:
+    """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        ranks = Ranks(who, None, timeout)
+        if ranks.size > 1:
+            return ranks.each
+    return lambda work: work()
+
+
+def _named(
+    found: list[Exported], names: Names, dtype: torch.dtype, bucket_bytes: int, first_only: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors, a bucket after the other."""
+    mine = not first_only or not dist.is_initialized() or dist.get_rank() == 0
+    seen: set[str] = set()
+    for bucket in _buckets(found, dtype, bucket_bytes):
+        for one, whole in whole_tensors(bucket, dtype, first_only):
+            if whole is None or not mine:
+                continue
+            for name, tensor in _packed(one, whole, names):
+                if name in seen:
+                    raise ValueError(
+                        f"inference_tensors: one tensor for each name is required, got a second {name!r}, of "
+                        f"{one.name}; rename the parameter, or choose experts='stacked'"
+                    )
+                seen.add(name)
+                yield name, tensor
+
+
+def _buckets(found: list[Exported], dtype: torch.dtype, most: int) -> Iterator[list[Exported]]:
+    """Yield what is exported, as much at a time as is gathered together."""
+    bucket: list[Exported] = []
+    nbytes = 0
+    for one in found:
+        size = size_of(one, dtype)
+        if bucket and nbytes + size > most:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(one)
+        nbytes += size
+    if bucket:
+        yield bucket
+
+
+def _packed(one: Exported, whole: Face | Tensor, names: Names) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of what is exported as its layout stores them."""
+    if one.layout is None or isinstance(whole, Tensor):
+        if isinstance(whole, Tensor):
+            yield from names.of_values(one.name, whole)
+        return
+    if one.value.dim() == 3:
+        yield from names.of_experts(one.name, [one.layout.pack(face) for face in experts_of(whole)])
+        return
+    yield from names.of_matrix(one.name, one.layout.pack(whole))

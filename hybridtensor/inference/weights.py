@@ -1,0 +1,184 @@
+"""What of a model inference engines get: every parameter and buffer once, and of converted weights the
+face that the forward multiplies.
+
+Shape letters: ``N, K`` a weight, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
+from hybridtensor.distributed.fsdp.hooks import find, part_of
+from hybridtensor.distributed.fsdp.shard import Shard
+from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.dtensor import local
+from hybridtensor.formats import FP8_E4M3_ROW, Format
+from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
+from hybridtensor.layers import Layer, layers_of
+from hybridtensor.state import weight_of_state
+from hybridtensor.subclasses import HybridTensor, is_converted
+
+
+class Exported(NamedTuple):
+    """A parameter or buffer.
+
+    Attributes:
+        name: Fully qualified, without those of wrappers.
+        value: What the module holds: if it is sharded, a DTensor.
+        layer: Whose weight it is, if the forward quantizes it; else None.
+        layout: In which that is stored.
+        format: Of what is stored.
+    """
+
+    name: str
+    value: Tensor
+    layer: Layer | None = None
+    layout: Layout | None = None
+    format: Format | None = None
+
+    @property
+    def part(self) -> Any:
+        """This rank's part."""
+        return part_of(self.value)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """``(N, K)``, as linear layers have it."""
+        rows, columns = self.value.shape[-2:]
+        return (columns, rows) if self.is_turned else (rows, columns)
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether it is a stack that is stored ``[E, K, N]``."""
+        return is_converted(self.part) and bool(self.part.is_transposed)
+
+    @property
+    def shard(self) -> Shard | None:
+        """What FSDP2 shards, or None."""
+        if self.layer is None or not isinstance(self.value, DTensor):
+            return None
+        managed = any(sharded.tensor is self.part for sharded in locate(self.layer.module))
+        return find(self.layer.module, self.part) if managed else None
+
+
+def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
+    """Return what is exported of ``model``, with the layout of each converted weight.
+
+    Args:
+        who: Begins messages.
+        model: Any model.
+        layout: Name of a layout, or ``"auto"``.
+
+    Raises:
+        ValueError: If no layout holds a weight, or not the one that is named.
+    """
+    layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
+    found = [_of(who, name, value, layers.get(id(value))) for name, value in _named(model)]
+    quantized = [one for one in found if one.format is not None]
+    among = _candidates(quantized)
+    for i, one in enumerate(found):
+        if one.format is not None:
+            chosen = choose(f"{who}: {one.name}", layout, one.format, one.matrix, among)
+            found[i] = one._replace(layout=chosen)
+    if quantized:
+        _check_readers(who, model, {id(one.value): one.name for one in quantized})
+    return found
+
+
+def _candidates(quantized: list[Exported]) -> list[Layout]:
+    """Return what ``"auto"`` chooses from: Hugging Face's, if it holds all weights."""
+    first = LAYOUTS["hf_fp8"]
+    rest = [layout for layout in LAYOUTS.values() if layout.stored_as]
+    of_all = all(one.format and first.can_hold(one.format, one.matrix) for one in quantized)
+    return [first] if quantized and of_all else rest
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of all that is exported, tied ones once."""
+    seen: set[int] = set()
+    for name, value in (*named_parameters(model), *named_buffers(model)):
+        value = _held(value)
+        if weight_of_state(name) is None and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def _held(value: Tensor) -> Tensor:
+    """Return the DTensor that FSDP2 shards of a weight that is gathered now; any other as it is."""
+    part = local(value)
+    if isinstance(part, HybridTensor) and part.record.gathered is not None:
+        held: Tensor = part.record.gathered.sharded.param.sharded_param
+        return held
+    return value
+
+
+def _of(who: str, name: str, value: Tensor, layer: Layer | None) -> Exported:
+    """Return what is exported of a parameter, its layout still to be chosen."""
+    part = part_of(value)
+    if layer is None or not is_converted(part):
+        return Exported(name, value)
+    fmt = _format(who, name, part)
+    if fmt.is_identity:
+        return Exported(name, value)
+    one = Exported(name, value, layer, None, fmt)
+    return one if not isinstance(value, DTensor) else one._replace(format=_of_parts(who, one, fmt))
+
+
+def _format(who: str, name: str, part: Any) -> Format:
+    """Return the format of the face that the forward multiplies."""
+    if not isinstance(part, HybridTensor):
+        fmt: Format = part.recipe.weight.rowwise_format
+        return fmt
+    face = part.columnwise if part.is_transposed else part.rowwise
+    if face is None:
+        raise ValueError(
+            f"{who}: {name}: a persistent weight with the face that the forward multiplies is required, got "
+            "none; load one with both faces"
+        )
+    found: Format = face.format
+    return found
+
+
+def _of_parts(who: str, one: Exported, fmt: Format) -> Format:
+    """Return the format in which the parts of tensor-parallel ranks, each with scales of its own, are
+    one face.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    shard = one.shard
+    part = one.part.shape if shard is None else shard.sharded.size
+    sizes = tuple(part[-2:][::-1]) if one.is_turned else tuple(part[-2:])
+    cut = [mine != whole for mine, whole in zip(sizes, one.matrix, strict=True)]
+    shared = [
+        extent is None or sizes[axis] % extent for axis, extent in enumerate(fmt.block)
+    ]  # scales that go beyond a part
+    if not any(cut[axis] and shared[axis] for axis in (0, 1)) and not (
+        any(cut) and fmt.tensor_block
+    ):
+        return fmt
+    if fmt.block == (None, None) and not cut[1]:
+        return FP8_E4M3_ROW if fmt.element == FP8_E4M3_ROW.element else fmt
+    raise ValueError(
+        f"{who}: {one.name}: scales that end with each tensor-parallel rank's part {list(sizes)} are required, "
+        f"got {fmt} of {list(one.matrix)}, of which every part has its own; use a recipe with blocks that "
+        "divide the part, such as 'fp8_block' or 'mxfp8', or export the checkpoint in one process"
+    )
+
+
+def _check_readers(who: str, model: nn.Module, weights: dict[int, str]) -> None:
+    """Raise ValueError where a quantized weight is that of an embedding, too, which reads values."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and id(_held(module.weight)) in weights
+        ):
+            raise ValueError(
+                f"{who}: {name} reads the values of {weights[id(_held(module.weight))]}, which linear layers "
+                "quantize, and no layout has both; leave the tied layer alone with keep_bf16"
+            )

@@ -1,0 +1,227 @@
+"""Weights for inference from ranks that hold parts of them: quantized bytes travel, in buckets.
+
+Oracle: what a model that is not sharded gives, bitwise.
+"""
+
+import copy
+
+import pytest
+import torch
+from experts import Experts
+from processes import here
+from sharding import batch, make, mesh_of, shard
+from tensor_parallel import make as make_layers
+from tiers import in_turn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hybridtensor as ht
+from hybridtensor.inference import gather
+
+SQUARES = ht.HybridConfig(*[ht.Float8Quantizer("block", block="128x128")] * 3)
+RECIPES = [
+    "fp8",
+    "fp8_rowwise",
+    "mxfp8",
+    "nvfp4",
+    "fp8_block",
+    "fp8_delayed",
+    "bf16",
+    "mxfp8/nvfp4/bf16",
+    "nvfp4+one_d",
+]
+
+
+def same(mine, expected):
+    assert list(mine) == list(expected)
+    for name, tensor in expected.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def plain(**sizes):
+    return ht.plain_(make("bf16", **sizes).to(here()))
+
+
+def twins(recipe, persistent, size):
+    whole = ht.quantize_(plain(width=size, hidden=2 * size), recipe, persistent=persistent)
+    return whole, copy.deepcopy(whole)
+
+
+def from_shards(rank, recipe, persistent, size, dim, reshard):
+    whole, model = twins(recipe, persistent, size)
+    mesh = mesh_of(rank, 2)
+    options = {} if dim == 0 else {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 else Shard(0)}
+    shard(model, mesh, reshard_after_forward=reshard, **options)
+    expected = dict(ht.inference_tensors(whole))
+    same(dict(ht.inference_tensors(model)), expected)  # before anything ran
+    model(batch(0, width=size).float())
+    same(dict(ht.inference_tensors(model, bucket_bytes=1)), expected)  # a tensor at a time, some gathered now
+    some = dict(ht.inference_tensors(model, ranks="first", bucket_bytes=3 * size * size))
+    same(some, expected if rank == 0 else {})
+    assert ht.inference_config(model) == ht.inference_config(whole)
+
+
+@pytest.mark.parametrize(("recipe", "reshard"), in_turn(RECIPES, [True, False]))
+def test_what_shards_give(two, recipe, reshard):
+    two.run(from_shards, recipe, False, 64, 0, reshard)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4"])
+def test_persistent_shards(two, recipe):
+    two.run(from_shards, recipe, True, 64, 0, True)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "fp8_block"])
+def test_uneven_shards_and_columns(two, recipe):
+    """Values travel where parts have no faces of their own."""
+    two.run(from_shards, recipe, False, 80, 1, True)
+    if recipe != "fp8_block":
+        two.run(from_shards, recipe, False, 65, 0, True)
+
+
+def squares(rank):
+    """Shards cut blocks of 128x128, whose scales are those of the whole."""
+    whole = ht.quantize_(plain(width=192, hidden=320), SQUARES)
+    model = shard(copy.deepcopy(whole), mesh_of(rank, 2))
+    same(dict(ht.inference_tensors(model)), dict(ht.inference_tensors(whole)))
+
+
+def test_shards_that_cut_blocks(two):
+    two.run(squares)
+
+
+def experts(rank, recipe, transposed, dim, persistent):
+    class Held(Experts):
+        is_transposed = transposed
+
+    torch.manual_seed(0)
+    whole = ht.quantize_(Held(4, 128, 128).to(here()), recipe, persistent=persistent)
+    expected = dict(ht.inference_tensors(whole))
+    model = fully_shard(copy.deepcopy(whole), mesh=mesh_of(rank, 2), shard_placement_fn=lambda _: Shard(dim))
+    same(dict(ht.inference_tensors(model)), expected)
+    same(dict(ht.inference_tensors(model, experts="stacked")), dict(ht.inference_tensors(whole, experts="stacked")))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "transposed", "dim", "persistent"),
+    [("fp8", False, 0, False), ("mxfp8", True, 0, False), ("nvfp4", False, 1, False), ("fp8_rowwise", True, 1, False),
+     ("mxfp8", False, 0, True), ("fp8_rowwise", False, 2, False)],
+)  # fmt: skip
+def test_experts_of_shards(two, recipe, transposed, dim, persistent):
+    two.run(experts, recipe, transposed, dim, persistent)
+
+
+def spread_experts(rank, recipe):
+    torch.manual_seed(0)
+    whole = ht.quantize_(Experts(4, 128, 128).to(here()), recipe)
+    model, mesh = copy.deepcopy(whole), init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    for name in ("w1", "w2", "w3"):
+        setattr(
+            model, name, nn.Parameter(distribute_tensor(getattr(model, name), mesh, [Shard(0)], src_data_rank=None))
+        )
+    ht.set_mesh_(model, mesh)
+    same(dict(ht.inference_tensors(model)), dict(ht.inference_tensors(whole)))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "fp8_delayed"])
+def test_experts_on_ranks(two, recipe):
+    two.run(spread_experts, recipe)
+
+
+def hybrid_shards(rank, recipe):
+    whole, model = twins(recipe, False, 64)
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("copies", "shards"))
+    shard(model, mesh)
+    expected = dict(ht.inference_tensors(whole))
+    same(dict(ht.inference_tensors(model)), expected)
+    same(dict(ht.inference_tensors(model, ranks="first")), expected if rank == 0 else {})
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+def test_hybrid_shards(four, recipe):
+    four.run(hybrid_shards, recipe)
+
+
+def tensor_parallel(rank, recipe, ranks):
+    """Parts of layers, each with scales of its own; with FSDP2 over the other dimension of four ranks."""
+    sizes = (ranks // 2, 2)
+    mesh = init_device_mesh(here(), sizes, mesh_dim_names=("dp", "tp"))
+    whole = ht.quantize_(make_layers(dtype=torch.float32, width=128, hidden=256), recipe)
+    model = copy.deepcopy(whole)
+    parallelize_module(
+        model, mesh["tp"], {"up": ColwiseParallel(), "side": ColwiseParallel(), "down": RowwiseParallel()}
+    )
+    if ranks == 4:
+        fully_shard(model, mesh=mesh["dp"])
+    expected = dict(ht.inference_tensors(whole))
+    same(dict(ht.inference_tensors(model)), expected)
+    same(dict(ht.inference_tensors(model, ranks="first")), expected if rank == 0 else {})
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16", ht.HybridConfig(*[ht.MXFP8Quantizer(two_d=True)] * 3)])
+def test_tensor_parallel_layers(two, recipe):
+    two.run(tensor_parallel, recipe, 2)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_tensor_parallel_and_shards(four, recipe):
+    four.run(tensor_parallel, recipe, 4)
+
+
+def scales_of_parts(rank, recipe):
+    """A part of a column-parallel layer has a scale of its own: they are scales of its rows."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 128, bias=False)).to(here())
+    model = ht.quantize_(copy.deepcopy(layer), recipe)
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    got = dict(ht.inference_tensors(model))
+    for i, half in enumerate(layer[0].weight.detach().chunk(2)):
+        face = ht.Float8Quantizer().quantize(half.contiguous(), columnwise=False).rowwise
+        assert torch.equal(got["0.weight"][64 * i : 64 * i + 64].view(torch.uint8), face.qdata.view(torch.uint8))
+        assert torch.equal(got["0.weight_scale"][64 * i : 64 * i + 64], face.scale.expand(64, 1))
+    rows = ht.quantize_(copy.deepcopy(layer), recipe)
+    parallelize_module(rows, mesh, {"0": RowwiseParallel()})
+    with pytest.raises(
+        ValueError, match=r"0\.weight: scales that end with each tensor-parallel rank's part \[128, 32\]"
+    ):
+        ht.inference_tensors(rows)
+
+
+def test_scales_of_parts(two):
+    two.run(scales_of_parts, "fp8")
+
+
+def refused(rank):
+    """Every rank raises, before anything is gathered; also where one rank alone is wrong."""
+    bad = ht.Float8Quantizer("block", block="1x128")
+    model = shard(ht.quantize_(plain(width=128, hidden=128), ht.HybridConfig(bad, bad, bad)), mesh_of(rank, 2))
+    with pytest.raises(ValueError, match="a face that a layout holds is required"):
+        ht.inference_tensors(model)
+    model = shard(make("mxfp8"), mesh_of(rank, 2))
+    with pytest.raises(ValueError, match=r"by layout 'ct_nvfp4', got mxfp8_e4m3"):
+        ht.inference_tensors(model, "ct_nvfp4" if rank else "ct_mxfp8")
+
+
+def test_what_is_refused_is_refused_on_every_rank(two):
+    two.run(refused)
+
+
+def bytes_that_travel(rank):
+    """What is handed to the gather, of one recipe and of another."""
+    total, original = {}, gather._received
+    for recipe in ("mxfp8", "bf16"):
+        sent, model = [], shard(make(recipe, width=256, hidden=512), mesh_of(rank, 2))
+        gather._received = lambda part, *args, sent=sent: sent.append(part.nbytes) or original(part, *args)
+        list(ht.inference_tensors(model))
+        total[recipe] = sum(sent)
+    gather._received = original
+    assert total["mxfp8"] < 0.53 * total["bf16"]  # 33 bits for 64, and norms
+
+
+def test_quantized_bytes_travel(two):
+    two.run(bytes_that_travel)
