@@ -8,7 +8,12 @@ from hybridtensor.debug import debug
 from hybridtensor.distributed.mesh import set_data_parallel_group_, set_mesh_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
-from hybridtensor.inference import inference_config, inference_tensors
+from hybridtensor.inference import (
+    export_pretrained,
+    inference_config,
+    inference_tensors,
+    load_pretrained,
+)
 from hybridtensor.linear import share_inputs
 from hybridtensor.plain import plain_, plain_state_dict
 from hybridtensor.quantizers import (
@@ -47,11 +52,13 @@ __all__ = [
     "debug",
     "distributed",
     "explain",
+    "export_pretrained",
     "export_safetensors",
     "formats",
     "inference_config",
     "inference_tensors",
     "linear",
+    "load_pretrained",
     "load_safetensors",
     "offload",
     "optim",

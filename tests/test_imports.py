@@ -17,7 +17,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts",
-    "convert", "plain", "check", "explain", "export", "inference", "verify", "former_names", "testing",
+    "convert", "plain", "check", "explain", "export", "inference", "verify", "__main__", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
@@ -91,7 +91,7 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"triton"}
     if module.parts[1] == "export":
         allowed |= {"safetensors"}
-    if module.parts[1] == "inference":
+    if module.parts[1] in ("inference", "__main__"):
         allowed |= {"safetensors", "transformers", "compressed_tensors"}
     if module.parts[-1] == "numpy_values":
         allowed |= {"numpy"}

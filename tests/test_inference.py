@@ -10,43 +10,18 @@ import itertools
 import pytest
 import torch
 from experts import Experts
+from inference_models import BF16_VALUES, FAMILIES, WEIGHTS, recipe, values_of
 from readers import read
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor
-
-SQUARES = "fp8_block"
-WEIGHTS = {
-    "ct_fp8_tensor": ht.Float8Quantizer(),
-    "ct_fp8_row": ht.Float8Quantizer("row"),
-    "ct_fp8_block": ht.Float8Quantizer("block", block="128x128"),
-    "hf_fp8": ht.Float8Quantizer("block", block="128x128", pow2_scale=False),
-    "hf_fp8_ue8m0": ht.Float8Quantizer("block", block="128x128"),
-    "ct_mxfp8": ht.MXFP8Quantizer(),
-    "ct_nvfp4": ht.NVFP4Quantizer(),
-}
-BF16_VALUES = ("ct_mxfp8", "ct_nvfp4")  # of whose readers
-
-
-def recipe(layout, **options):
-    """Return a config whose weight has the format of a layout."""
-    inputs = ht.Float8Quantizer("block", block="1x128") if "fp8" in layout and "mx" not in layout else None
-    weight = WEIGHTS[layout]
-    if layout in ("ct_fp8_tensor", "ct_fp8_row"):
-        inputs = weight
-    inputs = inputs or weight
-    return ht.HybridConfig(inputs, weight, inputs, **options)
 
 
 def model(layout="ct_fp8_row", persistent=False, config=None):
     made = nn.Sequential(nn.Linear(256, 384), nn.ReLU(), nn.Linear(384, 128, bias=False)).bfloat16()
     return ht.quantize_(made, config or recipe(layout), persistent=persistent)
-
-
-def values_of(weight, quantizer, dtype):
-    return quantizer.quantize(weight, columnwise=False).rowwise.dequantize(dtype)
 
 
 def expected(quantized, name, dtype=torch.float32):
@@ -205,20 +180,9 @@ def test_experts(layout, stored):
         dtype = torch.bfloat16 if layout in BF16_VALUES else torch.float32
         stack = getattr(made, name)
         wanted = values_of(stack.dequantize()[e].contiguous(), stack.config.weight, dtype)
-        values = got[f"{e}.{name}.weight" if f"{e}.{name}.weight" in got else f".{e}.{name}.weight"]
+        values = got[f"{e}.{name}.weight"]
         assert ((values.double() - wanted.double()).abs() <= wanted.double().abs() * 2**-8).all()
         assert layout == "ct_nvfp4" or torch.equal(values.to(dtype), wanted)
-
-
-FAMILIES = {
-    "llama": LlamaConfig(hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=512),
-    "mixtral": MixtralConfig(hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-                             num_key_value_heads=2, vocab_size=512, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=384, num_hidden_layers=2, num_experts=4,
-                                num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                                vocab_size=512, intermediate_size=384),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["hf_fp8", "ct_fp8_row", "ct_mxfp8"])

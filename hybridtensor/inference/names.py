@@ -51,8 +51,19 @@ class Names:
         found = self._stored(name, rows)
         if list(found) != [name]:
             return list(found)
-        module, _, parameter = name.rpartition(".")
-        return [f"{module}.{number}.{parameter}.weight" for number in range(weight.shape[0])]
+        prefix, parameter = _split(name)
+        return [f"{prefix}{number}.{parameter}.weight" for number in range(weight.shape[0])]
+
+    def places(self, name: str, count: int, rows: int) -> dict[str, Tensor]:
+        """Return the names of the matrices that checkpoints have for a stack, and which of its
+        ``count * rows`` rows each has.
+        """
+        prefix, parameter = _split(name)
+        numbers = torch.arange(count * rows).view(count, rows, 1)
+        found = self._stored(name, numbers)
+        if list(found) == [name]:
+            found = {f"{prefix}{e}.{parameter}.weight": of_one for e, of_one in enumerate(numbers)}
+        return {stored: one.reshape(-1) for stored, one in found.items()}
 
     def of_values(self, name: str, values: Tensor) -> Named:
         """Yield values under the names of the checkpoint."""
@@ -78,14 +89,14 @@ class Names:
                 )
                 yield f"{name}{ending}", _stacked(tensors)
             return
-        module, _, parameter = name.rpartition(".")
+        prefix, parameter = _split(name)
         parts = self._parts(name, packed)
         for suffix in packed[0]:
             if parts:
                 yield from self._cut(name, suffix, packed, parts)
                 continue
             for number, of_one in enumerate(packed):
-                yield f"{module}.{number}.{parameter}.{suffix}", of_one[suffix]
+                yield f"{prefix}{number}.{parameter}.{suffix}", of_one[suffix]
 
     def _parts(self, name: str, packed: list[Packed]) -> dict[str, Tensor]:
         """Return what a checkpoint has in place of the elements of a stack; nothing if it has no rule."""
@@ -129,6 +140,12 @@ def _reverter(model: nn.Module) -> _Revert | None:
         return found
 
     return revert
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the module of a parameter, with a dot behind, and its own name."""
+    module, _, parameter = name.rpartition(".")
+    return f"{module}." if module else "", parameter
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -78,7 +78,7 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
         ValueError: If no layout holds a weight, or not the one that is named.
     """
     layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
-    found = [_of(who, name, value, layers.get(id(value))) for name, value in _named(model)]
+    found = [_of(who, name, value, layers.get(id(value))) for name, value in named(model)]
     quantized = [one for one in found if one.format is not None]
     among = _candidates(quantized)
     for i, one in enumerate(found):
@@ -98,8 +98,8 @@ def _candidates(quantized: list[Exported]) -> list[Layout]:
     return [first] if quantized and of_all else rest
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of all that is exported, tied ones once."""
+def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each parameter and buffer that is exported, tied ones once."""
     seen: set[int] = set()
     for name, value in (*named_parameters(model), *named_buffers(model)):
         value = _held(value)

@@ -4,11 +4,15 @@ Oracle: what a model that is not sharded gives, bitwise.
 """
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from experts import Experts
 from processes import here
+from safetensors.torch import load_file
 from sharding import batch, make, mesh_of, shard
 from tensor_parallel import make as make_layers
 from tiers import in_turn
@@ -19,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hybridtensor as ht
-from hybridtensor.inference import gather
+from hybridtensor.inference import files, gather
 
 SQUARES = ht.HybridConfig(*[ht.Float8Quantizer("block", block="128x128")] * 3)
 RECIPES = [
@@ -225,3 +229,42 @@ def bytes_that_travel(rank):
 
 def test_quantized_bytes_travel(two):
     two.run(bytes_that_travel)
+
+
+def exported(rank, folder):
+    """The first rank writes what one that is not sharded writes; what fails there is told on every rank."""
+    whole, model = twins("mxfp8", False, 64)
+    shard(model, mesh_of(rank, 2))
+    alone = Path(folder) / "alone"
+    ht.export_pretrained(whole, alone, bucket_bytes=10_000)
+    ht.export_pretrained(model, Path(folder) / "together", shard_bytes=20_000)
+    dist.barrier()
+    index = json.loads((Path(folder) / "together" / "model.safetensors.index.json").read_text())["weight_map"]
+    got = {name: t for file in set(index.values()) for name, t in load_file(Path(folder) / "together" / file).items()}
+    expected = load_file(alone / "model.safetensors")
+    same({name: got[name] for name in expected}, expected)
+    with pytest.raises(ValueError, match="a folder that is not there is required"):
+        ht.export_pretrained(model, Path(folder) / "together")
+    if rank == 0:
+        files._write_json = lambda path, content: (_ for _ in ()).throw(OSError("no space"))
+    with pytest.raises((OSError, RuntimeError), match="no space"):
+        ht.export_pretrained(model, Path(folder) / "full", shard_bytes=20_000)
+    dist.barrier()
+    assert not (Path(folder) / "full").exists()
+
+
+def test_one_rank_writes_and_all_hear_of_errors(two, tmp_path):
+    two.run(exported, str(tmp_path))
+    two.stop()
+    two.start()  # the first one has a function that fails
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "mxfp8", "nvfp4", "nvfp4+one_d"])
+def test_a_gpu_gives_the_bytes_of_the_cpu(recipe):
+    torch.manual_seed(0)
+    models = [ht.quantize_(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 96)), recipe), None]
+    models[1] = copy.deepcopy(models[0]).cuda()
+    cpu, gpu = (dict(ht.inference_tensors(model)) for model in models)
+    same({name: tensor.cpu() for name, tensor in gpu.items()}, cpu)

@@ -167,6 +167,12 @@ def exported():
     return str(path if path.exists() else ht.export_safetensors(linear(), path))
 
 
+def pretrained():
+    """Return a folder that was exported."""
+    path = Path(FOLDER.name) / "pretrained"
+    return str(path if path.exists() else ht.export_pretrained(linear(), path))
+
+
 def waited(*args, **kwargs):
     return checkpoint.async_save(*args, **kwargs).result()
 
@@ -220,6 +226,15 @@ ROWS = {
         ht.inference_tensors, {"model": "module", "bucket_bytes": "integer"},
         model=linear, layout="auto", experts="separate", dtype=torch.bfloat16, bucket_bytes=1, ranks="all",
         timeout=datetime.timedelta(minutes=1),
+    ),
+    "export_pretrained": row(
+        ht.export_pretrained, 
+        {"model": "module", "folder": "text", "shard_bytes": "integer", "bucket_bytes": "integer"},
+        model=linear, folder=fresh, layout="auto", experts="separate", dtype=torch.bfloat16, shard_bytes=100,
+        bucket_bytes=1, timeout=datetime.timedelta(minutes=1),
+    ),
+    "load_pretrained": row(
+        ht.load_pretrained, {"model": "module", "strict": "flag"}, model=linear, folder=pretrained, strict=False,
     ),
     "inference_config": row(
         ht.inference_config, {"model": "module"}, model=linear, layout="auto", experts="separate",

@@ -1,0 +1,227 @@
+"""Folders that engines and transformers load: safetensors files with an index, and ``config.json``.
+
+Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridtensor.arguments import require_int, require_module, require_path
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT
+from hybridtensor.inference.config import inference_config
+from hybridtensor.inference.layouts import AUTO
+from hybridtensor.inference.tensors import BUCKET, inference_tensors, together
+from hybridtensor.version import __version__
+
+DIGESTS = "digests.json"
+INDEX = "model.safetensors.index.json"
+_SHARD = 5 * 10**9
+_VERSION = 1
+
+
+def export_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    layout: str = AUTO,
+    *,
+    experts: str = "separate",
+    dtype: torch.dtype = torch.bfloat16,
+    shard_bytes: int = _SHARD,
+    bucket_bytes: int = BUCKET,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> Path:
+    """Write what ``inference_tensors`` gives into a folder, which is there whole or not at all.
+
+    Files ``model-00001-of-00003.safetensors`` with their index, ``config.json`` (that of a model of
+    transformers, with the quantization) and ``digests.json``: size and SHA-256 of every file, which
+    ``load_pretrained`` checks. Of a sharded model, all ranks call it, and the first one writes.
+
+    Args:
+        model: Any model.
+        folder: Which is not there yet; its parent is.
+        layout: See ``inference_tensors``.
+        experts: See ``inference_tensors``.
+        dtype: See ``inference_tensors``.
+        shard_bytes: How large a file may be; one with a larger tensor is.
+        bucket_bytes: See ``inference_tensors``.
+        timeout: How long to wait for the slowest rank of a sharded model.
+
+    Returns:
+        The folder, which is there on return; of a sharded model on the first rank.
+
+    Raises:
+        ImportError: If ``safetensors`` is not installed.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the folder is there, or no layout holds a weight, or names collide.
+        OSError: If a file cannot be written; of a sharded model RuntimeError, on every rank.
+    """
+    who = "export_pretrained"
+    require_module(who, model)
+    require_path(who, folder)
+    require_int(who, at_least=1, shard_bytes=shard_bytes)
+    library, target = safetensors(who), Path(folder)
+    everyone = together(who, model, timeout)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    everyone(lambda: _check_new(who, target) if first else None)
+    tensors = inference_tensors(
+        model,
+        layout,
+        experts=experts,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        ranks="first",
+        timeout=timeout,
+    )
+    config = everyone(
+        lambda: _config(model, inference_config(model, layout, experts=experts), dtype)
+    )
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    failed: list[Exception] = []
+    try:
+        try:
+            if first:
+                partial.mkdir()
+                _write_files(library, partial, tensors, shard_bytes)
+        except Exception as error:
+            failed.append(error)
+        for _ in tensors:  # other ranks wait in their gathers until all are done
+            pass
+
+        def finish() -> None:
+            for error in failed:
+                raise error
+            if first:
+                _write_rest(partial, config)
+                _move(who, partial, target)
+
+        everyone(finish)
+    finally:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _check_new(who: str, target: Path) -> None:
+    """Raise unless the folder can be made."""
+    if target.exists() or target.is_symlink():
+        raise ValueError(
+            f"{who}: a folder that is not there is required, got {target}; name another, or remove it"
+        )
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"{who}: a folder whose parent is there is required, got {target}; make {target.parent}"
+        )
+
+
+def _write_files(
+    library: ModuleType, folder: Path, tensors: Iterator[tuple[str, Tensor]], most: int
+) -> None:
+    """Write tensors into files, and the index of several."""
+    names: list[list[str]] = []
+    total = 0
+    for shard in _shards(tensors, most):
+        library.torch.save_file(shard, folder / f"{len(names)}.part", metadata={"format": "pt"})
+        names.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
+    count = len(names)
+    files = [
+        "model.safetensors" if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
+        for i in range(count)
+    ]
+    for i, file in enumerate(files):
+        (folder / f"{i}.part").rename(folder / file)
+    if count > 1:
+        of = {name: file for some, file in zip(names, files, strict=True) for name in some}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": of})
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors on the host, as many at a time as a file holds; one file at least."""
+    shard: dict[str, Tensor] = {}
+    nbytes = 0
+    for name, tensor in tensors:
+        if shard and nbytes + tensor.nbytes > most:
+            yield shard
+            shard, nbytes = {}, 0
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        nbytes += tensor.nbytes
+    yield shard
+
+
+def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return what ``config.json`` says."""
+    inner = getattr(model, "_orig_mod", model)
+    own = getattr(inner, "config", None)
+    config: dict[str, Any] = {}
+    if callable(getattr(own, "to_dict", None)):
+        config = copy.deepcopy(own.to_dict())  # type: ignore[union-attr]
+        config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if quantization:
+        config["quantization_config"] = quantization
+    return config
+
+
+def _write_rest(folder: Path, config: dict[str, Any]) -> None:
+    """Write the configuration, and the digests of all files, and bring everything to the disk."""
+    _write_json(folder / "config.json", config)
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(folder.iterdir())
+    }
+    _write_json(
+        folder / DIGESTS, {"version": _VERSION, "hybridtensor": __version__, "files": files}
+    )
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
+
+
+def _move(who: str, partial: Path, target: Path) -> None:
+    """Give the folder its name, unless somebody else made one meanwhile."""
+    _check_new(who, target)
+    partial.rename(target)
+    _sync(target.parent)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def safetensors(who: str) -> ModuleType:
+    """Return the package ``safetensors``."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            f"{who}: the package safetensors is not installed; pip install hybridtensor[export]"
+        ) from error
+    return safetensors

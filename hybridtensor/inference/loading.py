@@ -1,0 +1,343 @@
+"""Back from the folders of inference engines: bytes into persistent weights, values into all others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.arguments import require_flag, require_module, require_path
+from hybridtensor.inference.files import DIGESTS, INDEX, digest, safetensors
+from hybridtensor.inference.layouts import Packed
+from hybridtensor.inference.names import Names
+from hybridtensor.inference.stored import SUFFIXES, columnwise_of_stored, in_format, stored_face
+from hybridtensor.inference.weights import named
+from hybridtensor.ops import Face
+from hybridtensor.ops.dequantize import face_values
+from hybridtensor.subclasses import HybridTensor, IdentityTensor, QuantizedTensor, is_converted
+from hybridtensor.subclasses.faces import face_tensor
+from hybridtensor.subclasses.followers import follows_rowwise
+
+_WHO = "load_pretrained"
+
+
+class _Folder:
+    """The tensors of a folder, read one by one.
+
+    Args:
+        library: The package safetensors.
+        path: The folder.
+    """
+
+    def __init__(self, library: ModuleType, path: Path) -> None:
+        self._files = contextlib.ExitStack()
+        self._of: dict[str, Any] = {}
+        self.used: set[str] = set()
+        for file in _files(path):
+            handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
+            self._of |= dict.fromkeys(handle.keys(), handle)
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def take(self, name: str) -> Tensor:
+        """Return a tensor."""
+        self.used.add(name)
+        tensor: Tensor = self._of[name].get_tensor(name)
+        return tensor
+
+    def packed(self, name: str) -> Packed:
+        """Return the tensors of a matrix called ``name``, by what their names end in."""
+        prefix = name.removesuffix("weight")
+        found = {
+            suffix: self.take(f"{prefix}{suffix}")
+            for suffix in SUFFIXES
+            if f"{prefix}{suffix}" in self
+        }
+        if found and "weight_scale_inv" not in found and f"{prefix}scale" in self:
+            found["weight_scale_inv"] = self.take(f"{prefix}scale")
+        return found
+
+    @property
+    def unused(self) -> list[str]:
+        """Names that nobody took."""
+        return sorted(self._of.keys() - self.used)
+
+
+def load_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True
+) -> nn.Module:
+    """Load a folder of ``export_pretrained``, or a checkpoint in FP8 blocks of 128x128 (DeepSeek's), in place.
+
+    Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
+    these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of
+    NVFP4 the amax is one that has the stored global scale: the one that was, if weights were bf16.
+
+    Args:
+        model: A model whose names are those of the folder, or of transformers; after ``quantize_``
+            with the formats of the folder, ``persistent=True``; not sharded.
+        folder: With ``model.safetensors`` or several files and their index.
+        strict: Whether every parameter and every tensor of the folder must have its counterpart.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ImportError: If ``safetensors`` is not installed.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If there is no such folder, a file is damaged, tensors are missing or left over, or
+            a weight is stored in a format that its recipe does not have.
+        NotImplementedError: If the model is sharded.
+    """
+    require_module(_WHO, model)
+    require_path(_WHO, folder)
+    require_flag(_WHO, strict=strict)
+    library, path = safetensors(_WHO), Path(folder)
+    _check_folder(path)
+    names = Names(_WHO, model, "separate")
+    state: dict[str, Tensor] = {}
+    missing = []
+    with _Folder(library, path) as stored:
+        for name, value in named(model):
+            if isinstance(value, DTensor):
+                raise NotImplementedError(
+                    f"{_WHO}: a model that is not sharded is required, got {name} as a DTensor; load before "
+                    "fully_shard or parallelize_module"
+                )
+            found = (
+                _of_stack(stored, names, name, value)
+                if value.dim() == 3
+                else _of_matrix(stored, names, name, value)
+            )
+            if found is None:
+                missing.append(name)
+            else:
+                state[name] = found
+        left = stored.unused
+    if strict and (missing or left):
+        raise ValueError(
+            f"{_WHO}: each parameter in the folder, and nothing else, is required, got no {missing[:5]} and "
+            f"{left[:5]} besides, {len(missing)} and {len(left)} in all; or pass strict=False"
+        )
+    _copy(model, state)
+    return model
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Write what was read into the parameters and buffers."""
+    for name, value in named(model):
+        if name in state:
+            if value.shape != state[name].shape:
+                raise ValueError(
+                    f"{_WHO}: {name} of {list(value.shape)} is required, got {list(state[name].shape)} in the folder"
+                )
+            value.detach().copy_(state[name].to(value.device))
+
+
+def _of_matrix(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
+    """Return what a parameter or buffer becomes; None if the folder has nothing for it."""
+    (own,) = names.of_module(name)
+    if not own.endswith("weight") or value.dim() != 2:
+        return stored.take(own) if own in stored else None
+    packed = stored.packed(own)
+    if not packed:
+        return None
+    face = stored_face(own, packed)
+    return packed["weight"] if face is None else _as_value(name, value, face)
+
+
+def _of_stack(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
+    """Return what a stack of experts becomes, of the parts that a folder has of it."""
+    if name in stored:
+        packed = {"weight": stored.take(name)}
+        for suffix in ("_scale_inv", "_scale", "_global_scale"):
+            if f"{name}{suffix}" in stored:
+                packed[f"weight{suffix}"] = stored.take(f"{name}{suffix}")
+        if "weight_global_scale" in packed:
+            packed["weight_packed"] = packed.pop("weight")
+        if len(packed) == 1:
+            return packed["weight"]
+        each = [{k: one[e] for k, one in packed.items()} for e in range(value.shape[0])]
+        return _joined(name, value, [_face(name, one) for one in each])
+    turned = is_converted(value) and bool(getattr(value, "is_transposed", False))
+    rows = value.shape[2] if turned else value.shape[1]
+    places = names.places(name, value.shape[0], rows)
+    parts = {own: stored.packed(own) for own in places}
+    if any(not packed for packed in parts.values()):
+        return None
+    faces = {own: stored_face(own, packed) for own, packed in parts.items()}
+    if all(face is None for face in faces.values()):
+        whole = torch.empty(
+            value.shape[0] * rows, value.shape[1] if turned else value.shape[2], dtype=value.dtype
+        )
+        for own, place in places.items():
+            whole[place] = parts[own]["weight"].to(value.dtype)
+        values: Tensor = whole.view(value.shape[0], rows, -1)
+        return values.transpose(-2, -1) if turned else values
+    of_expert: list[list[tuple[int, Face]]] = [[] for _ in range(value.shape[0])]
+    for own, place in places.items():
+        face = faces[own]
+        if face is None:
+            raise ValueError(
+                f"{_WHO}: {own} with scales is required, as others of {name} have them, got none"
+            )
+        of_expert[int(place[0]) // rows].append((int(place[0]), face))
+    return _joined(
+        name,
+        value,
+        [_stacked_rows(name, sorted(some, key=lambda one: one[0])) for some in of_expert],
+    )
+
+
+def _face(name: str, packed: Packed) -> Face:
+    face = stored_face(name, packed)
+    if face is None:
+        raise ValueError(f"{_WHO}: {name}: scales are required, got none")
+    return face
+
+
+def _stacked_rows(name: str, parts: list[tuple[int, Face]]) -> Face:
+    """Return the face of a matrix whose rows are those of several."""
+    faces = [face for _, face in parts]
+    first = faces[0]
+    tensors = [
+        _rows_together(list(some)) for some in zip(*(face.tensors() for face in faces), strict=True)
+    ]
+    shared = [first.format.block[0] is None, first.tensor_scale is not None]
+    for index, is_shared in enumerate(shared, start=1):
+        if is_shared and index < len(tensors):
+            if bool((tensors[index] != tensors[index][:1]).any()):
+                raise ValueError(
+                    f"{_WHO}: {name}: one scale for the parts of an expert is required, got several; load into a "
+                    "recipe with scales per row or block"
+                )
+            tensors[index] = tensors[index][:1]
+    return Face.of(tensors, first.kind)
+
+
+def _rows_together(tensors: list[Tensor]) -> Tensor:
+    dtype = tensors[0].dtype
+    if tensors[0].itemsize > 1:
+        return torch.cat(tensors)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
+
+
+def _joined(name: str, value: Any, faces: list[Face]) -> Tensor:
+    """Return a stack of the faces of its matrices, as the parameter takes it."""
+    fmt = _own_format(value)
+    if fmt is None:
+        values = torch.stack([_values(face, value) for face in faces])
+        return values.transpose(-2, -1) if value.shape[1:] != values.shape[1:] else values
+    rows = [in_format(name, face, fmt) for face in faces]
+    row = _stack_of(rows)
+    columns = [column for face in rows if (column := _columnwise(value, face)) is not None]
+    whole = _hybrid(value, row, _stack_of(columns) if columns else None)
+    return whole.transpose(-2, -1) if value.is_transposed else whole
+
+
+def _stack_of(faces: list[Face]) -> Face:
+    """Return the face of a stack of those of its matrices."""
+    tensors = []
+    for some in zip(*(face.tensors() for face in faces), strict=True):
+        of_bytes = some[0].itemsize == 1
+        stacked = torch.stack([one.view(torch.uint8) if of_bytes else one for one in some])
+        tensors.append(stacked.view(some[0].dtype))
+    return Face.of(tensors, faces[0].kind)
+
+
+def _as_value(name: str, value: Any, face: Face) -> Tensor:
+    """Return a face as a parameter takes it: as it is, or its values."""
+    fmt = _own_format(value)
+    if fmt is None:
+        return _values(face, value)
+    row = in_format(name, face, fmt)
+    return _hybrid(value, row, _columnwise(value, row))
+
+
+def _values(face: Face, value: Tensor) -> Tensor:
+    """Return the values of a face in the dtype of a parameter."""
+    return face_values(face, value.dtype).to(value.device)
+
+
+def _columnwise(value: Any, row: Face) -> Face | None:
+    """Return the columnwise face of a matrix of a persistent weight, if that has one of its own."""
+    other = value.rowwise if value.is_transposed else value.columnwise
+    if other is None or follows_rowwise(value):
+        return None
+    context = value.context._replace(record=False, groups=None)
+    return columnwise_of_stored(value.config.weight, row, value.dtype, context)
+
+
+def _hybrid(value: Any, row: Face, column: Face | None) -> HybridTensor:
+    """Return faces as a tensor of the kind of a persistent weight, as linear layers have it."""
+    turned = value.is_transposed
+    size = (*value.shape[:-2], value.shape[-1], value.shape[-2]) if turned else tuple(value.shape)
+    first = face_tensor(row, -1, size, value.dtype)
+    if column is None and follows_rowwise(value) and isinstance(first, QuantizedTensor):
+        return HybridTensor(first, IdentityTensor(first))
+    return HybridTensor(first, face_tensor(column, 0, size, value.dtype))
+
+
+def _own_format(value: Any) -> Any:
+    """Return the format of the face that the forward multiplies of a persistent weight, or None."""
+    if not isinstance(value, HybridTensor):
+        return None
+    face = value.columnwise if value.is_transposed else value.rowwise
+    return None if face is None or face.format.is_identity else face.format
+
+
+def _check_folder(path: Path) -> None:
+    """Raise ValueError unless the folder is there, and its files are what was written."""
+    if not path.is_dir():
+        raise ValueError(f"{_WHO}: a folder is required, got {str(path)!r}")
+    if not (path / DIGESTS).exists():
+        return
+    try:
+        files = json.loads((path / DIGESTS).read_text())["files"]
+        known = {
+            str(name): (int(told["size"]), str(told["sha256"])) for name, told in files.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{_WHO}: {DIGESTS} as export_pretrained writes it is required, got {error!r}"
+        ) from error
+    for name, (size, sha256) in known.items():
+        file = path / Path(name).name
+        if not file.is_file() or file.stat().st_size != size or digest(file) != sha256:
+            raise ValueError(
+                f"{_WHO}: {file} as it was written is required, got other bytes; export it again"
+            )
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files with tensors."""
+    if (path / INDEX).exists():
+        try:
+            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{_WHO}: an index with a weight_map is required, got {error!r} in {INDEX}"
+            ) from error
+        files = [path / Path(str(name)).name for name in names]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.is_file()]
+    if absent or not files:
+        raise ValueError(
+            f"{_WHO}: files of safetensors are required in {path}, got none or without {absent[:5]}"
+        )
+    return files

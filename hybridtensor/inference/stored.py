@@ -1,0 +1,173 @@
+"""Faces from the tensors that checkpoints of engines have: what ``layouts`` packs, unpacked.
+
+Shape letters: ``N, K`` a weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtensor import formats
+from hybridtensor.formats import Format
+from hybridtensor.inference.layouts import Packed
+from hybridtensor.ops import Face, transpose
+from hybridtensor.ops.dequantize import face_values
+from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.state import Context
+
+SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_global_scale")
+_SIDE = 128
+_GROUPS = {formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3, formats.NVFP4_16X16: formats.NVFP4}
+_POW2 = {formats.FP8_E4M3_128X128: formats.FP8_E4M3_128X128_FP32_SCALE}
+
+
+def stored_face(name: str, packed: Packed) -> Face | None:
+    """Return the face that a matrix is stored as; None if it is stored in high precision.
+
+    Args:
+        name: Of the matrix, for errors.
+        packed: Its tensors, by what their names end in.
+
+    Raises:
+        ValueError: If they go together in no layout.
+    """
+    if "weight_packed" in packed:
+        return _nvfp4(name, packed)
+    elements, scale = packed["weight"], packed.get("weight_scale_inv", packed.get("weight_scale"))
+    if scale is None:
+        return None
+    if elements.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{name}: elements in float8_e4m3fn are required, got {elements.dtype} with scales"
+        )
+    rows, columns = elements.shape
+    fmt = _format(scale, rows, columns, in_squares="weight_scale_inv" in packed)
+    if fmt is None:
+        raise ValueError(
+            f"{name}: scales of a layout of inference_tensors are required, got {scale.dtype} {list(scale.shape)} "
+            f"for a matrix {[rows, columns]}"
+        )
+    if fmt is formats.MXFP8_E4M3:
+        return Face(elements, scale.view(torch.float8_e8m0fnu), None, fmt)
+    return Face(elements, scale.float().reshape(fmt.scale_shape(rows, columns)), None, fmt)
+
+
+def _format(scale: Tensor, rows: int, columns: int, *, in_squares: bool) -> Format | None:
+    """Return the format that scales of such a dtype and shape belong to, or None."""
+    squares = formats.FP8_E4M3_128X128_FP32_SCALE
+    if in_squares:
+        return squares if tuple(scale.shape) == squares.scale_shape(rows, columns) else None
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        fits = columns % 32 == 0 and tuple(scale.shape) == (rows, columns // 32)
+        return formats.MXFP8_E4M3 if fits else None
+    if scale.numel() == 1:
+        return formats.FP8_E4M3_TENSOR
+    for fmt in (formats.FP8_E4M3_ROW, squares):
+        if tuple(scale.shape) == fmt.scale_shape(rows, columns):
+            return fmt
+    return None
+
+
+def _nvfp4(name: str, packed: Packed) -> Face:
+    codes, scale, level = (
+        packed["weight_packed"],
+        packed.get("weight_scale"),
+        packed.get("weight_global_scale"),
+    )
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    if (
+        codes.dtype != torch.uint8
+        or scale is None
+        or level is None
+        or tuple(scale.shape) != (rows, columns // 16)
+    ):
+        raise ValueError(
+            f"{name}: uint8 weight_packed {list(codes.shape)} with weight_scale {[rows, columns // 16]} and "
+            "weight_global_scale are required, got others"
+        )
+    return Face(codes, scale.view(torch.float8_e4m3fn), amax_of(level).view(1, 1), formats.NVFP4)
+
+
+def amax_of(level: Tensor) -> Tensor:
+    """Return an amax of which ``level`` is the global scale: one that is a bfloat16, as of weights in that
+    dtype, if there is one.
+    """
+    near = formats.NVFP4.tensor_scale_max / level.double()
+    first = near.float().reshape(1)
+    found = first
+    for steps in (-2, -1, 1, 2, 0):
+        bits = first.view(torch.int32) + steps
+        found = torch.where(
+            _global_scale(bits.view(torch.float32)) == level, bits.view(torch.float32), found
+        )
+    short = near.to(torch.bfloat16).float().reshape(1)
+    return torch.where(_global_scale(short) == level, short, found)
+
+
+def _global_scale(amax: Tensor) -> Tensor:
+    return formats.NVFP4.tensor_scale_max / amax
+
+
+def in_format(name: str, face: Face, fmt: Format) -> Face:
+    """Return a face in another format that holds the same values.
+
+    Raises:
+        ValueError: If that cannot hold them.
+    """
+    scale = face.scale
+    if face.format is fmt or scale is None:
+        return face
+    if fmt in _POW2 and face.format is _POW2[fmt]:
+        if bool((torch.frexp(scale)[0] == 0.5).all()):
+            return face._replace(format=fmt)
+    elif fmt in _GROUPS and face.format is _GROUPS[fmt]:
+        side = fmt.block[0] or 1
+        bits = scale.view(torch.uint8)
+        if bits.shape[0] % side == 0:
+            squares = bits.unflatten(0, (-1, side))
+            if bool((squares == squares[:, :1]).all()):
+                return face._replace(scale=squares[:, 0].contiguous().view(scale.dtype), format=fmt)
+    elif (fmt, face.format) == (formats.FP8_E4M3_TENSOR, formats.FP8_E4M3_ROW):
+        if bool((scale == scale[:1]).all()):
+            return face._replace(scale=scale[:1].contiguous(), format=fmt)
+    elif (fmt, face.format) == (formats.FP8_E4M3_ROW, formats.FP8_E4M3_TENSOR):
+        return face._replace(scale=scale.expand(face.qdata.shape[0], 1).contiguous(), format=fmt)
+    raise ValueError(
+        f"load_pretrained: {name}: a weight stored as {fmt} is required, got {face.format} whose scales that "
+        f"cannot hold; quantize_ with a recipe whose weight is {face.format}, or without persistent=True"
+    )
+
+
+def columnwise_of_stored(
+    quantizer: Quantizer, row: Face, dtype: torch.dtype, context: Context
+) -> Face | None:
+    """Return the columnwise face that goes with a rowwise one that was read: its transpose where formats say so,
+    else made of the values that it holds, whatever those were once made of.
+
+    Args:
+        quantizer: Of the weight.
+        row: ``[N, K]``.
+        dtype: Of a face in high precision.
+        context: Which tensor this is.
+    """
+    if isinstance(quantizer, HybridQuantizer):
+        if quantizer.columnwise_source == "rowwise_dequantized":
+            return quantizer.of_rowwise(row, dtype, context)
+    elif row.format.is_square and row.scale is not None:
+        return _transposed(row)
+    values = face_values(row, torch.float32)
+    return quantizer.faces(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]
+
+
+def _transposed(row: Face) -> Face:
+    """Return the columnwise face of a rowwise one with square blocks."""
+    if row.scale is None:
+        raise ValueError(f"columnwise_of_stored: a quantized face is required, got {row.format}")
+    codes, per_byte = row.qdata.view(torch.uint8), row.format.elements_per_byte
+    turned = codes.new_empty(codes.shape[1] * per_byte, codes.shape[0] // per_byte)
+    transpose(codes[None], row=None, column=turned, bits=8 // per_byte)
+    scale = row.scale.view(torch.uint8) if row.scale.itemsize == 1 else row.scale
+    return row._replace(
+        qdata=turned.view(row.qdata.dtype), scale=scale.t().contiguous().view(row.scale.dtype)
+    )

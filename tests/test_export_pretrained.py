@@ -1,0 +1,300 @@
+"""Folders for inference engines: what transformers loads of them, and what comes back.
+
+Oracles: ``from_pretrained`` on its own; for what comes back, bitwise, the weights that were exported.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+from inference_models import FAMILIES, WEIGHTS, recipe, values_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hybridtensor as ht
+from hybridtensor.__main__ import main
+from hybridtensor.distributed import checkpoint
+from hybridtensor.inference.stored import amax_of
+
+PLAIN_LAYOUTS = ["hf_fp8", "ct_fp8_row", "ct_fp8_tensor", "ct_mxfp8", "ct_fp8_block", "hf_fp8_ue8m0", "ct_nvfp4"]
+
+
+def family(name, layout, persistent=False, seed=0):
+    torch.manual_seed(seed)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[name]), dtype=torch.bfloat16).eval()
+    return ht.quantize_(plain, recipe(layout), persistent=persistent)
+
+
+def faces(model):
+    """Return the bytes of all rowwise faces, and of all other parameters."""
+    found = {}
+    for name, p in model.named_parameters():
+        tensors = [p.detach()]
+        if isinstance(p, ht.HybridTensor):
+            face = p.rowwise if p.rowwise is not None else p.columnwise
+            tensors = face.face.tensors()
+        found[name] = [t.contiguous().view(torch.uint8) for t in tensors]
+    return found
+
+
+def alike(one, other):
+    one, other = faces(one), faces(other)
+    assert one.keys() == other.keys()
+    for name in one:
+        for mine, theirs in zip(one[name], other[name], strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "hf_fp8"), ("mixtral", "hf_fp8"), ("qwen3_moe", "hf_fp8"), ("llama", "hf_fp8_ue8m0"),
+     ("llama", "ct_fp8_row"), ("llama", "ct_mxfp8"), ("llama", "ct_fp8_tensor"), ("llama", "ct_fp8_block")],
+)  # fmt: skip
+def test_transformers_loads_it(name, layout, tmp_path):
+    """Its weights are the values of the faces, rounded to bf16; so is what it computes."""
+    model = family(name, layout)
+    folder = ht.export_pretrained(model, tmp_path / "out", layout)
+    options = {}
+    if layout.startswith("ct"):
+        from transformers import CompressedTensorsConfig
+
+        options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    expected = ht.plain_(copy.deepcopy(model))
+    with torch.no_grad():
+        for own, theirs in zip(expected.named_parameters(), model.parameters(), strict=True):
+            if isinstance(theirs, ht.MasterWeight):
+                quantizer = theirs.config.weight
+                values = theirs.dequantize()
+                stack = values if values.dim() == 3 else values[None]
+                made = torch.stack([values_of(one.contiguous(), quantizer, torch.float32) for one in stack])
+                own[1].copy_(made.view(values.shape))
+    for (n, mine), theirs in zip(loaded.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine.float(), theirs.float()), n
+    x = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(loaded(x).logits, expected(x).logits)
+
+
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe"])
+def test_it_comes_back_bitwise(name, layout, tmp_path):
+    model = family(name, layout, persistent=True)
+    folder = ht.export_pretrained(model, tmp_path / "out", layout)
+    back = ht.load_pretrained(family(name, layout, persistent=True, seed=1), folder)
+    alike(model, back)
+    x = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(model(x).logits, back(x).logits)
+
+
+@pytest.mark.parametrize("experts", ["separate", "stacked"])
+@pytest.mark.parametrize("layout", ["ct_fp8_row", "ct_nvfp4", "ct_mxfp8", "ct_fp8_tensor"])
+def test_stacks_come_back(layout, experts, tmp_path):
+    class Stacks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.is_transposed = 3, False
+            self.w1, self.w2 = (nn.Parameter(torch.randn(3, 128, 64).bfloat16()) for _ in range(2))
+
+    torch.manual_seed(0)
+    one, other = (ht.quantize_(Stacks(), recipe(layout), persistent=True) for _ in range(2))
+    folder = ht.export_pretrained(one, tmp_path / "out", layout, experts=experts)
+    alike(one, ht.load_pretrained(other, folder))
+
+
+def test_values_for_weights_that_are_not_persistent(tmp_path):
+    folder = ht.export_pretrained(family("llama", "hf_fp8", persistent=True), tmp_path / "out")
+    persistent = family("llama", "hf_fp8", persistent=True)
+    master, plain = family("llama", "hf_fp8", seed=1), ht.plain_(family("llama", "hf_fp8", seed=2))
+    for model in (master, plain):
+        ht.load_pretrained(model, folder)
+        for theirs, mine in zip(persistent.parameters(), model.parameters(), strict=True):
+            values = theirs.rowwise.dequantize() if isinstance(theirs, ht.HybridTensor) else theirs
+            got = mine.dequantize() if isinstance(mine, ht.MasterWeight) else mine
+            assert torch.equal(got, values)
+
+
+def test_what_deepseek_wrote(tmp_path):
+    """FP32 scales that are no powers of two, a last block that is partial, and scales called ``scale``."""
+    torch.manual_seed(0)
+    squares = ht.Float8Quantizer("block", block="128x128", pow2_scale=False)
+    weight = squares.quantize(torch.randn(576, 256), columnwise=False).rowwise
+    for name in ("weight_scale_inv", "scale"):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({"0.weight": weight.qdata, f"0.{name}": weight.scale}, folder / "model.safetensors")
+        config = ht.HybridConfig(*[squares] * 3)
+        model = ht.quantize_(nn.Sequential(nn.Linear(256, 576, bias=False)), config, persistent=True)
+        ht.load_pretrained(model, folder)
+        assert torch.equal(model[0].weight.rowwise.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
+        assert torch.equal(model[0].weight.rowwise.scale, weight.scale)
+        column = model[0].weight.columnwise.dequantize(torch.float32)
+        assert torch.equal(column, weight.dequantize(torch.float32))
+    other = ht.HybridConfig(*[ht.Float8Quantizer("block", block="128x128")] * 3)
+    model = ht.quantize_(nn.Sequential(nn.Linear(256, 576, bias=False)), other, persistent=True)
+    with pytest.raises(ValueError, match=r"stored as fp8_e4m3_128x128 is required, got fp8_e4m3_128x128_fp32_scale"):
+        ht.load_pretrained(model, tmp_path / "scale")
+
+
+def test_files_index_and_config(tmp_path):
+    model = family("llama", "hf_fp8")
+    tensors = {name: tensor.clone() for name, tensor in ht.inference_tensors(model)}
+    folder = ht.export_pretrained(model, tmp_path / "out", shard_bytes=400_000)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for file in files:
+        for name, tensor in load_file(folder / file).items():
+            assert index["weight_map"].pop(name) == file
+            assert torch.equal(tensor.view(torch.uint8), tensors.pop(name).view(torch.uint8))
+    assert not tensors
+    assert not index["weight_map"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["quantization_config"] == ht.inference_config(model)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class TestWhatIsWrong:
+    def test_a_folder_that_is_there(self, tmp_path):
+        with pytest.raises(ValueError, match="a folder that is not there is required"):
+            ht.export_pretrained(family("llama", "hf_fp8"), tmp_path)
+        with pytest.raises(ValueError, match="a folder whose parent is there is required"):
+            ht.export_pretrained(family("llama", "hf_fp8"), tmp_path / "a" / "b")
+
+    def test_nothing_is_left_of_an_export_that_fails(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            "safetensors.torch.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("full"))
+        )
+        with pytest.raises(OSError, match="full"):
+            ht.export_pretrained(family("llama", "hf_fp8"), tmp_path / "out")
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+    def test_flipped_bits(self, file, tmp_path):
+        folder = ht.export_pretrained(family("llama", "hf_fp8", persistent=True), tmp_path / "out")
+        data = bytearray((folder / file).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / file).write_bytes(bytes(data))
+        with pytest.raises(ValueError, match=f"{file} as it was written is required, got other bytes"):
+            ht.load_pretrained(family("llama", "hf_fp8", persistent=True), folder)
+
+    def test_files_that_are_not_there(self, tmp_path):
+        model = family("llama", "hf_fp8", persistent=True)
+        with pytest.raises(ValueError, match="a folder is required"):
+            ht.load_pretrained(model, tmp_path / "nowhere")
+        with pytest.raises(ValueError, match="files of safetensors are required"):
+            ht.load_pretrained(model, tmp_path)
+        folder = ht.export_pretrained(model, tmp_path / "out", shard_bytes=400_000)
+        (folder / "digests.json").unlink()
+        next(folder.glob("model-00002*")).unlink()
+        with pytest.raises(ValueError, match=r"without \['model-00002"):
+            ht.load_pretrained(model, folder)
+        (folder / "model.safetensors.index.json").write_text("{}")
+        with pytest.raises(ValueError, match="an index with a weight_map is required"):
+            ht.load_pretrained(model, folder)
+
+    def test_tensors_that_are_missing_or_left_over(self, tmp_path):
+        layers = [nn.Sequential(nn.Linear(128, 128, bias=b)) for b in (True, False)]
+        for bias, model in zip(("bias", "none"), layers, strict=True):
+            ht.export_pretrained(ht.quantize_(model, "fp8", persistent=True), tmp_path / bias)
+        with pytest.raises(ValueError, match=r"got no \['0\.bias'\] and \[\] besides"):
+            ht.load_pretrained(layers[0], tmp_path / "none")
+        with pytest.raises(ValueError, match=r"got no \[\] and \['0\.bias'\] besides"):
+            ht.load_pretrained(layers[1], tmp_path / "bias")
+        ht.load_pretrained(layers[1], tmp_path / "bias", strict=False)
+
+    def test_other_formats_and_shapes(self, tmp_path):
+        folder = ht.export_pretrained(family("llama", "hf_fp8", persistent=True), tmp_path / "out")
+        with pytest.raises(ValueError, match=r"a weight stored as mxfp8_e4m3 is required, got fp8_e4m3_128x128"):
+            ht.load_pretrained(family("llama", "ct_mxfp8", persistent=True), folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(2, 2)
+        (tmp_path / "bad").mkdir()
+        save_file(tensors, tmp_path / "bad" / "model.safetensors")
+        with pytest.raises(
+            ValueError, match=r"up_proj\.weight: scales of a layout .* \[2, 2\] for a matrix \[384, 256\]"
+        ):
+            ht.load_pretrained(family("llama", "hf_fp8", persistent=True), tmp_path / "bad")
+
+
+def test_an_amax_of_bfloat16_comes_back_from_its_reciprocal():
+    """All positive bfloat16 whose quotient is a normal fp32."""
+    amax = torch.arange(0x0300, 0x7F80, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    level = 2688.0 / amax
+    kept = level.isfinite() & (level > 2**-126)
+    found = torch.cat([amax_of(one[None]) for one in level[kept][::97]])
+    assert torch.equal(found, amax[kept][::97])
+
+
+@pytest.mark.parametrize("layout", WEIGHTS)
+def test_every_layout_is_written_and_read(layout, tmp_path):
+    """Matrices alone, fp32: elements and scales come back."""
+    made = [ht.quantize_(nn.Sequential(nn.Linear(256, 128)), recipe(layout), persistent=True) for _ in range(2)]
+    ht.load_pretrained(made[1], ht.export_pretrained(made[0], tmp_path / "out", layout, dtype=torch.float32))
+    assert torch.equal(
+        made[0][0].weight.rowwise.qdata.view(torch.uint8), made[1][0].weight.rowwise.qdata.view(torch.uint8)
+    )
+    assert torch.equal(made[0][0].weight.rowwise.scale.float(), made[1][0].weight.rowwise.scale.float())
+
+
+SAME_COLUMNS = ["fp8", "nvfp4/nvfp4/bf16", "mxfp8+mx_two_d", "mxfp8+dequantized", "mxfp8+rowwise_dequantized"]
+OTHER_COLUMNS = ["fp8_rowwise", "mxfp8/nvfp4/bf16", "fp8+high_precision", "mxfp8"]
+
+
+@pytest.mark.parametrize("spec", [*SAME_COLUMNS, *OTHER_COLUMNS])
+def test_columnwise_faces_are_made_of_what_was_read(spec, tmp_path):
+    """Transposes of square ones, and faces of the rowwise one, are what they were; others are quantized anew, of
+    the values of the rowwise face.
+    """
+    made = [ht.quantize_(nn.Sequential(nn.Linear(256, 128)).bfloat16(), spec, persistent=True) for _ in range(2)]
+    ht.load_pretrained(made[1], ht.export_pretrained(made[0], tmp_path / "out"))
+    one, other = (model[0].weight for model in made)
+    alike(*made)
+    column = other.columnwise.dequantize(torch.float32)
+    if spec in SAME_COLUMNS:
+        assert torch.equal(column, one.columnwise.dequantize(torch.float32))
+        return
+    quantizer, values = one.config.weight, other.rowwise.dequantize(torch.float32)
+    if isinstance(quantizer, ht.HybridQuantizer):
+        quantizer = quantizer.columnwise
+    expected = quantizer.quantize(values, rowwise=False, dtype=torch.bfloat16).columnwise
+    assert torch.equal(column, expected.dequantize(torch.float32))
+
+
+class TestTheCommand:
+    def test_a_folder_of_transformers(self, tmp_path, capsys):
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"]), dtype=torch.bfloat16)
+        plain.save_pretrained(tmp_path / "plain")
+        (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+        assert main(["export", str(tmp_path / "plain"), str(tmp_path / "out"), "--recipe", "mxfp8"]) == 0
+        assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+        expected = dict(ht.inference_tensors(ht.quantize_(plain, "mxfp8")))
+        got = load_file(tmp_path / "out" / "model.safetensors")
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items())
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_checkpoints_of_a_run(self, persistent, tmp_path, capsys):
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"]), dtype=torch.float32)
+        plain.config.save_pretrained(tmp_path / "config")
+        model = ht.quantize_(plain, "fp8_rowwise", persistent=persistent)
+        checkpoint.save(tmp_path / "run", 3, {"model": model})
+        command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--recipe", "fp8_rowwise", "--dtype", "fp32"]
+        assert main(command) == 1
+        assert "--config is required" in capsys.readouterr().err
+        command += ["--config", str(tmp_path / "config"), *(["--persistent"] if persistent else [])]
+        assert main(command) == 0
+        got, expected = load_file(tmp_path / "out" / "model.safetensors"), dict(ht.inference_tensors(model))
+        assert all(torch.equal(got[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items())
+
+    def test_what_is_wrong_is_told(self, tmp_path, capsys):
+        assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out"), "--recipe", "fp8"]) == 1
+        assert "nowhere" in capsys.readouterr().err
