@@ -1,13 +1,12 @@
-"""Whole tensors from the parts that ranks hold, in buckets: memory is bounded by a bucket, and what
-travels is what is handed over.
+"""Whole tensors from the parts that ranks hold: those of a bucket in one collective, nothing copied on the
+way where parts are whole rows that follow each other.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 c10d = torch.ops._c10d_functional
-_ALIGNMENT = 16  # bytes: any dtype begins there
+
+Block: TypeAlias = tuple[int | None, ...]
+"""How many entries of a weight share one of a tensor, along each dimension; None is all of them."""
+
+Spread: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and its dimensions along which ranks hold different parts."""
+
+
+class Place(NamedTuple):
+    """A part of a weight: where it begins, and its shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, block: Block) -> Place:
+        """Return the part of a tensor that has an entry for each ``block`` of the weight."""
+        first = [0 if b is None else n // b for n, b in zip(self.start, block, strict=True)]
+        ends = [
+            1 if b is None else -(-(n + m) // b)
+            for n, m, b in zip(self.start, self.shape, block, strict=True)
+        ]
+        return Place(tuple(first), tuple(end - n for end, n in zip(ends, first, strict=True)))
 
 
 class Whole(NamedTuple):
@@ -25,59 +45,56 @@ class Whole(NamedTuple):
     Attributes:
         shape: Of the whole.
         strides: Of the whole.
-        dtype: Of both.
+        block: What of the weight shares an entry.
         part: What this rank holds.
-        start: Where that begins in the whole.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: torch.dtype
+    block: Block
     part: Tensor
-    start: tuple[int, ...]
 
 
 class Source(NamedTuple):
-    """Tensors that travel together.
+    """Tensors of one weight.
 
     Attributes:
-        tensors: Parts of a face, or of values.
-        mesh: Over which they are spread.
-        dims: Dimensions of the mesh along which ranks hold different parts.
+        tensors: Of a face, or values.
+        places: The parts of the weight that ranks hold, in the order of ``spread``.
+        spread: Over which ranks.
     """
 
     tensors: list[Whole]
-    mesh: DeviceMesh
-    dims: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.tensors)
+    places: list[Place]
+    spread: Spread
 
 
-class _Told(NamedTuple):
-    """What a rank tells of the parts that it sends of a source: shapes, and where they begin."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    starts: tuple[tuple[int, ...], ...]
-
-    def nbytes(self, source: Source) -> int:
-        """Return the bytes that they take, each from a multiple of 16 on."""
-        return sum(
-            _aligned(math.prod(shape) * one.dtype.itemsize)
-            for shape, one in zip(self.shapes, source.tensors, strict=True)
-        )
-
-
-def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
-    """Return the dimensions of its mesh along which ranks hold different parts."""
+def spread_of(tensor: DTensor) -> Spread | None:
+    """Return over which ranks parts of a tensor are spread; None where every rank has all of it."""
     mesh, placements = tensor.device_mesh, tensor.placements
-    return tuple(
+    dims = tuple(
         dim
         for dim, placement in enumerate(placements)
         if not isinstance(placement, Replicate) and mesh.size(dim) > 1
     )
+    return (mesh, dims) if dims else None
+
+
+def exchanged(mine: list[Place], spread: Spread) -> list[list[Place]]:
+    """Return for each of several weights the places of all ranks.
+
+    Args:
+        mine: This rank's, of each.
+        spread: Over which ranks; all of them call it.
+    """
+    mesh, dims = spread
+    known = [mine]
+    for dim in dims:
+        group = mesh.get_group(dim)
+        answers: list[list[list[Place]] | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, known, group=group)
+        known = [one for answer in answers if answer is not None for one in answer]
+    return [list(places) for places in zip(*known, strict=True)]
 
 
 def gathered(sources: Sequence[Source], first_only: bool) -> list[list[Tensor]]:
@@ -91,108 +108,86 @@ def gathered(sources: Sequence[Source], first_only: bool) -> list[list[Tensor]]:
         first_only: Whether only the first rank gets them.
     """
     made: list[list[Tensor]] = [[] for _ in sources]
-    keys = dict.fromkeys((source.mesh, source.dims) for source in sources)
-    for mesh, dims in keys:
-        chosen = [
-            i for i, source in enumerate(sources) if (source.mesh, source.dims) == (mesh, dims)
-        ]
-        if first_only and not _is_copy_of_first(mesh, dims):
+    for spread in dict.fromkeys(source.spread for source in sources):
+        if first_only and not _is_copy_of_first(spread):
             continue
-        some = _gathered_together([sources[i] for i in chosen], first_only)
-        for i, tensors in zip(chosen, some, strict=True):
-            made[i] = tensors
+        chosen = [i for i, source in enumerate(sources) if source.spread == spread]
+        parts = [_padded(one, sources[i].places) for i in chosen for one in sources[i].tensors]
+        received = _received(parts, spread, first_only)
+        if received is None:
+            continue
+        rest = iter(received)
+        for i in chosen:
+            made[i] = [_placed(one, sources[i].places, next(rest)) for one in sources[i].tensors]
     return made
 
 
-def _is_copy_of_first(mesh: DeviceMesh, dims: tuple[int, ...]) -> bool:
+def _is_copy_of_first(spread: Spread) -> bool:
     """Return whether this rank is needed for what the first rank of the mesh gets: others hold copies."""
+    mesh, dims = spread
     return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim) if dim not in dims)
 
 
-def _gathered_together(sources: list[Source], first_only: bool) -> list[list[Tensor]]:
-    """Return the whole tensors of sources of one mesh, which travel in one message."""
-    mesh, dims = sources[0].mesh, sources[0].dims
-    mine = [
-        _Told(
-            tuple(tuple(one.part.shape) for one in source.tensors),
-            tuple(one.start for one in source.tensors),
-        )
-        for source in sources
-    ]
-    told = _exchanged(mine, mesh, dims)
-    sizes = [max(of_rank[i].nbytes(source) for of_rank in told) for i, source in enumerate(sources)]
-    begins = [0, *itertools.accumulate(sizes)]
-    sent = torch.empty(begins[-1], dtype=torch.uint8, device=sources[0].tensors[0].part.device)
-    for source, own, begin in zip(sources, mine, begins, strict=False):
-        for one, part in zip(source.tensors, _parts(sent, source, own, begin), strict=True):
-            part.copy_(_bytewise(one.part))
-    received = _received(sent, mesh, dims, first_only)
-    if received is None:
-        return [[] for _ in sources]
-    return [
-        _placed(source, received, [of_rank[i] for of_rank in told], begins[i])
-        for i, source in enumerate(sources)
-    ]
+def _padded(one: Whole, places: list[Place]) -> Tensor:
+    """Return the bytes of this rank's part of a tensor, as many as the longest of all ranks has."""
+    # bytes: gloo gathers tensors of several dtypes together as if they had one
+    length = max(math.prod(place.of(one.block).shape) for place in places) * one.part.itemsize
+    flat = one.part.contiguous().view(-1).view(torch.uint8)
+    if flat.numel() == length:
+        return flat
+    padded = flat.new_zeros(length)
+    padded[: flat.numel()] = flat
+    return padded
 
 
-def _exchanged(mine: list[_Told], mesh: DeviceMesh, dims: tuple[int, ...]) -> list[list[_Told]]:
-    """Return what every rank tells, in the order of ``_received``."""
-    known = [mine]
-    for dim in dims:
-        group = mesh.get_group(dim)
-        answers: list[list[list[_Told]] | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, known, group=group)
-        known = [one for answer in answers if answer is not None for one in answer]
-    return known
-
-
-def _received(
-    sent: Tensor, mesh: DeviceMesh, dims: tuple[int, ...], first_only: bool
-) -> Tensor | None:
-    """Return what every rank sent, ``[ranks, bytes]``; None where only the first one gets it."""
-    known = sent[None]
+def _received(parts: list[Tensor], spread: Spread, first_only: bool) -> list[Tensor] | None:
+    """Return the bytes that every rank sent, ``[ranks * length]`` each; None where only the first one gets it."""
+    mesh, dims = spread
     for dim in dims:
         group = mesh.get_group(dim)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if not first_only:
-            known = c10d.wait_tensor(c10d.all_gather_into_tensor(known, size, group.group_name))
+            sent = c10d.all_gather_into_tensor_coalesced(parts, size, group.group_name)
+            parts = [c10d.wait_tensor(one) for one in sent]
             continue
-        out = known.new_empty(size if rank == 0 else 0, *known.shape)
-        dist.gather(known, list(out) if rank == 0 else None, group=group, group_dst=0)
+        whole = [part.new_empty(size if rank == 0 else 0, part.numel()) for part in parts]
+        for part, out in zip(parts, whole, strict=True):
+            dist.gather(part, list(out) if rank == 0 else None, group=group, group_dst=0)
         if rank:
             return None
-        known = out.flatten(0, 1)
-    return known
+        parts = [out.view(-1) for out in whole]
+    return parts
 
 
-def _placed(source: Source, received: Tensor, told: list[_Told], begin: int) -> list[Tensor]:
-    """Return the whole tensors of a source, with the parts of every rank."""
-    made = [
-        torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=received.device)
-        for one in source.tensors
-    ]
-    for of_rank, tells in zip(received, told, strict=True):
-        for whole, part, start in zip(
-            made, _parts(of_rank, source, tells, begin), tells.starts, strict=True
-        ):
-            for dim, (first, extent) in enumerate(zip(start, part.shape, strict=True)):
-                whole = whole.narrow(dim, first, extent)
-            _bytewise(whole).copy_(part)
+def _placed(one: Whole, places: list[Place], received: Tensor) -> Tensor:
+    """Return a whole tensor of which every rank sent a part: what was received, if that is it."""
+    parts = [place.of(one.block) for place in places]
+    dtype = one.part.dtype
+    if _follow(parts, one):
+        return received.view(dtype).view(one.shape)
+    made = torch.empty_strided(one.shape, one.strides, dtype=dtype, device=received.device)
+    for place, sent in zip(parts, received.view(len(parts), -1), strict=True):
+        target = _bytewise(made)
+        for dim, (first, extent) in enumerate(zip(*place, strict=True)):
+            target = target.narrow(dim, first, extent)
+        own = sent[: math.prod(place.shape) * dtype.itemsize].view(dtype)
+        target.copy_(_bytewise(own).view(place.shape))
     return made
 
 
-def _parts(sent: Tensor, source: Source, tells: _Told, begin: int) -> Iterator[Tensor]:
-    """Yield the parts that a rank sends of a source as views of its bytes."""
-    for one, shape in zip(source.tensors, tells.shapes, strict=True):
-        nbytes = math.prod(shape) * one.dtype.itemsize
-        yield _bytewise(sent[begin : begin + nbytes].view(one.dtype).view(shape))
-        begin += _aligned(nbytes)
+def _follow(parts: list[Place], one: Whole) -> bool:
+    """Return whether parts are of one size, and follow each other in memory as they do in the whole."""
+    contiguous = torch.empty(one.shape, device="meta").stride() == one.strides
+    if not contiguous or parts[0].shape[1:] != one.shape[1:]:
+        return False
+    rows = parts[0].shape[0]
+    in_order = all(
+        place.start[0] == i * rows and place.shape == parts[0].shape
+        for i, place in enumerate(parts)
+    )
+    return in_order and rows * len(parts) == one.shape[0]
 
 
 def _bytewise(tensor: Tensor) -> Tensor:
     """Return a view as bytes where elements are bytes: not every dtype of one byte can be copied."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hybridtensor.formats import Format
-from hybridtensor.inference.gather import Source, Whole, gathered, sharded_dims
+from hybridtensor.inference.gather import (
+    Place,
+    Source,
+    Spread,
+    Whole,
+    exchanged,
+    gathered,
+    spread_of,
+)
 from hybridtensor.inference.weights import Exported
 from hybridtensor.ops import Face
 from hybridtensor.ops.face import FaceKind, Layout, face_layouts
@@ -23,17 +31,39 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 Ready = tuple[Exported, "Face | Tensor | None"]
 """What is exported, and its whole face or values; None on ranks that do not get it."""
 
+Places = dict[str, list[Place]]
+"""The parts that ranks hold of each weight, by its name."""
+
+
+def places_of(found: list[Exported]) -> Places:
+    """Return where the parts of all sharded weights are; all ranks ask for the same ones."""
+    spreads: dict[Spread, list[Exported]] = {}
+    for one in found:
+        spread = spread_of(one.value) if isinstance(one.value, DTensor) else None
+        if spread is not None:
+            spreads.setdefault(spread, []).append(one)
+    known: Places = {}
+    for spread, some in spreads.items():
+        every = exchanged([_place(one) for one in some], spread)
+        known |= {one.name: places for one, places in zip(some, every, strict=True)}
+    return known
+
 
 @torch.no_grad()
-def whole_tensors(some: list[Exported], dtype: torch.dtype, first_only: bool) -> Iterator[Ready]:
+def whole_tensors(
+    some: list[Exported], places: Places, dtype: torch.dtype, first_only: bool
+) -> Iterator[Ready]:
     """Yield faces and values that are exported, in their order, gathered together where ranks hold parts.
 
     Args:
         some: What is exported, on every rank the same.
+        places: Of all that is sharded.
         dtype: Of floating-point values.
         first_only: Whether only the first rank gets what is gathered.
     """
-    ready: list[Face | Tensor | Source] = [_ready(one, dtype) for one in some]
+    ready: list[Face | Tensor | Source] = [
+        _ready(one, places.get(one.name, []), dtype) for one in some
+    ]
     sources = [one for one in ready if isinstance(one, Source)]
     whole = iter(gathered(sources, first_only))
     for one, found in zip(some, ready, strict=True):
@@ -54,20 +84,28 @@ def size_of(one: Exported, dtype: torch.dtype) -> int:
     )
 
 
-def _ready(one: Exported, dtype: torch.dtype) -> Face | Tensor | Source:
+def _ready(one: Exported, places: list[Place], dtype: torch.dtype) -> Face | Tensor | Source:
     """Return the face or the values, or this rank's part of them."""
-    dims = sharded_dims(one.value) if isinstance(one.value, DTensor) else ()
     if one.format is None:
-        return (
-            _source(one, dims, _high_precision(one, dtype)) if dims else _high_precision(one, dtype)
-        )
+        values = _high_precision(one, dtype)
+        return values if not places else _source(one, places, values)
     face = _own_face(one)
-    if not dims:
+    if not places:
         return face if face is not None else _made(one, one.part.plain)
     if face is None:  # values that are quantized once they are whole
-        return _source(one, dims, one.part.plain)
+        return _source(one, places, one.part.plain)
     value: Any = one.value
-    return Source(_parts_of_face(one, face), value.device_mesh, dims)
+    return Source(_parts_of_face(one, face), _as_matrices(one, places), _spread(value))
+
+
+def _spread(value: DTensor) -> Spread:
+    """Return over which ranks parts are, where there are some."""
+    spread = spread_of(value)
+    if spread is None:
+        raise ValueError(
+            f"inference_tensors: a tensor in parts is required, got {value.placements}"
+        )
+    return spread
 
 
 def _high_precision(one: Exported, dtype: torch.dtype) -> Tensor:
@@ -117,24 +155,29 @@ def _made(one: Exported, values: Tensor) -> Face:
     return made
 
 
-def _start(one: Exported) -> tuple[int, ...]:
-    """Return where this rank's part begins in the whole."""
+def _place(one: Exported) -> Place:
+    """Return where this rank's part begins in the whole, as that is stored, and its shape."""
     value: Any = one.value
     # private to torch's checkpoints, which say so where parts of parts are cut
-    _, offset = compute_local_shape_and_global_offset(
+    shape, offset = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
     )
-    return tuple(offset)
+    return Place(tuple(offset), tuple(shape))
 
 
-def _source(one: Exported, dims: tuple[int, ...], values: Tensor) -> Source:
+def _as_matrices(one: Exported, places: list[Place]) -> list[Place]:
+    """Return places in a weight as linear layers have it."""
+    if not one.is_turned:
+        return places
+    return [Place(*((count, columns, rows) for count, rows, columns in place)) for place in places]
+
+
+def _source(one: Exported, places: list[Place], values: Tensor) -> Source:
     """Return values as a source."""
     value: Any = one.value
-    whole = Whole(
-        tuple(value.shape), torch.empty(value.shape, device="meta").stride(), values.dtype,
-        values.contiguous(), _start(one),
-    )  # fmt: skip
-    return Source([whole], value.device_mesh, dims)
+    strides = torch.empty(value.shape, device="meta").stride()
+    whole = Whole(tuple(value.shape), strides, (1,) * value.dim(), values)
+    return Source([whole], places, _spread(value))
 
 
 def _layouts(one: Exported) -> list[Layout]:
@@ -147,17 +190,13 @@ def _layouts(one: Exported) -> list[Layout]:
 
 def _parts_of_face(one: Exported, face: Face) -> list[Whole]:
     """Return the tensors of a face as parts of those of the whole one."""
-    fmt, start = face.format, _start(one)
-    *stack, rows, columns = start
-    first = (columns, rows) if one.is_turned else (rows, columns)
+    fmt = face.format
     blocks = [(1, fmt.elements_per_byte), fmt.block, fmt.tensor_block or (None, None)]
-    found = []
-    for tensor, layout, block in zip(face.tensors(), _layouts(one), blocks, strict=False):
-        begin = [
-            0 if extent is None else n // extent for n, extent in zip(first, block, strict=True)
-        ]
-        found.append(Whole(layout.shape, layout.strides, layout.dtype, tensor, (*stack, *begin)))
-    return found
+    of_experts = (1,) * (one.value.dim() - 2)
+    return [
+        Whole(layout.shape, layout.strides, (*of_experts, *block), tensor)
+        for tensor, layout, block in zip(face.tensors(), _layouts(one), blocks, strict=False)
+    ]
 
 
 def _finished(one: Exported, tensors: list[Tensor], dtype: torch.dtype) -> Face | Tensor:

@@ -21,7 +21,7 @@ from hybridtensor.arguments import (
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
-from hybridtensor.inference.sources import experts_of, size_of, whole_tensors
+from hybridtensor.inference.sources import experts_of, places_of, size_of, whole_tensors
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.ops import Face
 
@@ -100,9 +100,9 @@ def _named(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors, a bucket after the other."""
     mine = not first_only or not dist.is_initialized() or dist.get_rank() == 0
-    seen: set[str] = set()
+    places, seen = places_of(found), set[str]()
     for bucket in _buckets(found, dtype, bucket_bytes):
-        for one, whole in whole_tensors(bucket, dtype, first_only):
+        for one, whole in whole_tensors(bucket, places, dtype, first_only):
             if whole is None or not mine:
                 continue
             for name, tensor in _packed(one, whole, names):

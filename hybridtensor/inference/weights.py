@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
-from hybridtensor.distributed.fsdp.hooks import find, part_of
-from hybridtensor.distributed.fsdp.shard import Shard
-from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.distributed.fsdp.shard import Shard, shard_of
+from hybridtensor.distributed.fsdp.torch_compat import Sharded, everything
 from hybridtensor.dtensor import local
 from hybridtensor.formats import FP8_E4M3_ROW, Format
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
@@ -33,6 +33,7 @@ class Exported(NamedTuple):
         layer: Whose weight it is, if the forward quantizes it; else None.
         layout: In which that is stored.
         format: Of what is stored.
+        sharded: What FSDP2 knows of it, if it shards it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Exported(NamedTuple):
     layer: Layer | None = None
     layout: Layout | None = None
     format: Format | None = None
+    sharded: Sharded | None = None
 
     @property
     def part(self) -> Any:
@@ -60,10 +62,7 @@ class Exported(NamedTuple):
     @property
     def shard(self) -> Shard | None:
         """What FSDP2 shards, or None."""
-        if self.layer is None or not isinstance(self.value, DTensor):
-            return None
-        managed = any(sharded.tensor is self.part for sharded in locate(self.layer.module))
-        return find(self.layer.module, self.part) if managed else None
+        return None if self.sharded is None else shard_of(self.sharded)
 
 
 def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
@@ -78,7 +77,8 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
         ValueError: If no layout holds a weight, or not the one that is named.
     """
     layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
-    found = [_of(who, name, value, layers.get(id(value))) for name, value in named(model)]
+    managed = {id(sharded.tensor): sharded for sharded in everything()}
+    found = [_of(who, name, value, layers.get(id(value)), managed) for name, value in named(model)]
     quantized = [one for one in found if one.format is not None]
     among = _candidates(quantized)
     for i, one in enumerate(found):
@@ -117,7 +117,9 @@ def _held(value: Tensor) -> Tensor:
     return value
 
 
-def _of(who: str, name: str, value: Tensor, layer: Layer | None) -> Exported:
+def _of(
+    who: str, name: str, value: Tensor, layer: Layer | None, managed: dict[int, Sharded]
+) -> Exported:
     """Return what is exported of a parameter, its layout still to be chosen."""
     part = part_of(value)
     if layer is None or not is_converted(part):
@@ -125,7 +127,7 @@ def _of(who: str, name: str, value: Tensor, layer: Layer | None) -> Exported:
     fmt = _format(who, name, part)
     if fmt.is_identity:
         return Exported(name, value)
-    one = Exported(name, value, layer, None, fmt)
+    one = Exported(name, value, layer, None, fmt, managed.get(id(part)))
     return one if not isinstance(value, DTensor) else one._replace(format=_of_parts(who, one, fmt))
 
 

@@ -220,7 +220,9 @@ def bytes_that_travel(rank):
     total, original = {}, gather._received
     for recipe in ("mxfp8", "bf16"):
         sent, model = [], shard(make(recipe, width=256, hidden=512), mesh_of(rank, 2))
-        gather._received = lambda part, *args, sent=sent: sent.append(part.nbytes) or original(part, *args)
+        gather._received = lambda parts, *args, sent=sent: (
+            sent.extend(p.nbytes for p in parts) or original(parts, *args)
+        )
         list(ht.inference_tensors(model))
         total[recipe] = sum(sent)
     gather._received = original
