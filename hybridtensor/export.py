@@ -223,7 +223,7 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
 def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
     """Quantize a master weight as the next forward would, without taking note of it."""
     context = weight.context._replace(record=False)
-    return quantize(weight.config.weight, weight.plain, columnwise=columnwise, context=context)
+    return quantize(weight.config.weight, weight.source, columnwise=columnwise, context=context)
 
 
 def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> Told:

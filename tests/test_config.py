@@ -42,6 +42,8 @@ CONFIGS += [
     HybridConfig.parse("fp8_rowwise+save_original_input"),
     HybridConfig.parse("fp8_rowwise+save_original_input+fast_accum"),
     HybridConfig.parse("fp8+fast_accum"),
+    HybridConfig.parse("nvfp4+dequantized+bf16_weight_values"),
+    HybridConfig.parse("fp8+fast_accum+bf16_weight_values"),
 ]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridtensor.arguments import require_items, require_tensor, told
 from hybridtensor.formats import Format
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.recipes.config import weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 
@@ -126,7 +127,7 @@ def _fragment(index: int, weight: object, shard: object, offset: object) -> Frag
     if begin + values.numel() > weight.numel():
         what = f"{values.numel()} from {begin} on, of {weight.numel()} at {index}"
         raise ValueError(f"{_WHO}: a fragment inside its weight is required, got elements {what}")
-    return Fragment(weight, values, begin)
+    return Fragment(weight, weight_values(weight.config, values).float(), begin)
 
 
 def agree(parts: list[Fragment], error: Exception | None, group: dist.ProcessGroup | None) -> None:

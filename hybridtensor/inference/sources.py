@@ -25,6 +25,7 @@ from hybridtensor.inference.weights import Exported
 from hybridtensor.ops import Face
 from hybridtensor.ops.face import FaceKind, Layout, face_layouts
 from hybridtensor.ops.groups import stack_layouts
+from hybridtensor.recipes.config import weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
@@ -91,7 +92,7 @@ def _ready(one: Exported, places: list[Place], dtype: torch.dtype) -> Face | Ten
         return values if not places else _source(one, places, values)
     face = _own_face(one)
     if not places:
-        return face if face is not None else _made(one, one.part.plain)
+        return face if face is not None else _made(one, one.part.source)
     if face is None:  # values that are quantized once they are whole
         return _source(one, places, one.part.plain)
     value: Any = one.value
@@ -142,6 +143,7 @@ def _own_face(one: Exported) -> Face | None:
 def _made(one: Exported, values: Tensor) -> Face:
     """Return the face of a whole weight, made of its values."""
     part: Any = one.part
+    values = weight_values(part.recipe, values)
     turned = values.transpose(-2, -1) if one.is_turned else values
     context: Context = part.context._replace(record=False)
     (row, _) = part.recipe.weight.faces(

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_flag, require_kind, require_text, told
 from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import has_fast_accum
 from hybridtensor.ops.scaled_mm import check_multipliable
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from hybridtensor.recipes.spec import GEMMS, Faces, Gemm, Spec, derive, simplified
+from hybridtensor.recipes.spec import FLAGS, GEMMS, Faces, Gemm, Spec, derive, simplified
 from hybridtensor.state import ROLES, DelayedRule
 from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
 
@@ -70,6 +71,9 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             themselves, as they do in the forward. Faster, with fewer bits than fp32 in sums (some
             13 below the largest term): long sums of one sign lose visibly. Only for FP8 with scales
             per tensor or per row; bits on a CPU stay.
+        bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are
+            not: the faces are then those of the model's bf16 export, which inference engines
+            quantize.
 
     Raises:
         TypeError: If a role is not a quantizer.
@@ -82,6 +86,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
     backward_override: str | None = None
     save_original_input: bool = False
     fast_accum: bool = False
+    bf16_weight_values: bool = False
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -94,6 +99,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             "HybridConfig",
             save_original_input=self.save_original_input,
             fast_accum=self.fast_accum,
+            bf16_weight_values=self.bf16_weight_values,
         )
         self._apply_override()
         for role in ROLES:
@@ -108,6 +114,10 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                     f"HybridConfig: {gemm.name} multiplies {operands}: {error}"
                 ) from None
         self._check_fast_accum()
+        if self.bf16_weight_values and self.weight == IdentityQuantizer():
+            raise ValueError(
+                "HybridConfig: bf16_weight_values is for weights that are quantized, got none; drop it"
+            )
 
     def _apply_override(self) -> None:
         """Rewrite the roles as ``backward_override`` says; doing it twice changes nothing."""
@@ -174,6 +184,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         backward_override: str | None = None,
         save_original_input: bool = False,
         fast_accum: bool = False,
+        bf16_weight_values: bool = False,
     ) -> HybridConfig:
         """Build a config from the format of each product.
 
@@ -184,6 +195,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             backward_override: See the class.
             save_original_input: See the class.
             fast_accum: See the class.
+            bf16_weight_values: See the class.
 
         Raises:
             ValueError: If a word is unknown.
@@ -194,6 +206,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             backward_override=backward_override,
             save_original_input=save_original_input,
             fast_accum=fast_accum,
+            bf16_weight_values=bf16_weight_values,
         )
 
     @classmethod
@@ -207,7 +220,8 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         Hadamard rotation in grad_weight, gradients rounded stochastically).
 
         Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
-        overrides), ``save_original_input``, ``fast_accum``. Options: ``pow2_scale``, ``fp32_scale`` (of current
+        overrides), ``save_original_input``, ``fast_accum``,
+        ``bf16_weight_values``. Options: ``pow2_scale``, ``fp32_scale`` (of current
         scaling), ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed
         scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights),
         ``nearest`` (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward),
@@ -274,14 +288,20 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
     def fingerprint(self) -> str:
         """Return 16 hex digits that equal configs share, in every process and version."""
         fields = config_to_dict(self)
-        if not self.fast_accum:  # as before there was this field
-            del fields["_data"]["fast_accum"]
+        for added in ("fast_accum", "bf16_weight_values"):  # as before there were these fields
+            if not fields["_data"][added]:
+                del fields["_data"][added]
         text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _stable_hash_for_caching(self) -> str:
         """Let torch.compile's caches key on the value of this config."""
         return self.fingerprint()
+
+
+def weight_values(config: HybridConfig, values: Tensor) -> Tensor:
+    """Return the values of a weight that are quantized: ``values``, or what they are in bf16."""
+    return values.to(torch.bfloat16) if config.bf16_weight_values else values
 
 
 def _told_formats(config: HybridConfig, gemm: Gemm) -> str:
@@ -299,9 +319,8 @@ def _columnwise_repeatable(quantizer: Quantizer) -> bool:
 def _spec_of(config: HybridConfig) -> str | None:
     """Return the shortest spec that ``parse`` turns into ``config``, or None."""
     quantizers = {role: getattr(config, role) for role in ROLES}
-    spec = derive(
-        quantizers, config.backward_override, config.save_original_input, config.fast_accum
-    )
+    flags = {name: getattr(config, name) for name in FLAGS}
+    spec = derive(quantizers, config.backward_override, flags)
     if spec is None:
         return None
     try:

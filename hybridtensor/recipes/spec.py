@@ -85,7 +85,9 @@ POLICIES: dict[str, tuple[str, str | bool]] = {
     "dequantized": ("backward_override", "dequantized"),
     "save_original_input": ("save_original_input", True),
     "fast_accum": ("fast_accum", True),
+    "bf16_weight_values": ("bf16_weight_values", True),
 }
+FLAGS = tuple(name for name, (_, value) in POLICIES.items() if value is True)
 
 
 @dataclass
@@ -292,10 +294,7 @@ def _policies(names: list[str], text: str) -> tuple[str, ...]:
 
 
 def derive(
-    quantizers: dict[str, Quantizer],
-    backward_override: str | None,
-    save_original_input: bool,
-    fast_accum: bool,
+    quantizers: dict[str, Quantizer], backward_override: str | None, flags: dict[str, bool]
 ) -> Spec | None:
     """Return the only spec that may mean a config of these fields, or None if there is none.
 
@@ -314,10 +313,10 @@ def derive(
     policies = []
     if backward_override is not None:
         words, policies = words * 3, [backward_override]
+        flags = {**flags, "save_original_input": False}  # which the override implies, or not
     else:
         named |= _sources(faces)
-        flags = {"save_original_input": save_original_input, "fast_accum": fast_accum}
-        policies = [name for name, is_set in flags.items() if is_set]
+    policies += [name for name, is_set in flags.items() if is_set]
     output, grad_input, grad_weight = words
     modifiers = tuple(name for name in MODIFIERS if name in named)
     return Spec((output, grad_input, grad_weight), modifiers, tuple(policies))

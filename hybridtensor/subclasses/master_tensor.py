@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_recorded, is_traced
-from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import Stamp, WeightRecord, version_of
@@ -86,6 +86,11 @@ class MasterWeight(InterceptingTensor):
         return self.record.hand_out(self.plain)
 
     @property
+    def source(self) -> Tensor:
+        """The plain values that faces are made of: ``plain``, unless the recipe rounds them before."""
+        return weight_values(self.config, self.plain)
+
+    @property
     def version(self) -> tuple[int, int]:
         """A value that changes with every write, also with those that others may have made through
         what was handed out.
@@ -153,7 +158,7 @@ class MasterWeight(InterceptingTensor):
         """Return faces that are made now."""
         context = self.context._replace(record=record)
         return self.config.weight.faces(
-            self.plain, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+            self.source, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
 
     @torch.no_grad()

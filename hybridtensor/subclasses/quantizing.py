@@ -7,7 +7,7 @@ added to them here.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from hybridtensor.ops import Cast, Faces, Groups
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
+from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, Section, require_context
 from hybridtensor.subclasses.faces import FaceTensor, face_tensor, turned
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
@@ -28,9 +29,6 @@ from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
-
-if TYPE_CHECKING:
-    from hybridtensor.recipes.config import HybridConfig
 
 
 def quantize(
@@ -145,6 +143,7 @@ def quantize_weight(
         layer: State of the layer, which says how a stack is stored.
         dtype: Nominal dtype; None is that of the values.
     """
+    dtype, values = dtype or values.dtype, weight_values(config, values)
     if not _is_transposed(layer):
         return quantize(config.weight, values, dtype=dtype, context=context)
     made = quantize(config.weight, values.transpose(-2, -1), dtype=dtype, context=context)
@@ -252,9 +251,9 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     """
     if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
         target: Any = weight
-        fresh = values
+        fresh = weight_values(weight.recipe, values)
         if weight.is_transposed:
-            target, fresh = weight.detach().transpose(-2, -1), values.transpose(-2, -1)
+            target, fresh = weight.detach().transpose(-2, -1), fresh.transpose(-2, -1)
         update_(weight.recipe.weight, target, fresh, context=weight.context)
     weight.high_precision.note_quantized(values, weight.taken)
 

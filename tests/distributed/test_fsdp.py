@@ -16,7 +16,7 @@ def trains_like_the_twin(rank, recipes, size, options):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_recipe_trains_like_the_unsharded_model(two, size):
-    two.run(trains_like_the_twin, RECIPES, size, {})
+    two.run(trains_like_the_twin, [*RECIPES, "mxfp8+bf16_weight_values"], size, {})
 
 
 def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
@@ -35,7 +35,7 @@ def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
                     weight, source = getattr(block, layer).weight, getattr(other, layer).weight
                     assert isinstance(weight, ht.HybridTensor)
                     context = ht.Context("weight", source.state)
-                    made = source.config.weight.quantize(source, dtype=dtype, context=context)
+                    made = source.config.weight.quantize(source.source, dtype=dtype, context=context)
                     assert_faces_equal(weight.rowwise, made.rowwise)
                     assert_faces_equal(weight.columnwise, made.columnwise)
                 block.reshard()
@@ -63,6 +63,7 @@ UNUSUAL = [
 ]  # fmt: skip
 
 
+OF_BF16 = [f"{spec}+bf16_weight_values" for spec in ("fp8", "mxfp8", "fp8_rowwise+high_precision")]
 SQUARE = ht.Float8Quantizer(granularity="block", block="128x128")
 CUT = [  # square blocks, with each other and with what needs other magnitudes
     with_weight(rowwise=ht.MXFP8Quantizer(two_d=True), columnwise=ht.MXFP8Quantizer(two_d=True)),
@@ -76,7 +77,7 @@ CUT = [  # square blocks, with each other and with what needs other magnitudes
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gathered_bytes_are_those_of_the_whole_weight(two, size):
-    two.run(gathers_what_the_whole_is_quantized_to, RECIPES + UNUSUAL, size, {})
+    two.run(gathers_what_the_whole_is_quantized_to, RECIPES + UNUSUAL + OF_BF16, size, {})
 
 
 def test_gathered_bytes_of_uneven_shards_and_cut_blocks(four):

@@ -36,6 +36,8 @@ RECIPES = [
     "bf16",
     "mxfp8/nvfp4/bf16",
     "nvfp4+one_d",
+    "fp8+bf16_weight_values",
+    "mxfp8+bf16_weight_values",
 ]
 
 

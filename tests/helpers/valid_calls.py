@@ -84,6 +84,10 @@ def method(make, name, accepts=None, /, **arguments):
     return Row(lambda: (getattr(make(), name), made.make()[1]), made.accepts)
 
 
+CONFIG_KINDS = dict.fromkeys(("save_original_input", "fast_accum", "bf16_weight_values"), "flag")
+CONFIG_KINDS["backward_override"] = "None"
+
+
 def linear(recipe="fp8", **options):
     return ht.quantize_(nn.Linear(32, 32, bias=False), recipe, **options)
 
@@ -286,14 +290,14 @@ ROWS = {
         dst=lambda: FP8_TENSOR.quantize(HALF), x=HALF, context=ht.Context(),
     ),
     "HybridConfig": row(
-        ht.HybridConfig, {"backward_override": "None", "save_original_input": "flag", "fast_accum": "flag"},
+        ht.HybridConfig, CONFIG_KINDS,
         input=FP8_TENSOR, weight=FP8_TENSOR, grad_output=FP8_TENSOR, backward_override=None, save_original_input=False,
-        fast_accum=False,
+        fast_accum=False, bf16_weight_values=False,
     ),
     "HybridConfig.by_gemm": row(
-        ht.HybridConfig.by_gemm, {"backward_override": "None", "save_original_input": "flag", "fast_accum": "flag"},
+        ht.HybridConfig.by_gemm, CONFIG_KINDS,
         output="fp8", grad_input="fp8", grad_weight="fp8", backward_override=None, save_original_input=False,
-        fast_accum=False,
+        fast_accum=False, bf16_weight_values=False,
     ),
     "HybridConfig.parse": row(ht.HybridConfig.parse, spec="fp8"),
     "HybridConfig.formats": method(lambda: FP8, "formats", gemm=recipes.spec.GEMMS[0]),

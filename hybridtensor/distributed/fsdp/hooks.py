@@ -30,7 +30,7 @@ from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local
 from hybridtensor.ops import Face
-from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.subclasses import FaceTensor, HybridTensor, IdentityTensor, MasterWeight
 from hybridtensor.subclasses.followers import followers
 from hybridtensor.subclasses.high_precision import whole
@@ -162,7 +162,7 @@ class _Gathering:
             shard = shard_of_part(part)
             if shard is None:
                 return False
-            found.append((shard, values))
+            found.append((shard, weight_values(part.recipe, values)))
         for (shard, _), (part, _) in zip(found, pairs, strict=True):
             shard.adopt(part.recipe)
         with torch.no_grad():
@@ -238,12 +238,13 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     if shard is None:
         return False
     shard.adopt(config)
+    original, values = values, weight_values(config, values)
     if shard.plan.reduce is not None:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
         made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=True)
     if shard.plan.matrix is not None:
-        fresh = quantize_weight(config, values, part.context, part.layer, part.dtype)
+        fresh = quantize_weight(config, original, part.context, part.layer, part.dtype)
         part.rowwise, part.columnwise, part.config = fresh.rowwise, fresh.columnwise, config
         return True
     row, column = (_cut(face, dim, values.shape[0]) for dim, face in enumerate(made))

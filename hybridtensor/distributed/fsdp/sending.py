@@ -55,13 +55,14 @@ def fill(
         made = whole.faces(rowwise=rowwise, columnwise=columnwise, dtype=payload.dtype)
         first = 0
     else:
-        part = part_of(tensor.plain, tensor.state)
+        values = tensor.source
+        part = part_of(values, tensor.state)
         out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
             again = Remake(*prepared, out)
-            again.run(tensor.plain)
-            return again
+            again.run(values)
+            return again if values is tensor.plain else None  # of what is not there next time
         made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
     for direction, face in zip(_DIRECTIONS, made, strict=True):
         if face is not None and not face.follows_rowwise and direction in payload.names:
@@ -72,7 +73,7 @@ def fill(
 def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
     """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
     if isinstance(tensor, MasterWeight):
-        return tensor.plain
+        return tensor.source
     row = plan.row.kind == "values"
     direction = ROW if row != tensor.is_transposed else COLUMN  # faces lie as the weight is stored
     return tensor.require_face(direction, name="weight", gemm="fully_shard").dequantize(dtype)

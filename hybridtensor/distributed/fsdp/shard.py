@@ -31,7 +31,7 @@ from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
 from hybridtensor.ops import Face
 from hybridtensor.ops.library import is_recorded
-from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -170,7 +170,7 @@ class Shard:
                 for shard in self._with_all()
                 if shard.sharded.process_group is group and (part := shard.measured) is not None
             ]
-            reduce_amaxes([(shard, part.plain) for shard, part in found])
+            reduce_amaxes([(shard, part.source) for shard, part in found])
             for shard, part in found:
                 shard.reduced = shard.written(part)
 
@@ -288,7 +288,7 @@ class Shard:
             kept: Face = whole.forward_face()
             return kept
         self._order_amaxes()
-        part = self.part(tensor.plain, tensor.state)._replace(record=False)
+        part = self.part(tensor.source, tensor.state)._replace(record=False)
         (row, _), first = part.faces(rowwise=True, columnwise=False)
         if row is None or self.plan.matrix is not None:
             return row
@@ -358,8 +358,9 @@ class Shard:
         held, context = self.plan.column.kind == "held", tensor.context
         if context.groups is not None:
             context = context._replace(groups=context.groups._replace(num_groups=size[0]))
+        source = weight_values(self.config, values)
         made = self.config.weight.faces(
-            values, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
+            source, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
             context=context,
         )  # fmt: skip
         faces.take_faces(made)
