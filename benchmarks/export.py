@@ -39,7 +39,7 @@ class Block(nn.Module):
     def __init__(self, width: int, hidden: int, keys: int) -> None:
         super().__init__()
         sizes = {"q": (width, width), "k": (width, keys), "v": (width, keys), "o": (width, width)}
-        sizes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        sizes |= {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
         for name, (inputs, outputs) in sizes.items():
             self.add_module(name, nn.Linear(inputs, outputs, bias=False))
 
@@ -101,26 +101,25 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     model, rows = make(kind), []
-    for name, recipe in RECIPES.items():
-        ht.set_config_(model, recipe)
-        config = next(p for p in map(local, model.parameters()) if isinstance(p, ht.MasterWeight)).config
-        base, base_peak = measured(lambda c=config: bf16_then_quantized(model, c.weight), options.repeats, kind)
-        sizes = [
-            (p.numel() // 2, isinstance(local(p), ht.MasterWeight)) for p in model.parameters()
-        ]  # bf16 and elements that a rank receives
-        received = sum(tensor.nbytes for _, tensor in ht.inference_tensors(model)) / 2
-        bf16 = sum(2 * count for count, _ in sizes)
-        for bucket in BUCKETS if name == "fp8_rowwise" else BUCKETS[1:2]:
-            run = lambda b=bucket: ht.inference_tensors(model, bucket_bytes=b * 2**20)  # noqa: E731
+    chosen = [(name, BUCKETS if name == "fp8_rowwise" else BUCKETS[1:2], model.blocks) for name in RECIPES]
+    for name, buckets, part in [*chosen, ("fp8_rowwise", BUCKETS[1:2], model)]:
+        ht.set_config_(model, RECIPES[name])
+        weights = [local(p) for p in part.parameters()]
+        config = next(p for p in weights if isinstance(p, ht.MasterWeight)).config
+        base, base_peak = measured(lambda c=config, p=part: bf16_then_quantized(p, c.weight), options.repeats, kind)
+        nbytes = sum(tensor.nbytes for _, tensor in ht.inference_tensors(part))
+        for bucket in buckets:
+            run = lambda b=bucket, p=part: ht.inference_tensors(p, bucket_bytes=b * 2**20)  # noqa: E731
             seconds, peak = measured(run, options.repeats, kind)
             rows.append(
                 {
+                    "weights": "with embeddings" if part is model else "of linear layers",
                     "recipe": name,
                     "bucket MiB": bucket,
                     "ms": 1e3 * seconds,
                     "ms, bf16 then quantized": 1e3 * base,
                     "of its time": seconds / base,
-                    "of its bytes": received / bf16,
+                    "of its bytes": nbytes / sum(2 * p.numel() for p in part.parameters()),
                     "peak MiB": peak,
                     "its peak MiB": base_peak,
                 }
