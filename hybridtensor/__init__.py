@@ -13,6 +13,7 @@ from hybridtensor.inference import (
     inference_config,
     inference_tensors,
     load_pretrained,
+    mismatch,
 )
 from hybridtensor.linear import share_inputs
 from hybridtensor.plain import plain_, plain_state_dict
@@ -60,6 +61,7 @@ __all__ = [
     "linear",
     "load_pretrained",
     "load_safetensors",
+    "mismatch",
     "offload",
     "optim",
     "plain_",

@@ -4,6 +4,7 @@ way where parts are whole rows that follow each other.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,13 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-c10d = torch.ops._c10d_functional
-
 Block: TypeAlias = tuple[int | None, ...]
 """How many entries of a weight share one of a tensor, along each dimension; None is all of them."""
 
 Spread: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and its dimensions along which ranks hold different parts."""
+
+
+Places: TypeAlias = "tuple[Place, ...]"
+"""The parts of a weight that ranks hold, in the order of ``Spread``."""
 
 
 class Place(NamedTuple):
@@ -65,7 +68,7 @@ class Source(NamedTuple):
     """
 
     tensors: list[Whole]
-    places: list[Place]
+    places: Places
     spread: Spread
 
 
@@ -80,7 +83,7 @@ def spread_of(tensor: DTensor) -> Spread | None:
     return (mesh, dims) if dims else None
 
 
-def exchanged(mine: list[Place], spread: Spread) -> list[list[Place]]:
+def exchanged(mine: list[Place], spread: Spread) -> list[Places]:
     """Return for each of several weights the places of all ranks.
 
     Args:
@@ -94,7 +97,7 @@ def exchanged(mine: list[Place], spread: Spread) -> list[list[Place]]:
         answers: list[list[list[Place]] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, known, group=group)
         known = [one for answer in answers if answer is not None for one in answer]
-    return [list(places) for places in zip(*known, strict=True)]
+    return list(zip(*known, strict=True))
 
 
 def gathered(sources: Sequence[Source], first_only: bool) -> list[list[Tensor]]:
@@ -128,10 +131,44 @@ def _is_copy_of_first(spread: Spread) -> bool:
     return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim) if dim not in dims)
 
 
-def _padded(one: Whole, places: list[Place]) -> Tensor:
+class _Arrangement(NamedTuple):
+    """How the parts of a tensor are put together.
+
+    Attributes:
+        parts: Where they are.
+        entries: Of the longest one.
+        follow: Whether they are of one size, and follow each other in memory as they do in the whole.
+    """
+
+    parts: Places
+    entries: int
+    follow: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrangement(
+    shape: tuple[int, ...], strides: tuple[int, ...], block: Block, places: Places
+) -> _Arrangement:
+    """Return how the parts of a tensor of ``shape`` and ``strides`` are put together."""
+    parts = tuple(place.of(block) for place in places)
+    contiguous = torch.empty(shape, device="meta").stride() == strides
+    rows, *rest = parts[0].shape
+    follow = contiguous and tuple(rest) == shape[1:] and rows * len(parts) == shape[0]
+    follow = follow and all(
+        place.start[0] == i * rows and place.shape == parts[0].shape
+        for i, place in enumerate(parts)
+    )
+    return _Arrangement(parts, max(math.prod(place.shape) for place in parts), follow)
+
+
+def _of(one: Whole, places: Places) -> _Arrangement:
+    return _arrangement(one.shape, one.strides, one.block, places)
+
+
+def _padded(one: Whole, places: Places) -> Tensor:
     """Return the bytes of this rank's part of a tensor, as many as the longest of all ranks has."""
     # bytes: gloo gathers tensors of several dtypes together as if they had one
-    length = max(math.prod(place.of(one.block).shape) for place in places) * one.part.itemsize
+    length = _of(one, places).entries * one.part.itemsize
     flat = one.part.contiguous().view(-1).view(torch.uint8)
     if flat.numel() == length:
         return flat
@@ -147,23 +184,25 @@ def _received(parts: list[Tensor], spread: Spread, first_only: bool) -> list[Ten
         group = mesh.get_group(dim)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if not first_only:
-            sent = c10d.all_gather_into_tensor_coalesced(parts, size, group.group_name)
-            parts = [c10d.wait_tensor(one) for one in sent]
+            whole = [part.new_empty(size * part.numel()) for part in parts]
+            # the group's own method: torch's functions gather one tensor, or wait for each
+            group.allgather_into_tensor_coalesced(whole, parts).wait()
+            parts = whole
             continue
-        whole = [part.new_empty(size if rank == 0 else 0, part.numel()) for part in parts]
-        for part, out in zip(parts, whole, strict=True):
+        of_ranks = [part.new_empty(size if rank == 0 else 0, part.numel()) for part in parts]
+        for part, out in zip(parts, of_ranks, strict=True):
             dist.gather(part, list(out) if rank == 0 else None, group=group, group_dst=0)
         if rank:
             return None
-        parts = [out.view(-1) for out in whole]
+        parts = [out.view(-1) for out in of_ranks]
     return parts
 
 
-def _placed(one: Whole, places: list[Place], received: Tensor) -> Tensor:
+def _placed(one: Whole, places: Places, received: Tensor) -> Tensor:
     """Return a whole tensor of which every rank sent a part: what was received, if that is it."""
-    parts = [place.of(one.block) for place in places]
+    parts, _, follow = _of(one, places)
     dtype = one.part.dtype
-    if _follow(parts, one):
+    if follow:
         return received.view(dtype).view(one.shape)
     made = torch.empty_strided(one.shape, one.strides, dtype=dtype, device=received.device)
     for place, sent in zip(parts, received.view(len(parts), -1), strict=True):
@@ -173,19 +212,6 @@ def _placed(one: Whole, places: list[Place], received: Tensor) -> Tensor:
         own = sent[: math.prod(place.shape) * dtype.itemsize].view(dtype)
         target.copy_(_bytewise(own).view(place.shape))
     return made
-
-
-def _follow(parts: list[Place], one: Whole) -> bool:
-    """Return whether parts are of one size, and follow each other in memory as they do in the whole."""
-    contiguous = torch.empty(one.shape, device="meta").stride() == one.strides
-    if not contiguous or parts[0].shape[1:] != one.shape[1:]:
-        return False
-    rows = parts[0].shape[0]
-    in_order = all(
-        place.start[0] == i * rows and place.shape == parts[0].shape
-        for i, place in enumerate(parts)
-    )
-    return in_order and rows * len(parts) == one.shape[0]
 
 
 def _bytewise(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hybridtensor.formats import Format
 from hybridtensor.inference.gather import (
     Place,
+    Places,
     Source,
     Spread,
     Whole,
@@ -32,27 +33,35 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 Ready = tuple[Exported, "Face | Tensor | None"]
 """What is exported, and its whole face or values; None on ranks that do not get it."""
 
-Places = dict[str, list[Place]]
+PlacesOf = dict[str, Places]
 """The parts that ranks hold of each weight, by its name."""
 
 
-def places_of(found: list[Exported]) -> Places:
+_EXCHANGED: dict[object, list[Places]] = {}
+_MOST = 64
+
+
+def places_of(found: list[Exported]) -> PlacesOf:
     """Return where the parts of all sharded weights are; all ranks ask for the same ones."""
     spreads: dict[Spread, list[Exported]] = {}
     for one in found:
         spread = spread_of(one.value) if isinstance(one.value, DTensor) else None
         if spread is not None:
             spreads.setdefault(spread, []).append(one)
-    known: Places = {}
+    known: PlacesOf = {}
     for spread, some in spreads.items():
-        every = exchanged([_place(one) for one in some], spread)
-        known |= {one.name: places for one, places in zip(some, every, strict=True)}
+        key = spread, tuple((tuple(one.value.shape), _placements(one)) for one in some)
+        if key not in _EXCHANGED:  # on all ranks alike
+            if len(_EXCHANGED) >= _MOST:
+                _EXCHANGED.clear()
+            _EXCHANGED[key] = exchanged([_place(one) for one in some], spread)
+        known |= {one.name: places for one, places in zip(some, _EXCHANGED[key], strict=True)}
     return known
 
 
 @torch.no_grad()
 def whole_tensors(
-    some: list[Exported], places: Places, dtype: torch.dtype, first_only: bool
+    some: list[Exported], places: PlacesOf, dtype: torch.dtype, first_only: bool
 ) -> Iterator[Ready]:
     """Yield faces and values that are exported, in their order, gathered together where ranks hold parts.
 
@@ -63,7 +72,7 @@ def whole_tensors(
         first_only: Whether only the first rank gets what is gathered.
     """
     ready: list[Face | Tensor | Source] = [
-        _ready(one, places.get(one.name, []), dtype) for one in some
+        _ready(one, places.get(one.name, ()), dtype) for one in some
     ]
     sources = [one for one in ready if isinstance(one, Source)]
     whole = iter(gathered(sources, first_only))
@@ -85,7 +94,7 @@ def size_of(one: Exported, dtype: torch.dtype) -> int:
     )
 
 
-def _ready(one: Exported, places: list[Place], dtype: torch.dtype) -> Face | Tensor | Source:
+def _ready(one: Exported, places: Places, dtype: torch.dtype) -> Face | Tensor | Source:
     """Return the face or the values, or this rank's part of them."""
     if one.format is None:
         values = _high_precision(one, dtype)
@@ -157,6 +166,11 @@ def _made(one: Exported, values: Tensor) -> Face:
     return made
 
 
+def _placements(one: Exported) -> tuple[object, ...]:
+    value: Any = one.value
+    return tuple(value.placements)
+
+
 def _place(one: Exported) -> Place:
     """Return where this rank's part begins in the whole, as that is stored, and its shape."""
     value: Any = one.value
@@ -167,14 +181,16 @@ def _place(one: Exported) -> Place:
     return Place(tuple(offset), tuple(shape))
 
 
-def _as_matrices(one: Exported, places: list[Place]) -> list[Place]:
+def _as_matrices(one: Exported, places: Places) -> Places:
     """Return places in a weight as linear layers have it."""
     if not one.is_turned:
         return places
-    return [Place(*((count, columns, rows) for count, rows, columns in place)) for place in places]
+    return tuple(
+        Place(*((count, columns, rows) for count, rows, columns in place)) for place in places
+    )
 
 
-def _source(one: Exported, places: list[Place], values: Tensor) -> Source:
+def _source(one: Exported, places: Places, values: Tensor) -> Source:
     """Return values as a source."""
     value: Any = one.value
     strides = torch.empty(value.shape, device="meta").stride()

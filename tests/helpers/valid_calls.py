@@ -240,6 +240,10 @@ ROWS = {
     "load_pretrained": row(
         ht.load_pretrained, {"model": "module", "strict": "flag"}, model=linear, folder=pretrained, strict=False,
     ),
+    "mismatch": row(
+        ht.mismatch, {"model": "module", "activation": "None", "tensors": "None", "seed": "integer"}, ("batch",),
+        model=linear, batch=lambda: torch.randn(4, 32), layout="auto", activation=None, tensors=None, seed=0,
+    ),
     "inference_config": row(
         ht.inference_config, {"model": "module"}, model=linear, layout="auto", experts="separate",
     ),

@@ -1,0 +1,170 @@
+"""How far an engine is from training.
+
+Oracle: where the engine's rule for inputs is the recipe's, nothing may differ; a planted difference must be found.
+"""
+
+import copy
+
+import pytest
+import torch
+from experts import Mixture
+from inference_models import FAMILIES
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hybridtensor as ht
+from hybridtensor.testing import random_tensor
+
+SQUARES = ht.Float8Quantizer("block", block="128x128")
+FP32_SQUARES = ht.Float8Quantizer("block", block="128x128", pow2_scale=False)
+BLOCKS, FP32_BLOCKS = ht.Float8Quantizer("block"), ht.Float8Quantizer("block", pow2_scale=False)
+SAME = {
+    "ct_fp8_tensor": "fp8",
+    "ct_fp8_row": "fp8_rowwise",
+    "ct_mxfp8": "mxfp8",
+    "hf_fp8": ht.HybridConfig(FP32_BLOCKS, FP32_SQUARES, FP32_BLOCKS),
+    "hf_fp8_ue8m0": ht.HybridConfig(BLOCKS, SQUARES, BLOCKS),
+    "ct_fp8_block": ht.HybridConfig(FP32_BLOCKS, FP32_SQUARES, FP32_BLOCKS),
+}
+
+
+def mlp(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 128, bias=False)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", SAME)
+def test_nothing_differs_where_the_rules_are_one(layout, dtype):
+    model = ht.quantize_(mlp(dtype), SAME[layout])
+    found = ht.mismatch(model, random_tensor(40, 256, dtype=dtype), layout)
+    assert found.is_zero
+    assert found.kl == found.k3 == 0
+    assert found.ratio == (1.0, 1.0)
+    assert found.effective == pytest.approx(1)
+    assert [layer.layer for layer in found.layers] == ["0", "2"]
+    assert {layer.layouts for layer in found.layers} == {layout}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_weights_and_weights_alone(persistent):
+    """Inputs in high precision: the engine multiplies weights alone."""
+    config = ht.HybridConfig(ht.IdentityQuantizer(), ht.Float8Quantizer("row"), ht.IdentityQuantizer())
+    model = ht.quantize_(mlp(), config, persistent=persistent)
+    found = ht.mismatch(model, random_tensor(40, 256))
+    assert found.is_zero
+    assert {layer.activation for layer in found.layers} == {"none"}
+
+
+def test_nvfp4_is_within_the_order_of_its_scales():
+    """Three factors in fp32, in another order, then one rounding to bf16: one unit in its last place."""
+    model = ht.quantize_(mlp(), "nvfp4+one_d")
+    found = ht.mismatch(model, random_tensor(40, 256))
+    assert max(layer.bits for layer in found.layers) <= 1
+    assert max(layer.share for layer in found.layers) < 0.05
+
+
+def test_experts_are_compared():
+    torch.manual_seed(0)
+    model = ht.quantize_(Mixture(count=4, width=64, hidden=128).bfloat16(), "mxfp8")
+    found = ht.mismatch(model, random_tensor(40, 64))
+    assert found.is_zero
+    assert [layer.layer for layer in found.layers] == ["experts"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+def test_whole_models(family):
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=torch.bfloat16)
+    model = ht.quantize_(plain, "mxfp8")
+    batch = {"input_ids": torch.arange(24).view(2, 12), "use_cache": False}
+    assert ht.mismatch(model, batch).is_zero
+    other = ht.mismatch(model, batch, activation="token")
+    assert not other.is_zero
+    assert other.kl > 0
+    assert other.ratio[0] < 1 < other.ratio[1]
+    assert 0.5 < other.effective < 1
+
+
+@pytest.mark.parametrize("layout", [*SAME, "ct_nvfp4"])
+def test_a_planted_bit_is_found(layout):
+    model = ht.quantize_(mlp(), SAME.get(layout, "nvfp4+one_d"))
+    x = random_tensor(40, 256)
+    before = ht.mismatch(model, x, layout)
+    for name in [name for name, _ in ht.inference_tensors(model, layout) if name.startswith("2.")]:
+        tensors = {n: t.clone() for n, t in ht.inference_tensors(model, layout)}
+        flat = tensors[name].view(-1).view(torch.uint8)
+        flat[len(flat) // 2 - 1 if tensors[name].numel() > 1 else 2] ^= 0x10
+        found = ht.mismatch(model, x, layout, tensors=tensors.items())
+        assert found.layers[0] == before.layers[0]
+        assert found.layers[1].bits > before.layers[1].bits, name
+        assert found.value > before.value
+
+
+def test_another_rule_than_the_recipes():
+    model = ht.quantize_(mlp(), "fp8")
+    for rule in ("token", "1x128", "1x32", "1x16"):
+        found = ht.mismatch(model, random_tensor(40, 256), activation=rule)
+        assert found.layers[0].bits > 0
+    assert ht.mismatch(model, random_tensor(40, 256), activation="tensor").is_zero
+
+
+def test_neither_the_model_nor_its_state_changes():
+    model = ht.quantize_(mlp(), "fp8_delayed").train()
+    model(random_tensor(40, 256)).sum().backward()
+    before = {n: torch.as_tensor(t).clone() for n, t in model.state_dict().items()}
+    ht.mismatch(model, random_tensor(40, 256, seed=1) * 100, activation="tensor")
+    assert model.training
+    after = model.state_dict()
+    assert all(torch.equal(torch.as_tensor(after[n]), t) for n, t in before.items())
+
+
+def test_values_of_the_engine_are_not_those_of_the_model():
+    """What is left of converted weights in the engine's model is NaN."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            return self.up(x) + self.up.weight.sum()
+
+    model = ht.quantize_(Reads().bfloat16(), "mxfp8")
+    with pytest.raises(ValueError, match="finite outputs are required, got NaN or Inf of the engine"):
+        ht.mismatch(model, random_tensor(8, 64))
+
+
+class TestWhatIsRefused:
+    def test_rules_and_outputs(self):
+        model = ht.quantize_(mlp(), "mxfp8")
+        with pytest.raises(ValueError, match="activation"):
+            ht.mismatch(model, random_tensor(4, 256), activation="row")
+        config = ht.HybridConfig(ht.Float8Quantizer(dtype="e5m2"), ht.Float8Quantizer(), ht.Float8Quantizer())
+        with pytest.raises(
+            ValueError, match=r"0\.weight: inputs that an engine quantizes alike .* got fp8_e5m2_tensor"
+        ):
+            ht.mismatch(ht.quantize_(mlp(), config), random_tensor(4, 256))
+
+        class Dictionary(nn.Sequential):
+            def forward(self, x):
+                return {"y": super().forward(x)}
+
+        with pytest.raises(ValueError, match="a tensor of logits is required as the model's output, got dict"):
+            ht.mismatch(ht.quantize_(Dictionary(nn.Linear(32, 32)), "mxfp8"), torch.randn(2, 32))
+
+    def test_tensors_that_are_missing(self):
+        model = ht.quantize_(mlp(), "mxfp8")
+        tensors = dict(ht.inference_tensors(model))
+        del tensors["2.weight_scale"]
+        with pytest.raises(ValueError, match=r"elements and scales of 2\.weight are required among the tensors"):
+            ht.mismatch(model, random_tensor(4, 256), tensors=tensors.items())
+
+
+def test_its_table():
+    from rich.console import Console
+
+    console = Console(width=100, record=True)
+    console.print(ht.mismatch(ht.quantize_(mlp(), "mxfp8"), random_tensor(40, 256)))
+    text = console.export_text()
+    assert "ct_mxfp8" in text
+    assert "KL 0" in text
