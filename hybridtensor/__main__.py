@@ -73,7 +73,7 @@ def _export(given: argparse.Namespace) -> Path:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "the package transformers is required; pip install transformers"
+            "the package transformers is required; pip install hybridtensor[inference]"
         ) from error
     dtype = _DTYPES[given.dtype]
     if any(given.source.glob("step_*")):

@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
@@ -27,7 +27,7 @@ from hybridtensor.arguments import (
     require_timeout,
 )
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Face
@@ -96,9 +96,9 @@ def export_safetensors(
     require_module("export_safetensors", model)
     require_timeout("export_safetensors", timeout)
     library = _safetensors()
-    together = _together(model, timeout)
-    together(lambda: _check(path, dtype, columnwise, masters))
-    tensors, metadata = together(lambda: _collect(model, dtype, columnwise, masters))
+    everyone = together("export_safetensors", model, timeout)
+    everyone(lambda: _check(path, dtype, columnwise, masters))
+    tensors, metadata = everyone(lambda: _collect(model, dtype, columnwise, masters))
     target = Path(path)
 
     def write() -> None:
@@ -106,17 +106,8 @@ def export_safetensors(
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             _write(library, whole, metadata, target)
 
-    together(write)
+    everyone(write)
     return target
-
-
-def _together(model: nn.Module, timeout: datetime.timedelta) -> Callable[[Callable[[], T]], T]:
-    """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
-    if any(isinstance(value, DTensor) for _, value, _ in _named(model)):
-        ranks = Ranks("export_safetensors", None, timeout)
-        if ranks.size > 1:
-            return ranks.each
-    return lambda work: work()
 
 
 def _check(

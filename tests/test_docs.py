@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hybridtensor as ht
+from hybridtensor.inference import LAYOUTS
 from hybridtensor.recipes.spec import MODIFIERS, POLICIES, WORDS
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +122,27 @@ def test_tensor_parallel_table():
     ]
 
 
+def test_tables_of_inference():
+    text = (ROOT / "docs" / "inference.md").read_text()
+    assert table("export_2_ranks_nvidia_h200", text) == [
+        [
+            r["weights"],
+            r["recipe"],
+            str(r["bucket MiB"]),
+            f"{r['ms']:.0f}",
+            f"{r['of its time']:.2f}x",
+            f"{r['of its bytes']:.2f}x",
+            f"{r['peak MiB']:.0f}",
+        ]
+        for r in results("export_2_ranks_nvidia_h200")["rows"]
+    ]
+    assert table("rollout_cpu", text) == [
+        [r["training"], r["sampler"], f"{r['k3']:.1e}", f"{r['largest |log ratio|']:.2g}"]
+        for r in results("rollout_cpu")["rows"]
+    ]
+    assert [cells[0] for cells in table("layouts", text)] == list(LAYOUTS)
+
+
 def test_tables_of_experts():
     text, rows = (ROOT / "docs" / "experts.md").read_text(), results("grouped_nvidia_h200")["rows"]
     speeds, blocks = {}, []
@@ -175,7 +197,8 @@ def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
 
 
 @pytest.mark.parametrize(
-    "path", ["docs/design.md", "docs/experts.md", "docs/numerics.md", "CONTRIBUTING.md", "README.md"]
+    "path",
+    ["docs/design.md", "docs/experts.md", "docs/inference.md", "docs/numerics.md", "CONTRIBUTING.md", "README.md"],
 )
 def test_files_named_in_the_docs_exist(path):
     for name in re.findall(

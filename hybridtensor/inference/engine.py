@@ -113,11 +113,14 @@ def _exponents(bits: Tensor) -> Tensor:
 
 def _e2m1(packed: Tensor) -> Tensor:
     """Return the elements of bytes that hold two each, ``[rows, K]``."""
-    # not typed
-    from compressed_tensors.compressors.nvfp4.helpers import (  # type: ignore[import-untyped]
-        unpack_fp4_from_uint8,
-    )
-
+    try:
+        from compressed_tensors.compressors.nvfp4.helpers import (  # type: ignore[import-untyped]
+            unpack_fp4_from_uint8,
+        )
+    except ImportError as error:
+        raise ImportError(
+            "mismatch: the package compressed-tensors is required for NVFP4; pip install hybridtensor[inference]"
+        ) from error
     rows, width = packed.shape
     values: Tensor = unpack_fp4_from_uint8(packed, rows, 2 * width, torch.float32)
     return values

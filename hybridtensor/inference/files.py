@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_int, require_module, require_path
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO
-from hybridtensor.inference.tensors import BUCKET, inference_tensors, together
+from hybridtensor.inference.tensors import BUCKET, inference_tensors
 from hybridtensor.version import __version__
 
 DIGESTS = "digests.json"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import (
     require_choice,
@@ -18,14 +16,12 @@ from hybridtensor.arguments import (
     require_module,
     require_timeout,
 )
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.sources import experts_of, places_of, size_of, whole_tensors
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.ops import Face
-
-T = TypeVar("T")
 
 BUCKET = 256 * 2**20
 
@@ -82,17 +78,6 @@ def inference_tensors(
     names = Names(who, model, experts)
     found = together(who, model, timeout)(lambda: exported(who, model, layout))
     return _named(found, names, dtype, bucket_bytes, ranks == "first")
-
-
-def together(
-    who: str, model: nn.Module, timeout: datetime.timedelta
-) -> Callable[[Callable[[], T]], T]:
-    """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        ranks = Ranks(who, None, timeout)
-        if ranks.size > 1:
-            return ranks.each
-    return lambda work: work()
 
 
 def _named(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_group, require_timeout
 
@@ -200,3 +202,15 @@ def _count_meeting() -> int:
         return 0
     _meetings[world] = _meetings.get(world, 0) + 1
     return _meetings[world]
+
+
+def together(
+    who: str, model: nn.Module, timeout: datetime.timedelta
+) -> Callable[[Callable[[], T]], T]:
+    """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
+    tensors = (*model.parameters(), *model.buffers())
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        ranks = Ranks(who, None, timeout)
+        if ranks.size > 1:
+            return ranks.each
+    return lambda work: work()
