@@ -298,3 +298,68 @@ class TestTheCommand:
     def test_what_is_wrong_is_told(self, tmp_path, capsys):
         assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out"), "--recipe", "fp8"]) == 1
         assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["ct_fp8_block", "hf_fp8", "ct_fp8_tensor", "ct_fp8_row"])
+@pytest.mark.parametrize("size", [(64, 64), (128, 128), (1, 128)])
+def test_matrices_of_one_block_come_back(layout, size, tmp_path):
+    made = [ht.quantize_(nn.Sequential(nn.Linear(*size[::-1])), recipe(layout), persistent=True) for _ in range(2)]
+    alike(
+        made[0],
+        ht.load_pretrained(made[1], ht.export_pretrained(made[0], tmp_path / "out", layout, dtype=torch.float32)),
+    )
+
+
+class TestWhatIsDoubtful:
+    def test_nothing_is_written_by_a_load_that_fails(self, tmp_path):
+        one = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8", persistent=True)
+        other = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), "fp8", persistent=True)
+        before = faces(copy.deepcopy(other))
+        folder = ht.export_pretrained(one, tmp_path / "out")
+        with pytest.raises(ValueError, match=r"1\.bias of \[32\] is required, got \[64\] in the folder"):
+            ht.load_pretrained(other, folder)
+        assert all(torch.equal(a, b) for n in before for a, b in zip(before[n], faces(other)[n], strict=True))
+
+    def test_models_without_memory(self, tmp_path):
+        folder = ht.export_pretrained(ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8"), tmp_path / "out")
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(64, 64))
+        with pytest.raises(ValueError, match="meta device; call to_empty"):
+            ht.load_pretrained(empty, folder)
+
+    def test_elements_without_scales(self, tmp_path):
+        save_file({"0.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=r"0\.weight: scales are required beside elements"):
+            ht.load_pretrained(nn.Sequential(nn.Linear(64, 64, bias=False)), tmp_path)
+
+    def test_exponents_as_bytes(self, tmp_path):
+        weight = torch.ones(64, 64).to(torch.float8_e4m3fn)
+        scale = torch.full((1, 1), 120, dtype=torch.uint8)
+        save_file({"0.weight": weight, "0.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+        plain = ht.load_pretrained(nn.Sequential(nn.Linear(64, 64, bias=False)), tmp_path)
+        assert torch.equal(plain[0].weight, torch.full((64, 64), 2.0**-7))
+
+    def test_files_that_nobody_listed(self, tmp_path):
+        folder = ht.export_pretrained(ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8"), tmp_path / "out")
+        save_file({"0.bias": torch.zeros(64)}, folder / "zz.safetensors")
+        with pytest.raises(ValueError, match=r"files of digests\.json are required, got zz\.safetensors besides"):
+            ht.load_pretrained(nn.Sequential(nn.Linear(64, 64)), folder)
+        (folder / "digests.json").unlink()
+        with pytest.raises(ValueError, match=r"each tensor in one file is required, got \['0\.bias'\] in two"):
+            ht.load_pretrained(nn.Sequential(nn.Linear(64, 64)), folder)
+
+    def test_parts_of_experts_that_end_inside_a_block(self, tmp_path):
+        config = copy.deepcopy(FAMILIES["mixtral"])
+        config.intermediate_size, config.num_hidden_layers = 192, 1
+        torch.manual_seed(0)
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        squares = ht.Float8Quantizer("block", block="128x128")
+        tensors = {}
+        for name, values in ht.inference_tensors(plain):
+            tensors[name] = values.contiguous()
+            if ".experts." in name:
+                face = squares.quantize(values.contiguous(), columnwise=False).rowwise
+                tensors[name], tensors[name + "_scale_inv"] = face.qdata, face.scale.contiguous()
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="parts of whole blocks of 128 rows are required to be one matrix"):
+            ht.load_pretrained(plain, tmp_path)

@@ -251,7 +251,7 @@ class TestWhatIsRefused:
         config = copy.deepcopy(FAMILIES["mixtral"])
         config.intermediate_size = 192  # gate and up together are three blocks of rows
         made = ht.quantize_(AutoModelForCausalLM.from_config(config), recipe("ct_fp8_block"))
-        with pytest.raises(ValueError, match=r"gate_up_proj: weight_scale.* blocks that belong to two"):
+        with pytest.raises(ValueError, match=r"gate_up_proj: weight_scale.* blocks of 128 that belong to two"):
             list(ht.inference_tensors(made, "ct_fp8_block"))
 
     def test_names_that_collide(self):
@@ -283,3 +283,54 @@ def test_mixed_recipes_are_groups_of_one_configuration():
 def test_a_plain_model_needs_no_configuration():
     assert ht.inference_config(nn.Linear(4, 4)) == {}
     assert [name for name, _ in ht.inference_tensors(nn.Linear(4, 4))] == ["weight", "bias"]
+
+
+def test_auto_goes_by_the_rule_for_inputs_too():
+    """Engines quantize inputs per 1x128 for Hugging Face's layouts, whatever the recipe does."""
+    squares, blocks = WEIGHTS["hf_fp8_ue8m0"], ht.Float8Quantizer("block")
+    fp32_blocks = ht.Float8Quantizer("block", pow2_scale=False)
+    for inputs, weight, layout in (
+        (blocks, squares, "hf_fp8_ue8m0"),
+        (fp32_blocks, squares, "hf_fp8"),
+        (blocks, WEIGHTS["hf_fp8"], "hf_fp8"),
+        (ht.IdentityQuantizer(), squares, "ct_fp8_block"),
+        (ht.Float8Quantizer("row"), squares, "ct_fp8_block"),
+    ):
+        made = model(config=ht.HybridConfig(inputs, weight, inputs))
+        assert ht.inference_config(made) == ht.inference_config(made, layout)
+
+
+def test_experts_that_stay_plain_are_named():
+    made = nn.ModuleDict({"a": Experts(2, 128, 128), "b": Experts(2, 128, 128)})
+    ht.quantize_(made, "fp8", filter_fn=lambda _, name: name.startswith("a."))
+    ignored = ht.inference_config(made)["ignore"]
+    assert ignored == [f"b.{e}.{name}" for e in range(2) for name in ("w1", "w2", "w3")]
+
+
+@pytest.mark.parametrize("spec", ["fp8", "fp8_rowwise", "nvfp4+one_d"])
+def test_stacks_that_checkpoints_only_rename(spec):
+    """Every expert keeps its scales."""
+    from transformers import GraniteMoeConfig
+
+    config = GraniteMoeConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+                              num_key_value_heads=1, num_local_experts=4, vocab_size=64)  # fmt: skip
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ht.quantize_(made, spec)
+    tensors = dict(ht.inference_tensors(made))
+    stacks = {name: t for name, t in tensors.items() if "input_linear" in name}
+    assert stacks
+    assert all(tensor.shape[0] == 4 for tensor in stacks.values())
+
+
+def test_adapters_are_refused():
+    made = model()
+    made[0].base_layer = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"layers without adapters are required, got 0 .* merge_and_unload"):
+        ht.inference_tensors(made)
+
+
+def test_compiled_models_have_the_names_of_what_they_compile():
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["mixtral"]), dtype=torch.bfloat16)
+    made = ht.quantize_(plain, "mxfp8")
+    compiled = torch.compile(made)
+    assert [n for n, _ in ht.inference_tensors(compiled)] == [n for n, _ in ht.inference_tensors(made)]

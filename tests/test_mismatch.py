@@ -8,9 +8,7 @@ import copy
 import pytest
 import torch
 from experts import Mixture
-from inference_models import FAMILIES
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor
@@ -74,6 +72,9 @@ def test_experts_are_compared():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
 def test_whole_models(family):
+    AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM  # noqa: N806
+    from inference_models import FAMILIES
+
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=torch.bfloat16)
     model = ht.quantize_(plain, "mxfp8")
     batch = {"input_ids": torch.arange(24).view(2, 12), "use_cache": False}
@@ -168,3 +169,39 @@ def test_its_table():
     text = console.export_text()
     assert "ct_mxfp8" in text
     assert "KL 0" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares products of a GPU")
+@pytest.mark.parametrize("layout", ["ct_fp8_tensor", "ct_fp8_row", "ct_mxfp8"])
+def test_on_a_gpu(layout):
+    """Matrix units add in another order and with fewer bits: a unit in the last place of bf16 of the largest output."""
+    model, x = ht.quantize_(mlp(), SAME[layout]).cuda(), random_tensor(40, 256, device="cuda")
+    found = ht.mismatch(model, x, layout)
+    for layer, y in zip(found.layers, (model[0](x), model(x)), strict=True):
+        assert layer.value <= 2**-7 * y.abs().max()
+
+
+def test_modes_stay_what_they_were():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Dropout())
+    ht.quantize_(model, "mxfp8").train()
+    model[1].eval()
+    ht.mismatch(model, random_tensor(8, 64, dtype=torch.float32))
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_wrapped_layers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = ht.quantize_(mlp(), "mxfp8")
+    model[0] = checkpoint_wrapper(model[0])
+    assert ht.mismatch(model, random_tensor(8, 256)).is_zero
+
+
+def test_hugging_faces_layouts_quantize_inputs_by_their_own_rule():
+    config = ht.HybridConfig(ht.IdentityQuantizer(), SQUARES, ht.IdentityQuantizer())
+    model = ht.quantize_(mlp(), config)
+    assert ht.mismatch(model, random_tensor(40, 256)).is_zero
+    found = ht.mismatch(model, random_tensor(40, 256), "hf_fp8")
+    assert found.layers[0].activation == "fp8_e4m3_1x128_fp32_scale"
+    assert not found.is_zero

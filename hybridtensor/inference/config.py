@@ -12,6 +12,7 @@ from hybridtensor.formats import Format
 from hybridtensor.inference.layouts import AUTO, Settings, require_layout
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.weights import Exported, exported
+from hybridtensor.layers import layers_of
 
 _DYNAMIC: Settings = {"type": "float", "symmetric": True, "dynamic": True}
 _E4M3, _U8 = "torch.float8_e4m3fn", "torch.uint8"
@@ -70,11 +71,14 @@ def _plain_modules(model: nn.Module, found: list[Exported], names: Names) -> lis
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
+    stacks = {id(layer.weight) for layer in layers_of(model) if layer.is_stack}
     plain = []
     for one in found:
         of_matrix = one.name.rpartition(".")[2] == "weight" and one.value.dim() == 2
         if one.layout is None and of_matrix and id(one.value) not in embeddings:
             plain += names.of_module(one.name)
+        elif one.layout is None and id(one.value) in stacks:
+            plain += names.of_module(one.name, one.value)
     return sorted(stored.removesuffix(".weight") for stored in plain)
 
 

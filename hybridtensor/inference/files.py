@@ -24,6 +24,7 @@ from hybridtensor.arguments import require_int, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO
+from hybridtensor.inference.names import unwrapped
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
 from hybridtensor.version import __version__
 
@@ -164,7 +165,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[dict[s
 
 def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return what ``config.json`` says."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = unwrapped(model)
     own = getattr(inner, "config", None)
     config: dict[str, Any] = {}
     if callable(getattr(own, "to_dict", None)):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_flag, require_module, require_path
+from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.inference.files import DIGESTS, INDEX, digest, safetensors
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names
@@ -34,14 +34,24 @@ class _Folder:
     Args:
         library: The package safetensors.
         path: The folder.
+        listed: The files that were checked; None if nobody said what there is.
     """
 
-    def __init__(self, library: ModuleType, path: Path) -> None:
+    def __init__(self, library: ModuleType, path: Path, listed: set[str] | None) -> None:
         self._files = contextlib.ExitStack()
         self._of: dict[str, Any] = {}
         self.used: set[str] = set()
         for file in _files(path):
+            if listed is not None and file.name not in listed:
+                raise ValueError(
+                    f"{_WHO}: files of {DIGESTS} are required, got {file.name} besides; remove it"
+                )
             handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
+            twice = sorted(self._of.keys() & set(handle.keys()))
+            if twice:
+                raise ValueError(
+                    f"{_WHO}: each tensor in one file is required, got {twice[:3]} in two"
+                )
             self._of |= dict.fromkeys(handle.keys(), handle)
 
     def __enter__(self) -> _Folder:
@@ -105,18 +115,18 @@ def load_pretrained(
     require_module(_WHO, model)
     require_path(_WHO, folder)
     require_flag(_WHO, strict=strict)
+    if is_sharded(model):
+        raise NotImplementedError(
+            f"{_WHO}: a model that is not sharded is required, got one in parts; load before fully_shard or "
+            "parallelize_module"
+        )
     library, path = safetensors(_WHO), Path(folder)
-    _check_folder(path)
+    listed = _check_folder(path)
     names = Names(_WHO, model, "separate")
     state: dict[str, Tensor] = {}
     missing = []
-    with _Folder(library, path) as stored:
+    with _Folder(library, path, listed) as stored:
         for name, value in named(model):
-            if isinstance(value, DTensor):
-                raise NotImplementedError(
-                    f"{_WHO}: a model that is not sharded is required, got {name} as a DTensor; load before "
-                    "fully_shard or parallelize_module"
-                )
             found = (
                 _of_stack(stored, names, name, value)
                 if value.dim() == 3
@@ -139,13 +149,16 @@ def load_pretrained(
 @torch.no_grad()
 def _copy(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Write what was read into the parameters and buffers."""
-    for name, value in named(model):
-        if name in state:
-            if value.shape != state[name].shape:
-                raise ValueError(
-                    f"{_WHO}: {name} of {list(value.shape)} is required, got {list(state[name].shape)} in the folder"
-                )
-            value.detach().copy_(state[name].to(value.device))
+    found = [(name, value) for name, value in named(model) if name in state]
+    for name, value in found:  # before anything changes
+        if value.shape != state[name].shape or value.is_meta:
+            where = " on the meta device; call to_empty(device=...) first" if value.is_meta else ""
+            raise ValueError(
+                f"{_WHO}: {name} of {list(value.shape)} is required, got {list(state[name].shape)} in the folder"
+                f"{where and ', and a parameter'}{where}"
+            )
+    for name, value in found:
+        value.detach().copy_(state[name].to(value.device))
 
 
 def _of_matrix(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
@@ -213,6 +226,12 @@ def _face(name: str, packed: Packed) -> Face:
 def _stacked_rows(name: str, parts: list[tuple[int, Face]]) -> Face:
     """Return the face of a matrix whose rows are those of several."""
     faces = [face for _, face in parts]
+    block = faces[0].format.block[0]
+    if block is not None and any(face.qdata.shape[0] % block for face in faces[:-1]):
+        raise ValueError(
+            f"{_WHO}: {name}: parts of whole blocks of {block} rows are required to be one matrix, got "
+            f"{[face.qdata.shape[0] for face in faces]}"
+        )
     first = faces[0]
     tensors = [
         _rows_together(list(some)) for some in zip(*(face.tensors() for face in faces), strict=True)
@@ -300,12 +319,16 @@ def _own_format(value: Any) -> Any:
     return None if face is None or face.format.is_identity else face.format
 
 
-def _check_folder(path: Path) -> None:
-    """Raise ValueError unless the folder is there, and its files are what was written."""
+def _check_folder(path: Path) -> set[str] | None:
+    """Return the names of files that are what was written, or None where nobody wrote down what they are.
+
+    Raises:
+        ValueError: If the folder is not there, or a file is not what was written.
+    """
     if not path.is_dir():
         raise ValueError(f"{_WHO}: a folder is required, got {str(path)!r}")
     if not (path / DIGESTS).exists():
-        return
+        return None
     try:
         files = json.loads((path / DIGESTS).read_text())["files"]
         known = {
@@ -321,6 +344,7 @@ def _check_folder(path: Path) -> None:
             raise ValueError(
                 f"{_WHO}: {file} as it was written is required, got other bytes; export it again"
             )
+    return set(known)
 
 
 def _files(path: Path) -> list[Path]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hybridtensor import formats
 from hybridtensor.arguments import require_choice, require_int, require_items, require_module, wrong
+from hybridtensor.distributed.checkpoint.plain import named_parameters
+from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.formats import Format
 from hybridtensor.inference.engine import (
     Decoded,
@@ -236,7 +237,7 @@ def mismatch(
     require_int(_WHO, at_least=0, seed=seed)
     if activation is not None:
         require_choice(_WHO, "activation", activation, RULES)
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if is_sharded(model):
         raise NotImplementedError(
             f"{_WHO}: a model that is not sharded is required, got one with DTensors; load what was "
             "exported in one process, and compare there"
@@ -271,12 +272,13 @@ def _by_name(tensors: object) -> dict[str, Tensor]:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode."""
-    was = model.training
+    was = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was)
+        for module, training in was.items():
+            module.training = training
 
 
 def _called(model: nn.Module, batch: Any) -> Any:
@@ -319,7 +321,9 @@ def _weight(one: Exported, known: dict[str, Tensor], activation: str | None) -> 
     """Return a weight as the engine has it."""
     config = one.part.recipe
     name = activation
-    if activation is None:
+    if activation is None and one.layout is not None and not one.layout.stored_as:
+        name = "1x128"  # whatever the recipe: its configuration says so
+    elif activation is None:
         fmt = config.input.rowwise_format
         if fmt not in _OF_FORMAT:
             raise ValueError(
@@ -364,7 +368,7 @@ def _packed(name: str, prefix: str, known: dict[str, Tensor]) -> Packed:
 def _put(engine: nn.Module, weights: dict[str, _Weight]) -> dict[int, _Weight]:
     """Take the values of converted weights away, and return those of the engine by address."""
     placed = {}
-    parameters = dict(engine.named_parameters(remove_duplicate=False))
+    parameters = dict(named_parameters(engine))
     for name, weight in weights.items():
         parameters[name].fill_(float("nan"))  # whatever reads them shows
         placed[_address(parameters[name])] = weight

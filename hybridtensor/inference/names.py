@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.arguments import require_choice
 from hybridtensor.inference.layouts import Packed
 
 Named = Iterator[tuple[str, Tensor]]
 
+_SIDE = 128  # rows of a block, where scales are not of rows
 _Revert = Callable[[str, Tensor], dict[str, Tensor]]
 """Gives what a checkpoint has in place of a parameter."""
 
@@ -82,43 +84,62 @@ class Names:
             ValueError: If a checkpoint has parts of these matrices, and a scale belongs to two.
         """
         if not self._separate:
-            for suffix in packed[0]:
-                tensors = [of_one[suffix] for of_one in packed]
-                ending = (
-                    "" if suffix in ("weight", "weight_packed") else suffix.removeprefix("weight")
-                )
-                yield f"{name}{ending}", _stacked(tensors)
+            yield from _as_stack(name, packed)
             return
+        count, rows = len(packed), next(iter(packed[0].values())).shape[0]
+        stored = self._rule(name, count, rows)
+        if stored is not None:
+            yield from _as_stack(stored, packed)
+            return
+        places = self.places(name, count, rows)
         prefix, parameter = _split(name)
-        parts = self._parts(name, packed)
+        own = f"{prefix}0.{parameter}.weight" in places
         for suffix in packed[0]:
-            if parts:
-                yield from self._cut(name, suffix, packed, parts)
+            if own:
+                for number, of_one in enumerate(packed):
+                    yield f"{prefix}{number}.{parameter}.{suffix}", of_one[suffix]
                 continue
-            for number, of_one in enumerate(packed):
-                yield f"{prefix}{number}.{parameter}.{suffix}", of_one[suffix]
+            for stored, place in places.items():
+                expert, first = divmod(int(place[0]), rows)
+                part = self._part(name, packed[expert], suffix, first, len(place))
+                yield f"{stored.removesuffix('weight')}{suffix}", part
 
-    def _parts(self, name: str, packed: list[Packed]) -> dict[str, Tensor]:
-        """Return what a checkpoint has in place of the elements of a stack; nothing if it has no rule."""
-        found = self._stored(name, _stacked([next(iter(of_one.values())) for of_one in packed]))
-        return {} if list(found) == [name] else found
+    def _rule(self, name: str, count: int, rows: int) -> str | None:
+        """Return under which name a checkpoint has a whole stack, if it has; None if it has its matrices.
 
-    def _cut(self, name: str, suffix: str, packed: list[Packed], parts: dict[str, Tensor]) -> Named:
-        """Yield one kind of tensors of a stack under the names that a checkpoint has for parts of it."""
-        tensors, elements = [of_one[suffix] for of_one in packed], next(iter(packed[0].values()))
-        of_all = tensors[0].dim() == 1  # a number for the matrix: each part has it
-        if of_all:
-            tensors = [one.expand(elements.shape[0], 1) for one in tensors]
-        found = self._stored(name, _stacked(tensors))
-        if found.keys() != parts.keys() or len({tuple(one.shape) for one in found.values()}) != 1:
+        Raises:
+            ValueError: If it has matrices that are not rows of one expert's.
+        """
+        numbers = torch.arange(count * rows).view(count, rows, 1).expand(count, rows, 2)
+        found = self._stored(name, numbers.contiguous())
+        if list(found) == [name] and torch.equal(found[name], numbers):
+            return None
+        if len(found) == 1 and torch.equal(next(iter(found.values())), numbers):
+            return next(iter(found))
+        for stored, part in found.items():
+            flat = part[..., 0].reshape(-1)
+            rows_of_one = part.dim() == 2 and part.shape[1] == 2 and stored.endswith("weight")
+            in_order = rows_of_one and torch.equal(flat, flat[0] + torch.arange(len(flat)))
+            if not in_order or int(flat[0]) // rows != int(flat[-1]) // rows:
+                raise ValueError(
+                    f"{self._who}: {name}: a stack that checkpoints store as it is, or as rows of each expert, is "
+                    f"required, got {stored} {list(part.shape)}; choose experts='stacked'"
+                )
+        return None
+
+    def _part(self, name: str, packed: Packed, suffix: str, first: int, rows: int) -> Tensor:
+        """Return one kind of tensors of ``rows`` rows from ``first`` on of an expert's matrix."""
+        tensor, elements = packed[suffix], next(iter(packed.values()))
+        if tensor.dim() == 1:  # a number for the matrix: each part has it
+            return tensor
+        per_entry = 1 if tensor.shape[0] == elements.shape[0] else _SIDE
+        if first % per_entry or (rows % per_entry and first + rows != elements.shape[0]):
             raise ValueError(
-                f"{self._who}: {name}: {suffix} {list(tensors[0].shape)} of matrices {list(elements.shape)} "
-                f"that end with the parts {list(parts)[:2]} ... of a checkpoint are required, got blocks that "
-                "belong to two; choose sizes of whole blocks, or experts='stacked'"
+                f"{self._who}: {name}: {suffix} that ends with the parts of {rows} rows that a checkpoint has is "
+                f"required, got blocks of {per_entry} that belong to two; choose sizes of whole blocks, or "
+                "experts='stacked'"
             )
-        for stored, one in found.items():
-            part = one.reshape(-1)[:1] if of_all else one
-            yield f"{stored.removesuffix('weight')}{suffix}", part
+        return tensor[first // per_entry : -(-(first + rows) // per_entry)].contiguous()
 
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._revert is None:
@@ -127,10 +148,19 @@ class Names:
         return {stored: one.view(tensor.dtype) for stored, one in found.items()}
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` or data parallelism wraps."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or (
+        isinstance(model, DistributedDataParallel) and (inner := model.module) is not None
+    ):
+        model = inner
+    return model
+
+
 def _reverter(model: nn.Module) -> _Revert | None:
     """Return how transformers stores parameters of a model, or None if it is none of its own."""
     library = sys.modules.get("transformers")
-    inner = getattr(model, "_orig_mod", model)
+    inner = unwrapped(model)
     if library is None or not isinstance(inner, library.PreTrainedModel):
         return None
     from transformers.core_model_loading import revert_weight_conversion
@@ -140,6 +170,13 @@ def _reverter(model: nn.Module) -> _Revert | None:
         return found
 
     return revert
+
+
+def _as_stack(name: str, packed: list[Packed]) -> Named:
+    """Yield the tensors of all experts as one each."""
+    for suffix in packed[0]:
+        ending = "" if suffix in ("weight", "weight_packed") else suffix.removeprefix("weight")
+        yield f"{name}{ending}", _stacked([of_one[suffix] for of_one in packed])
 
 
 def _split(name: str) -> tuple[str, str]:

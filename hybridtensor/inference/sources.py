@@ -23,7 +23,7 @@ from hybridtensor.inference.gather import (
     spread_of,
 )
 from hybridtensor.inference.weights import Exported
-from hybridtensor.ops import Face
+from hybridtensor.ops import Face, Groups
 from hybridtensor.ops.face import FaceKind, Layout, face_layouts
 from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.recipes.config import weight_values
@@ -154,7 +154,8 @@ def _made(one: Exported, values: Tensor) -> Face:
     part: Any = one.part
     values = weight_values(part.recipe, values)
     turned = values.transpose(-2, -1) if one.is_turned else values
-    context: Context = part.context._replace(record=False)
+    groups = Groups(values.shape[0]) if values.dim() == 3 else None
+    context: Context = part.context._replace(record=False, groups=groups, section=None)
     (row, _) = part.recipe.weight.faces(
         turned, rowwise=True, columnwise=False, dtype=values.dtype, context=context
     )

@@ -35,6 +35,8 @@ def stored_face(name: str, packed: Packed) -> Face | None:
     if "weight_packed" in packed:
         return _nvfp4(name, packed)
     elements, scale = packed["weight"], packed.get("weight_scale_inv", packed.get("weight_scale"))
+    if scale is None and elements.dtype == torch.float8_e4m3fn:
+        raise ValueError(f"{name}: scales are required beside elements in float8_e4m3fn, got none")
     if scale is None:
         return None
     if elements.dtype != torch.float8_e4m3fn:
@@ -50,6 +52,8 @@ def stored_face(name: str, packed: Packed) -> Face | None:
         )
     if fmt is formats.MXFP8_E4M3:
         return Face(elements, scale.view(torch.float8_e8m0fnu), None, fmt)
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)  # exponents
     return Face(elements, scale.float().reshape(fmt.scale_shape(rows, columns)), None, fmt)
 
 
@@ -118,6 +122,13 @@ def in_format(name: str, face: Face, fmt: Format) -> Face:
     scale = face.scale
     if face.format is fmt or scale is None:
         return face
+    sizes = face.qdata.shape[0], face.qdata.shape[1]
+    if scale.numel() == 1 and fmt in _POW2.values() and fmt.scale_shape(*sizes) == (1, 1):
+        return face._replace(format=fmt)  # one block: a scale of the tensor
+    if scale.numel() == 1 and face.format in _POW2.values() and fmt is formats.FP8_E4M3_TENSOR:
+        return face._replace(format=fmt)
+    if scale.numel() == 1 and face.format is formats.FP8_E4M3_TENSOR and fmt in _POW2:
+        face = face._replace(format=_POW2[fmt]) if fmt.scale_shape(*sizes) == (1, 1) else face
     if fmt in _POW2 and face.format is _POW2[fmt]:
         if bool((torch.frexp(scale)[0] == 0.5).all()):
             return face._replace(format=fmt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,8 @@ from hybridtensor.arguments import (
     require_module,
     require_timeout,
 )
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
+from hybridtensor.distributed.checkpoint.agreement import check_arguments
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks, is_sharded, together
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.sources import experts_of, places_of, size_of, whole_tensors
@@ -48,8 +50,9 @@ def inference_tensors(
     Args:
         model: Any model.
         layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
-            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_nvfp4"``; ``"auto"`` is ``hf_fp8`` where that
-            holds all weights, else for each what compressed-tensors has for its format.
+            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
+            Face's where that holds all weights and the recipes quantize inputs per 1x128, as its
+            engines do, else for each weight what compressed-tensors has for its format.
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
             checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
         dtype: Of everything that is not quantized.
@@ -66,7 +69,8 @@ def inference_tensors(
         TypeError: If an argument is of the wrong kind.
         ValueError: If no layout holds a weight, or not the one that was named: with the layer, and
             what to use instead. On every rank, before anything is gathered.
-        RuntimeError: If ranks differ in weights or recipes, or one is gone; on every rank.
+            Also if ranks have other weights, recipes or layouts.
+        RuntimeError: If a rank is gone; on every rank.
     """
     who = "inference_tensors"
     require_module(who, model)
@@ -77,7 +81,18 @@ def inference_tensors(
     require_timeout(who, timeout)
     names = Names(who, model, experts)
     found = together(who, model, timeout)(lambda: exported(who, model, layout))
+    if is_sharded(model):
+        check_arguments(Ranks(who, None, timeout), weights=_digest(found))
     return _named(found, names, dtype, bucket_bytes, ranks == "first")
+
+
+def _digest(found: list[Exported]) -> str:
+    """Return a digest of what every rank must export alike, or gathers would mix or wait for ever."""
+    told = [
+        (one.name, tuple(one.value.shape), str(one.format), one.layout and one.layout.name)
+        for one in found
+    ]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 def _named(
@@ -86,18 +101,31 @@ def _named(
     """Yield names and tensors, a bucket after the other."""
     mine = not first_only or not dist.is_initialized() or dist.get_rank() == 0
     places, seen = places_of(found), set[str]()
+    failed: Exception | None = None
     for bucket in _buckets(found, dtype, bucket_bytes):
         for one, whole in whole_tensors(bucket, places, dtype, first_only):
-            if whole is None or not mine:
+            if whole is None or not mine or failed is not None:
                 continue
-            for name, tensor in _packed(one, whole, names):
-                if name in seen:
-                    raise ValueError(
-                        f"inference_tensors: one tensor for each name is required, got a second {name!r}, of "
-                        f"{one.name}; rename the parameter, or choose experts='stacked'"
-                    )
-                seen.add(name)
-                yield name, tensor
+            try:
+                pairs = list(_packed(one, whole, names))
+                _check_new(one, pairs, seen)
+            except Exception as error:  # other ranks may wait in gathers to come
+                failed = error
+                continue
+            yield from pairs
+    if failed is not None:
+        raise failed
+
+
+def _check_new(one: Exported, pairs: list[tuple[str, Tensor]], seen: set[str]) -> None:
+    """Raise ValueError if a name was there before."""
+    for name, _ in pairs:
+        if name in seen:
+            raise ValueError(
+                f"inference_tensors: one tensor for each name is required, got a second {name!r}, of "
+                f"{one.name}; rename the parameter, or choose experts='stacked'"
+            )
+        seen.add(name)
 
 
 def _buckets(found: list[Exported], dtype: torch.dtype, most: int) -> Iterator[list[Exported]]:

@@ -14,14 +14,25 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.fsdp.hooks import part_of
-from hybridtensor.distributed.fsdp.shard import Shard, shard_of
+from hybridtensor.distributed.fsdp.shard import Shard, plan_of, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, everything
 from hybridtensor.dtensor import local
-from hybridtensor.formats import FP8_E4M3_ROW, Format
+from hybridtensor.formats import (
+    FP8_E4M3_1X128,
+    FP8_E4M3_1X128_FP32_SCALE,
+    FP8_E4M3_ROW,
+    FP8_E4M3_TENSOR,
+    Format,
+)
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.state import weight_of_state
 from hybridtensor.subclasses import HybridTensor, is_converted
+
+_HUGGING_FACE = {  # by the formats of inputs that engines then make
+    "hf_fp8_ue8m0": {FP8_E4M3_1X128},
+    "hf_fp8": {FP8_E4M3_1X128, FP8_E4M3_1X128_FP32_SCALE},
+}
 
 
 class Exported(NamedTuple):
@@ -76,6 +87,8 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     Raises:
         ValueError: If no layout holds a weight, or not the one that is named.
     """
+    _let_go(model)
+    _check_adapters(who, model)
     layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
     managed = {id(sharded.tensor): sharded for sharded in everything()}
     found = [_of(who, name, value, layers.get(id(value)), managed) for name, value in named(model)]
@@ -90,12 +103,37 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     return found
 
 
+def _let_go(model: nn.Module) -> None:
+    """Have FSDP2 undo its gathers of a model: of what is gathered it has computed copies."""
+    modules = {id(module) for module in model.modules()}
+    for sharded in everything():
+        if any(id(reader) in modules for reader in sharded.readers):
+            sharded.let_go()
+
+
+def _check_adapters(who: str, model: nn.Module) -> None:
+    """Raise ValueError where layers have adapters, which no layout stores beside a weight."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            raise ValueError(
+                f"{who}: layers without adapters are required, got {name} with one; call merge_and_unload() first"
+            )
+
+
 def _candidates(quantized: list[Exported]) -> list[Layout]:
-    """Return what ``"auto"`` chooses from: Hugging Face's, if it holds all weights."""
-    first = LAYOUTS["hf_fp8"]
-    rest = [layout for layout in LAYOUTS.values() if layout.stored_as]
-    of_all = all(one.format and first.can_hold(one.format, one.matrix) for one in quantized)
-    return [first] if quantized and of_all else rest
+    """Return what ``"auto"`` chooses from: Hugging Face's, if one holds all weights and quantizes inputs as
+    their recipes do, per 1x128.
+    """
+    inputs = {one.part.recipe.input.rowwise_format for one in quantized}
+    for name, known in _HUGGING_FACE.items():
+        layout = LAYOUTS[name]
+        if (
+            inputs
+            and inputs <= known
+            and all(one.format and layout.can_hold(one.format, one.matrix) for one in quantized)
+        ):
+            return [layout]
+    return [layout for layout in LAYOUTS.values() if layout.stored_as]
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -164,8 +202,10 @@ def _of_parts(who: str, one: Exported, fmt: Format) -> Format:
         any(cut) and fmt.tensor_block
     ):
         return fmt
-    if fmt.block == (None, None) and not cut[1]:
-        return FP8_E4M3_ROW if fmt.element == FP8_E4M3_ROW.element else fmt
+    travels = one.sharded is not None and plan_of(one.sharded, one.part.recipe).row.kind != "bytes"
+    whole = one.sharded is not None and bool(plan_of(one.sharded, one.part.recipe).whole)
+    if fmt is FP8_E4M3_TENSOR and not cut[1] and not (travels or whole):
+        return FP8_E4M3_ROW
     raise ValueError(
         f"{who}: {one.name}: scales that end with each tensor-parallel rank's part {list(sizes)} are required, "
         f"got {fmt} of {list(one.matrix)}, of which every part has its own; use a recipe with blocks that "

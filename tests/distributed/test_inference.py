@@ -18,7 +18,7 @@ from tensor_parallel import make as make_layers
 from tiers import in_turn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -272,3 +272,66 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(recipe):
     models[1] = copy.deepcopy(models[0]).cuda()
     cpu, gpu = (dict(ht.inference_tensors(model)) for model in models)
     same({name: tensor.cpu() for name, tensor in gpu.items()}, cpu)
+
+
+def colliding(rank):
+    """The first rank alone finds it, and goes on until the others are through."""
+    made = nn.Module()
+    made.experts = Experts(2, 64, 64)
+    made.experts.add_module("0", nn.Module())
+    made.experts.get_submodule("0").w1 = nn.Linear(64, 64)
+    model = fully_shard(ht.quantize_(made.to(here()), "fp8"), mesh=mesh_of(rank, 2))
+    if rank:
+        assert not list(ht.inference_tensors(model, ranks="first", bucket_bytes=1))
+        return
+    with pytest.raises(ValueError, match=r"a second 'experts\.0\.w1\.weight'"):
+        list(ht.inference_tensors(model, ranks="first", bucket_bytes=1))
+
+
+def test_an_error_of_the_first_rank_leaves_nobody_waiting(two):
+    two.run(colliding)
+
+
+def gathered_now(rank):
+    """What FSDP2 has gathered for the forward, in another dtype, is not what is exported."""
+    whole, model = twins("mxfp8", False, 64)
+    with torch.no_grad():
+        for one in (whole, model):
+            one[0].norm.weight.fill_(1.001)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    shard(model, mesh_of(rank, 2), reshard_after_forward=False, mp_policy=policy)
+    with torch.no_grad():
+        model(batch(0))
+    same(dict(ht.inference_tensors(model, dtype=torch.float32)), dict(ht.inference_tensors(whole, dtype=torch.float32)))
+    with pytest.raises(NotImplementedError, match="a model that is not sharded is required"):
+        ht.mismatch(model, batch(0))
+
+
+def test_models_that_are_gathered_now(two):
+    two.run(gathered_now)
+
+
+def parts_by_value(rank):
+    """Values of tensor-parallel parts, each with a scale of its own, cannot be quantized as one."""
+    mesh = init_device_mesh(here(), (1, 2), mesh_dim_names=("dp", "tp"))
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 128, bias=False)).to(here()), "fp8")
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(ValueError, match="of which every part has its own"):
+        ht.inference_tensors(model)
+
+
+def test_values_of_parts_are_refused(two):
+    two.run(parts_by_value)
+
+
+def other_recipes(rank):
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("tp",))
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 128, bias=False)).to(here()), "mxfp8" if rank else "fp8_rowwise")
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match="the same arguments are required on all ranks, got weights="):
+        ht.inference_tensors(model)
+
+
+def test_ranks_with_other_recipes(two):
+    two.run(other_recipes)

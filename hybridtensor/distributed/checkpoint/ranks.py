@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_group, require_timeout
@@ -204,12 +205,18 @@ def _count_meeting() -> int:
     return _meetings[world]
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ranks hold parts of a model, whether FSDP2 has gathered them now or not."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
+    return any(isinstance(t, DTensor) for t in (*model.parameters(), *model.buffers()))
+
+
 def together(
     who: str, model: nn.Module, timeout: datetime.timedelta
 ) -> Callable[[Callable[[], T]], T]:
     """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
-    tensors = (*model.parameters(), *model.buffers())
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+    if is_sharded(model):
         ranks = Ranks(who, None, timeout)
         if ranks.size > 1:
             return ranks.each
