@@ -363,3 +363,25 @@ class TestWhatIsDoubtful:
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match="parts of whole blocks of 128 rows are required to be one matrix"):
             ht.load_pretrained(plain, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["persistent", "master", "plain"])
+def test_square_stacks_that_are_stored_transposed_come_back(kind, tmp_path):
+    """Nothing in the shapes tells which way they are stored."""
+
+    class Stored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.is_transposed = 3, True
+            self.w1 = nn.Parameter(torch.randn(3, 64, 64).bfloat16())
+
+    torch.manual_seed(0)
+    one = ht.quantize_(Stored(), "fp8_rowwise", persistent=True)
+    folder = ht.export_pretrained(one, tmp_path / "out", experts="stacked")
+    other = Stored() if kind == "plain" else ht.quantize_(Stored(), "fp8_rowwise", persistent=kind == "persistent")
+    ht.load_pretrained(other, folder)
+    values = other.w1 if kind == "plain" else other.w1.dequantize()
+    expected = one.w1.columnwise.dequantize()  # what the forward multiplies, as it is stored
+    if kind == "persistent":
+        values = other.w1.columnwise.dequantize()
+    assert torch.equal(values, expected)

@@ -205,3 +205,11 @@ def test_hugging_faces_layouts_quantize_inputs_by_their_own_rule():
     found = ht.mismatch(model, random_tensor(40, 256), "hf_fp8")
     assert found.layers[0].activation == "fp8_e4m3_1x128_fp32_scale"
     assert not found.is_zero
+
+
+def test_weights_in_one_memory():
+    """Views of one flat parameter are weights of their own."""
+    model = mlp()
+    flat = torch.randn(384 * 256 + 128 * 384).bfloat16() / 16
+    model[0].weight.data, model[2].weight.data = flat[: 384 * 256].view(384, 256), flat[384 * 256 :].view(128, 384)
+    assert ht.mismatch(ht.quantize_(model, "mxfp8"), random_tensor(8, 256)).is_zero

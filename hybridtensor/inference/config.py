@@ -85,7 +85,7 @@ def _plain_modules(model: nn.Module, found: list[Exported], names: Names) -> lis
 def _compressed_tensors(
     quantized: list[Exported], names: Names, plain: list[str]
 ) -> dict[str, Any]:
-    """Return what compressed-tensors reads: a group of layers for each way that weights and inputs are
+    """Return the configuration of compressed-tensors: a group of layers for each way that weights and inputs are
     stored.
     """
     groups: list[tuple[Settings, list[str]]] = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import hashlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_int, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
+from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, sync_folder
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO
 from hybridtensor.inference.names import unwrapped
@@ -90,30 +90,40 @@ def export_pretrained(
     config = everyone(
         lambda: _config(model, inference_config(model, layout, experts=experts), dtype)
     )
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    failed: list[Exception] = []
     try:
-        try:
-            if first:
-                partial.mkdir()
-                _write_files(library, partial, tensors, shard_bytes)
-        except Exception as error:
-            failed.append(error)
+        error = _written(library, _partial(target), tensors, shard_bytes) if first else None
         for _ in tensors:  # other ranks wait in their gathers until all are done
             pass
-
-        def finish() -> None:
-            for error in failed:
-                raise error
-            if first:
-                _write_rest(partial, config)
-                _move(who, partial, target)
-
-        everyone(finish)
+        everyone(lambda: _finished(who, target, config, error) if first else None)
     finally:
         if first:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(_partial(target), ignore_errors=True)
     return target
+
+
+def _partial(target: Path) -> Path:
+    """Return the folder that becomes ``target`` once it is whole."""
+    return target.with_name(f".{target.name}.partial-{os.getpid()}")
+
+
+def _written(
+    library: ModuleType, folder: Path, tensors: Iterator[tuple[str, Tensor]], most: int
+) -> Exception | None:
+    """Make a folder with all tensors; return the error that was raised meanwhile, for other ranks wait."""
+    try:
+        folder.mkdir()
+        _write_files(library, folder, tensors, most)
+    except Exception as error:
+        return error
+    return None
+
+
+def _finished(who: str, target: Path, config: dict[str, Any], error: Exception | None) -> None:
+    """Write everything else and give the folder its name, or raise the error that there was."""
+    if error is not None:
+        raise error
+    _write_rest(_partial(target), config)
+    _move(who, _partial(target), target)
 
 
 def _check_new(who: str, target: Path) -> None:
@@ -164,7 +174,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[dict[s
 
 
 def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return what ``config.json`` says."""
+    """Return the content of ``config.json``."""
     inner = unwrapped(model)
     own = getattr(inner, "config", None)
     config: dict[str, Any] = {}
@@ -180,40 +190,26 @@ def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) 
 def _write_rest(folder: Path, config: dict[str, Any]) -> None:
     """Write the configuration, and the digests of all files, and bring everything to the disk."""
     _write_json(folder / "config.json", config)
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": digest(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {}
+    for path in sorted(folder.iterdir()):
+        size, sha256 = digest_file(path, sync=True)
+        files[path.name] = {"size": size, "sha256": sha256}
     _write_json(
         folder / DIGESTS, {"version": _VERSION, "hybridtensor": __version__, "files": files}
     )
-    for path in (*folder.iterdir(), folder):
-        _sync(path)
+    digest_file(folder / DIGESTS, sync=True)
+    sync_folder(folder)
 
 
 def _move(who: str, partial: Path, target: Path) -> None:
     """Give the folder its name, unless somebody else made one meanwhile."""
     _check_new(who, target)
     partial.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
 
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def safetensors(who: str) -> ModuleType:

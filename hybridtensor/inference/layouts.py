@@ -85,7 +85,7 @@ class Layout:
 
 
 def _advice(fmt: Format, size: tuple[int, int]) -> str:
-    """Return what to do with a face that a layout cannot store."""
+    """Return advice for a face that a layout cannot store."""
     others = [layout.name for layout in LAYOUTS.values() if layout.can_hold(fmt, size)]
     if others:
         return f"layouts that hold it: {', '.join(others)}"

@@ -14,14 +14,22 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
-from hybridtensor.inference.files import DIGESTS, INDEX, digest, safetensors
+from hybridtensor.distributed.checkpoint.untrusted.files import digest_file
+from hybridtensor.inference.files import DIGESTS, INDEX, safetensors
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names
-from hybridtensor.inference.stored import SUFFIXES, columnwise_of_stored, in_format, stored_face
+from hybridtensor.inference.stored import (
+    columnwise_of_stored,
+    in_format,
+    packed_matrix,
+    packed_stack,
+    stored_face,
+)
 from hybridtensor.inference.weights import named
+from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.dequantize import face_values
-from hybridtensor.subclasses import HybridTensor, IdentityTensor, QuantizedTensor, is_converted
+from hybridtensor.subclasses import HybridTensor, IdentityTensor, QuantizedTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.followers import follows_rowwise
 
@@ -60,26 +68,13 @@ class _Folder:
     def __exit__(self, *error: object) -> None:
         self._files.close()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._of
 
-    def take(self, name: str) -> Tensor:
-        """Return a tensor."""
+    def __getitem__(self, name: str) -> Tensor:
         self.used.add(name)
         tensor: Tensor = self._of[name].get_tensor(name)
         return tensor
-
-    def packed(self, name: str) -> Packed:
-        """Return the tensors of a matrix called ``name``, by what their names end in."""
-        prefix = name.removesuffix("weight")
-        found = {
-            suffix: self.take(f"{prefix}{suffix}")
-            for suffix in SUFFIXES
-            if f"{prefix}{suffix}" in self
-        }
-        if found and "weight_scale_inv" not in found and f"{prefix}scale" in self:
-            found["weight_scale_inv"] = self.take(f"{prefix}scale")
-        return found
 
     @property
     def unused(self) -> list[str]:
@@ -123,12 +118,13 @@ def load_pretrained(
     library, path = safetensors(_WHO), Path(folder)
     listed = _check_folder(path)
     names = Names(_WHO, model, "separate")
+    turned = {id(layer.weight) for layer in layers_of(model) if layer.transposed}
     state: dict[str, Tensor] = {}
     missing = []
     with _Folder(library, path, listed) as stored:
         for name, value in named(model):
             found = (
-                _of_stack(stored, names, name, value)
+                _of_stack(stored, names, name, value, id(value) in turned)
                 if value.dim() == 3
                 else _of_matrix(stored, names, name, value)
             )
@@ -162,34 +158,40 @@ def _copy(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _of_matrix(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
-    """Return what a parameter or buffer becomes; None if the folder has nothing for it."""
+    """Return the values or faces for a parameter or buffer; None if the folder has none."""
     (own,) = names.of_module(name)
     if not own.endswith("weight") or value.dim() != 2:
-        return stored.take(own) if own in stored else None
-    packed = stored.packed(own)
+        if own not in stored:
+            return None
+        return stored[own]
+    packed = packed_matrix(own, stored)
     if not packed:
         return None
     face = stored_face(own, packed)
     return packed["weight"] if face is None else _as_value(name, value, face)
 
 
-def _of_stack(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
-    """Return what a stack of experts becomes, of the parts that a folder has of it."""
+def _of_stack(
+    stored: _Folder, names: Names, name: str, value: Tensor, turned: bool
+) -> Tensor | None:
+    """Return the values or faces for a stack of experts, of the parts that a folder has; None if it lacks one.
+
+    Args:
+        stored: The folder.
+        names: Of its tensors.
+        name: Of the stack.
+        value: The stack.
+        turned: Whether it is stored ``[E, K, N]``.
+    """
     if name in stored:
-        packed = {"weight": stored.take(name)}
-        for suffix in ("_scale_inv", "_scale", "_global_scale"):
-            if f"{name}{suffix}" in stored:
-                packed[f"weight{suffix}"] = stored.take(f"{name}{suffix}")
-        if "weight_global_scale" in packed:
-            packed["weight_packed"] = packed.pop("weight")
+        packed = packed_stack(name, stored)
         if len(packed) == 1:
             return packed["weight"]
         each = [{k: one[e] for k, one in packed.items()} for e in range(value.shape[0])]
-        return _joined(name, value, [_face(name, one) for one in each])
-    turned = is_converted(value) and bool(getattr(value, "is_transposed", False))
+        return _joined(name, value, [_face(name, one) for one in each], turned)
     rows = value.shape[2] if turned else value.shape[1]
     places = names.places(name, value.shape[0], rows)
-    parts = {own: stored.packed(own) for own in places}
+    parts = {own: packed_matrix(own, stored) for own in places}
     if any(not packed for packed in parts.values()):
         return None
     faces = {own: stored_face(own, packed) for own, packed in parts.items()}
@@ -213,6 +215,7 @@ def _of_stack(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor
         name,
         value,
         [_stacked_rows(name, sorted(some, key=lambda one: one[0])) for some in of_expert],
+        turned,
     )
 
 
@@ -255,12 +258,12 @@ def _rows_together(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
 
 
-def _joined(name: str, value: Any, faces: list[Face]) -> Tensor:
+def _joined(name: str, value: Any, faces: list[Face], turned: bool) -> Tensor:
     """Return a stack of the faces of its matrices, as the parameter takes it."""
     fmt = _own_format(value)
     if fmt is None:
         values = torch.stack([_values(face, value) for face in faces])
-        return values.transpose(-2, -1) if value.shape[1:] != values.shape[1:] else values
+        return values.transpose(-2, -1) if turned else values
     rows = [in_format(name, face, fmt) for face in faces]
     row = _stack_of(rows)
     columns = [column for face in rows if (column := _columnwise(value, face)) is not None]
@@ -340,7 +343,7 @@ def _check_folder(path: Path) -> set[str] | None:
         ) from error
     for name, (size, sha256) in known.items():
         file = path / Path(name).name
-        if not file.is_file() or file.stat().st_size != size or digest(file) != sha256:
+        if not file.is_file() or digest_file(file) != (size, sha256):
             raise ValueError(
                 f"{_WHO}: {file} as it was written is required, got other bytes; export it again"
             )

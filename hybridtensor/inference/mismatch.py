@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from hybridtensor import formats
 from hybridtensor.arguments import require_choice, require_int, require_items, require_module, wrong
-from hybridtensor.distributed.checkpoint.plain import named_parameters
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
-from hybridtensor.formats import Format
-from hybridtensor.inference.engine import (
-    Decoded,
-    decoded_input,
-    decoded_weight,
-    product,
-    rule,
+from hybridtensor.inference.engine_mode import (
+    RULES,
+    Engine,
+    EngineWeight,
+    engine_weight,
+    put_weights,
 )
-from hybridtensor.inference.layouts import AUTO, Packed, require_layout
-from hybridtensor.inference.stored import SUFFIXES
+from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.tensors import inference_tensors
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.plain import plain_
@@ -35,17 +29,7 @@ from hybridtensor.quantizers import OneFormatQuantizer
 if TYPE_CHECKING:
     from rich.table import Table
 
-RULES = ("tensor", "token", "1x128", "1x32", "1x16")
 _WHO = "mismatch"
-_OF_FORMAT: dict[Format, str | None] = {
-    formats.FP8_E4M3_TENSOR: "tensor",
-    formats.FP8_E4M3_ROW: "token",
-    formats.FP8_E4M3_1X128: "1x128",
-    formats.FP8_E4M3_1X128_FP32_SCALE: "1x128",
-    formats.MXFP8_E4M3: "1x32",
-    formats.NVFP4: "1x16",
-    formats.IDENTITY: None,
-}
 
 
 @dataclass(frozen=True)
@@ -118,84 +102,6 @@ class Mismatch:
         return table
 
 
-class _Weight(NamedTuple):
-    """A weight of the engine.
-
-    Attributes:
-        matrices: One, or one for each expert.
-        is_stack: Whether it is of experts.
-        inputs: How its inputs are quantized, or None.
-    """
-
-    matrices: list[Decoded]
-    is_stack: bool
-    inputs: OneFormatQuantizer | None
-
-    def linear(self, x: Tensor, bias: Tensor | None, expert: int = 0) -> Tensor:
-        """Return the product of tokens of any shape with one matrix."""
-        flat = x.reshape(-1, x.shape[-1])
-        given = Decoded(flat.float()) if self.inputs is None else decoded_input(flat, self.inputs)
-        out = product(given, self.matrices[expert], bias, x.dtype)
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-
-class _Engine(TorchFunctionMode):
-    """Computes products with the weights of a model by the engine's.
-
-    Args:
-        weights: By the address of the parameters in whose place they are.
-    """
-
-    def __init__(self, weights: dict[int, _Weight]) -> None:
-        super().__init__()
-        self._weights = weights
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        found = [self._weights.get(_address(arg)) for arg in args if isinstance(arg, Tensor)]
-        weight = next((one for one in found if one is not None), None)
-        if weight is None or func not in _PRODUCTS:
-            return func(*args, **kwargs)
-        return _PRODUCTS[func](weight, *args, **kwargs)
-
-
-def _linear(weight: _Weight, x: Tensor, at: Tensor, bias: Tensor | None = None) -> Tensor:
-    expert = at.storage_offset() // at.numel() if weight.is_stack else 0
-    return weight.linear(x, bias, expert)
-
-
-def _grouped(
-    weight: _Weight, x: Tensor, at: Tensor, offs: Tensor | None = None, **options: Any
-) -> Tensor:
-    """Return the products of tokens sorted by expert; rows of none are zeros."""
-    out = x.new_zeros(*x.shape[:-1], weight.matrices[0].elements.shape[0])
-    if offs is None:
-        for e in range(len(weight.matrices)):
-            out[e] = weight.linear(x[e], None, e)
-        return out
-    begin = 0
-    for e, end in enumerate(offs.tolist()):
-        if end > begin:
-            out[begin:end] = weight.linear(x[begin:end], None, e)
-        begin = end
-    return out
-
-
-_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
-    F.linear: _linear,
-    torch._grouped_mm: _grouped,
-    torch.bmm: lambda weight, x, at: _grouped(weight, x, at),
-}
-if hasattr(F, "grouped_mm"):
-    _PRODUCTS[F.grouped_mm] = _grouped
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
-
-
 @torch.no_grad()
 def mismatch(
     model: nn.Module,
@@ -248,8 +154,8 @@ def mismatch(
     with _evaluating(model):
         ran, trained = _recorded(model, batch, found)
         engine = plain_(copy.deepcopy(model))
-        weights = {one.name: _weight(one, known, activation) for one in found}
-        mode = _Engine(_put(engine, weights))
+        weights = {one.name: engine_weight(_WHO, one, known, activation) for one in found}
+        mode = put_weights(engine, weights)
         layers = [
             _compared(engine.get_submodule(name), mode, calls, some, weights)
             for name, calls, some in ran
@@ -317,70 +223,12 @@ def _recorded(
     return [(name, calls[name], some) for name, some in of.items()], outputs
 
 
-def _weight(one: Exported, known: dict[str, Tensor], activation: str | None) -> _Weight:
-    """Return a weight as the engine has it."""
-    config = one.part.recipe
-    name = activation
-    if activation is None and one.layout is not None and not one.layout.stored_as:
-        name = "1x128"  # whatever the recipe: its configuration says so
-    elif activation is None:
-        fmt = config.input.rowwise_format
-        if fmt not in _OF_FORMAT:
-            raise ValueError(
-                f"{_WHO}: {one.name}: inputs that an engine quantizes alike are required, got {fmt}; name the "
-                f"engine's rule: activation= one of {', '.join(RULES)}"
-            )
-        name = _OF_FORMAT[fmt]
-    pow2 = one.layout is not None and "scale_fmt" in one.layout.settings
-    inputs = None if name is None else rule(name, pow2)
-    if one.value.dim() == 3:
-        stack = _packed(one.name, one.name, known)
-        count = one.value.shape[0]
-        matrices = [decoded_weight({k: part[e] for k, part in stack.items()}) for e in range(count)]
-        return _Weight(matrices, True, inputs)
-    return _Weight(
-        [decoded_weight(_packed(one.name, one.name.removesuffix("weight"), known))], False, inputs
-    )
-
-
-def _packed(name: str, prefix: str, known: dict[str, Tensor]) -> Packed:
-    """Return the tensors of a weight, by what their names end in."""
-    if prefix.endswith((".", "")) and prefix != name:
-        found = {suffix: known[prefix + suffix] for suffix in SUFFIXES if prefix + suffix in known}
-    else:
-        endings = {
-            "_scale_inv": "weight_scale_inv",
-            "_scale": "weight_scale",
-            "_global_scale": "weight_global_scale",
-        }
-        found = {
-            suffix: known[name + end] for end, suffix in endings.items() if name + end in known
-        }
-        if name in known:
-            found["weight_packed" if "weight_global_scale" in found else "weight"] = known[name]
-    if not any(key in found for key in ("weight", "weight_packed")) or len(found) < 2:
-        raise ValueError(
-            f"{_WHO}: elements and scales of {name} are required among the tensors, got {list(found)}"
-        )
-    return found
-
-
-def _put(engine: nn.Module, weights: dict[str, _Weight]) -> dict[int, _Weight]:
-    """Take the values of converted weights away, and return those of the engine by address."""
-    placed = {}
-    parameters = dict(named_parameters(engine))
-    for name, weight in weights.items():
-        parameters[name].fill_(float("nan"))  # whatever reads them shows
-        placed[_address(parameters[name])] = weight
-    return placed
-
-
 def _compared(
     module: nn.Module,
-    mode: _Engine,
+    mode: Engine,
     calls: _Calls,
     some: list[Exported],
-    weights: dict[str, _Weight],
+    weights: dict[str, EngineWeight],
 ) -> LayerMismatch:
     """Return how a module's outputs differ, given the inputs that it had."""
     bits, value, differing, total = 0, 0.0, 0, 0

@@ -5,6 +5,8 @@ Shape letters: ``N, K`` a weight.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,37 @@ SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weig
 _SIDE = 128
 _GROUPS = {formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3, formats.NVFP4_16X16: formats.NVFP4}
 _POW2 = {formats.FP8_E4M3_128X128: formats.FP8_E4M3_128X128_FP32_SCALE}
+
+
+class Tensors(Protocol):
+    """Tensors by name: a dictionary, or files."""
+
+    def __contains__(self, name: object, /) -> bool:
+        """Return whether there is one of that name."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Return it."""
+
+
+def packed_matrix(name: str, tensors: Tensors) -> Packed:
+    """Return the tensors of a weight called ``name``, by what their names end in."""
+    prefix = name.removesuffix("weight")
+    found = {s: tensors[prefix + s] for s in SUFFIXES if prefix + s in tensors}
+    if found and "weight_scale_inv" not in found and f"{prefix}scale" in tensors:
+        found["weight_scale_inv"] = tensors[f"{prefix}scale"]  # DeepSeek V4's name
+    return found
+
+
+def packed_stack(name: str, tensors: Tensors) -> Packed:
+    """Return the tensors of a stack that is stored as one, as ``names`` calls them."""
+    found = {}
+    for suffix in ("weight_scale_inv", "weight_scale", "weight_global_scale"):
+        own = f"{name}{suffix.removeprefix('weight')}"
+        if own in tensors:
+            found[suffix] = tensors[own]
+    if name in tensors:
+        found["weight_packed" if "weight_global_scale" in found else "weight"] = tensors[name]
+    return found
 
 
 def stored_face(name: str, packed: Packed) -> Face | None:

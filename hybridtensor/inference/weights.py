@@ -77,7 +77,7 @@ class Exported(NamedTuple):
 
 
 def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
-    """Return what is exported of ``model``, with the layout of each converted weight.
+    """Return the parameters and buffers of ``model``, with the layout of each converted weight.
 
     Args:
         who: Begins messages.
@@ -121,7 +121,7 @@ def _check_adapters(who: str, model: nn.Module) -> None:
 
 
 def _candidates(quantized: list[Exported]) -> list[Layout]:
-    """Return what ``"auto"`` chooses from: Hugging Face's, if one holds all weights and quantizes inputs as
+    """Return the layouts that ``"auto"`` chooses from: Hugging Face's, if one holds all weights and quantizes inputs as
     their recipes do, per 1x128.
     """
     inputs = {one.part.recipe.input.rowwise_format for one in quantized}
@@ -158,7 +158,7 @@ def _held(value: Tensor) -> Tensor:
 def _of(
     who: str, name: str, value: Tensor, layer: Layer | None, managed: dict[int, Sharded]
 ) -> Exported:
-    """Return what is exported of a parameter, its layout still to be chosen."""
+    """Return a parameter as it is exported, its layout still to be chosen."""
     part = part_of(value)
     if layer is None or not is_converted(part):
         return Exported(name, value)

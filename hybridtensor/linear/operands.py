@@ -334,6 +334,11 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
 
 
 def required_face(face: Face | None, direction: str, gemm: str) -> Face:
+    """Return a face that a product needs.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if face is None:
         raise ValueError(f"{gemm}: a {direction} face is required, got a quantizer that made none")
     return face
