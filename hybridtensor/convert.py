@@ -20,21 +20,23 @@ from hybridtensor.arguments import (
     require_module,
     require_text,
 )
+from hybridtensor.common_scales import Siblings, check_common_scales, common_scales
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
-from hybridtensor.linear.layer_forward import set_recipe
+from hybridtensor.linear.layer_forward import recipe_of, set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
-from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
 from hybridtensor.state import LayerState
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
-from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight
+from hybridtensor.subclasses.common_scale import CommonScale, measures_tensor
+from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight, refresh_all_
 from hybridtensor.swap import swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
@@ -50,6 +52,7 @@ def quantize_(
     persistent: bool = False,
     name: str | None = None,
     transposed: Iterable[str] = (),
+    common_scale: Iterable[Siblings] = (),
 ) -> nn.Module:
     """Swap the weights of the linear layers and experts of ``model``, in place, for weights that
     quantize their products.
@@ -81,13 +84,17 @@ def quantize_(
             alike, or give the name.
         transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where
             their module has no ``is_transposed`` that says so; all others are ``[E, out, in]``.
+        common_scale: Linear layers whose weights have one scale per tensor in common, or NVFP4's tensor
+            scale, as engines have it that fuse them: for each such group a pattern of each layer's name,
+            ``[("*.q_proj", "*.k_proj", "*.v_proj"), ("*.gate_proj", "*.up_proj")]``. Layers belong
+            together where ``*`` and ``?`` stand for the same text. Layers that are in none get scales of their own.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, or
-            weights would have to turn from persistent to not.
+        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format,
+            weights would have to turn from persistent to not, or layers cannot have a common scale.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point
             parameter.
     """
@@ -98,13 +105,66 @@ def quantize_(
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
     plan = _with_layouts(plan, transposed)
     _check_plan(plan, model, root, persistent)  # before anything changes
-    for layer, config in plan:
-        _convert(layer, config, persistent)
+    scales = common_scales(plan, common_scale)
+    _convert_all(plan, persistent, scales, _forget_common_scales(plan))
     _share_inputs(model, plan, root)
     watch(model)
     _give_plain_values_to_all(model)
     _tell_what_is_left(model)
     return model
+
+
+def _forget_common_scales(plan: Plan) -> list[nn.Module]:
+    """Give layers scales of their own again, those that had one with a layer of the plan, too; return
+    them all.
+    """
+    scales = [layer.recipe.state.common for layer, _ in plan if layer.recipe is not None]
+    modules = [m for scale in scales if scale is not None for m in scale.modules if m is not None]
+    for module in modules:
+        recipe = recipe_of(module)
+        if recipe is not None:
+            recipe.state.common = None
+    return modules
+
+
+def _convert_all(
+    plan: Plan,
+    persistent: bool,
+    scales: dict[nn.Module, CommonScale],
+    others: Iterable[nn.Module] = (),
+) -> None:
+    """Convert the layers of a plan.
+
+    Args:
+        plan: The layers and their recipes.
+        persistent: As for ``quantize_``.
+        scales: The common scales that some have.
+        others: Layers that had one.
+    """
+    changed = dict.fromkeys([*scales, *others])
+    configs = {layer.module: config for layer, config in plan}
+    converted = {m: _values_of(m) for m in changed if isinstance(_part(m), HybridTensor)}
+    for scale in dict.fromkeys(scales.values()) if persistent else ():
+        fresh = [m for m in scale.modules if m is not None and m not in converted]
+        if fresh and measures_tensor(configs[fresh[0]].weight):
+            scale.take([weight_values(configs[m], _values_of(m)) for m in fresh])
+    for layer, config in plan:
+        _convert(layer, config, persistent, scales.get(layer.module))
+    refresh_all_([(_part(module), values) for module, values in converted.items()])
+
+
+def _part(module: nn.Module) -> Any:
+    """Return the weight of a linear layer, or this rank's part of it."""
+    return part_of(module.weight)  # type: ignore[arg-type]
+
+
+def _values_of(module: nn.Module) -> Tensor:
+    """Return the best values that there are of a linear layer's weight."""
+    part: Any = _part(module)
+    if isinstance(part, HybridTensor):
+        current = part.high_precision.current
+        return part.dequantize() if current is None else current
+    return part.plain if isinstance(part, MasterWeight) else part.detach()
 
 
 def _with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
@@ -209,17 +269,30 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         raise ValueError(
             "set_config_: a model with weights of this library is required, got none; call quantize_ first"
         )
+    check_common_scales(plan)
     for layer, config in plan:
         _check_sizes(layer, config)
         part = part_of(layer.weight)
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
-    for layer, config in plan:
+    for layer, _ in plan:
         if isinstance(layer.weight, nn.Parameter):
             let_go(layer.weight)
-        _convert(layer, config, isinstance(part_of(layer.weight), HybridTensor))
+    for persistent in (False, True):
+        of_kind = [
+            step for step in plan if isinstance(part_of(step[0].weight), HybridTensor) == persistent
+        ]
+        _convert_all(of_kind, persistent, _common_scales_of(of_kind))
     watch(model)
     return model
+
+
+def _common_scales_of(plan: Plan) -> dict[nn.Module, CommonScale]:
+    """Return the common scale of each layer that has one."""
+    known = (
+        (layer, None if layer.recipe is None else layer.recipe.state.common) for layer, _ in plan
+    )
+    return {layer.module: scale for layer, scale in known if isinstance(scale, CommonScale)}
 
 
 def _checked_name(name: str | None) -> str:
@@ -278,7 +351,9 @@ def _check_sizes(layer: Layer, config: HybridConfig) -> None:
     config.check_sizes(*layer.size(size), who)
 
 
-def _convert(layer: Layer, config: HybridConfig, persistent: bool) -> None:
+def _convert(
+    layer: Layer, config: HybridConfig, persistent: bool, scale: CommonScale | None = None
+) -> None:
     """Give the weight of a layer, nameless if called ``""``, the config and the state it needs.
 
     The Parameter object stays the same.
@@ -286,6 +361,7 @@ def _convert(layer: Layer, config: HybridConfig, persistent: bool) -> None:
     module: Any = layer.module
     weight: Any = part_of(layer.weight)
     state = _attach_state(layer, config)
+    state.common = state.common if scale is None else scale
     if not layer.is_stack:
         set_recipe(module, config, state)
     if not isinstance(layer.weight, nn.Parameter):

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from hybridtensor.arguments import require_function, require_items, require_kind, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.quantizing import refresh_
+from hybridtensor.subclasses.quantizing import refresh_all_
 
 __all__ = ["MasterWeights"]
 
@@ -205,11 +205,7 @@ class MasterWeights(torch.optim.Optimizer):
         exchange scales.
         """
         parts = [(_part(parameter), local(master.detach())) for parameter, master in pairs]
-        together = (
-            parts and HybridTensor.gathering is not None and HybridTensor.gathering.refresh(parts)
-        )
-        for part, values in [] if together else parts:
-            refresh_(part, values)
+        refresh_all_(parts)
         for parameter, master in pairs:
             _part(parameter).high_precision.give_to(local(master), follows=True)
 

@@ -17,12 +17,13 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts",
-    "convert", "plain", "check", "explain", "export", "inference", "verify", "__main__", "former_names", "testing",
+    "common_scales", "convert", "plain", "check", "explain", "export", "inference", "verify", "__main__",
+    "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "observing", "wrapper", "structure", "high_precision", "record", "intercepting", "quantized_tensor",
-    "identity_tensor", "sharded_face", "faces", "hybrid_tensor", "followers", "master_tensor", "quantizing",
-    "operators",
+    "op_table", "observing", "wrapper", "structure", "high_precision", "record", "common_scale", "intercepting",
+    "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor", "followers", "master_tensor",
+    "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]
 

@@ -37,6 +37,7 @@ from hybridtensor.ops.references.blocks import Block
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.common_scale import by_scale
 from hybridtensor.subclasses.quantizing import overwrite_
 
 
@@ -65,7 +66,8 @@ def quantize_master_weights(
         ValueError: If a fragment is on another device than its weight, or the lengths of the
             arguments differ.
         RuntimeError: If ranks disagree on weights or recipes, or the fragments are not the whole,
-            each element once; if another rank found an error; or if there are no process groups.
+            each element once; if a weight has a common scale with one that is not given; if another
+            rank found an error; or if there are no process groups.
 
     Source: TransformerEngine's ``quantize_master_weights``, which has FP8 per tensor and per block.
     """
@@ -81,6 +83,7 @@ def quantize_master_weights(
     if not parts:
         return
     magnitudes = _reduced_magnitudes(parts, group)
+    _take_common_scales(parts, magnitudes)
     made = {
         (i, d): _quantized(part, d, magnitudes.get((i, d)))
         for i, part in enumerate(parts)
@@ -141,6 +144,22 @@ def _reduced_magnitudes(
         for key, one in zip(found, whole.split([f.numel() for f in found.values()]), strict=True):
             found[key] = one.view(2, -1)
     return found
+
+
+def _take_common_scales(parts: list[Fragment], magnitudes: dict[tuple[int, str], Tensor]) -> None:
+    """Take the scales that several weights have in common from the magnitudes of their scale groups.
+
+    Raises:
+        RuntimeError: If some of these weights are not among the parts.
+    """
+    for scale, members in by_scale(list(enumerate(parts)), lambda one: one[1].weight):
+        known = [
+            magnitudes[i, d][0]
+            for i, part in members
+            for d in (ROW, COLUMN)
+            if (i, d) in magnitudes
+        ]
+        scale.take_amaxes([groups.max() for groups in known])
 
 
 def _seen(matrix: Tensor, direction: str) -> Tensor:

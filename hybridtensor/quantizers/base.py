@@ -219,7 +219,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
     needs = _Needs(request) if is_traced() else _needs(request)  # no caches in traces
     if needs.whole_blocks:
         _check_matrix(matrix, request, context)
-    state, (row_amax, column_amax) = context.state, context.amaxes
+    state, (row_amax, column_amax) = context.state, _amaxes(needs, context)
     if not needs.state and row_amax is None and column_amax is None:
         return NO_INPUTS
     rounding, first_row = None, 0
@@ -236,6 +236,19 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
     )
 
 
+def _amaxes(needs: _Needs, context: Context) -> tuple[Tensor | None, Tensor | None]:
+    """Return the amaxes that faces are scaled by instead of their own: those of the context, but for
+    weights with a common scale.
+    """
+    state, (row_amax, column_amax) = context.state, context.amaxes
+    common = None if state is None or context.role != "weight" else state.common_amax
+    if common is None:
+        return row_amax, column_amax
+    return common if needs.row_of_tensor else row_amax, (
+        common if needs.column_of_tensor else column_amax
+    )
+
+
 class _Needs:
     """What a request needs beside the matrix.
 
@@ -245,6 +258,8 @@ class _Needs:
         delayed: Whether a scale is a delayed one.
         row: Whether there is a rowwise face, or what the columnwise one is made from.
         column: Whether there is a columnwise face.
+        row_of_tensor: Whether the rowwise face has a scale from the amax of the tensor.
+        column_of_tensor: The same of a columnwise face that is made of the tensor.
         hint: Whether a cast can go by what it was scaled by before.
         state: Whether any of that is in the layer's state.
     """
@@ -256,12 +271,19 @@ class _Needs:
         self.delayed = any(cast.slot >= 0 for cast in casts)
         self.row = request.row is not None or request.source is not None
         self.column = request.column is not None
+        self.row_of_tensor = _is_of_tensor(request.row or request.source)
+        self.column_of_tensor = request.source is None and _is_of_tensor(request.column)
         first = request.row or request.column
         self.hint = first is not None and first.pow2_scale and first.measures is False
         self.state = self.draws or self.delayed or self.hint
 
 
 _needs = functools.lru_cache(maxsize=1024)(_Needs)
+
+
+def _is_of_tensor(cast: Cast | None) -> bool:
+    """Return whether a cast scales by the amax of the tensor as it is, not after a rotation."""
+    return cast is not None and cast.measures is False and not cast.format.hadamard
 
 
 def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> None:

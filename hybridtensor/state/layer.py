@@ -71,6 +71,8 @@ class StateTensors(NamedTuple):
         rank: Which part of a batch this rank has; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
         hints: What speeds up casts of tensors like those before, by slot; None while compiling.
+        common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
+            layers' weights have a common scale; or None.
     """
 
     rounding: Tensor | None
@@ -80,6 +82,7 @@ class StateTensors(NamedTuple):
     rank: int = 0
     name: str = ""
     hints: dict[str, Hint] | None = None
+    common_amax: Tensor | None = None
 
     def position(self, slot: str) -> int:
         """Return where the scale of ``slot`` is.
@@ -98,6 +101,20 @@ class StateTensors(NamedTuple):
                 f"layer {self.name!r}: no delayed scale {slot!r}; change recipes with set_config_"
             )
         return self.slots.index(slot)
+
+
+class CommonAmax(Protocol):
+    """What is known here of a ``subclasses.common_scale.CommonScale``."""
+
+    amax: Tensor | None
+    version: int
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        """The layers; None for those that are no more."""
+
+    def renew(self) -> None:
+        """Measure the weights again that were written."""
 
 
 class LayerState(nn.Module):
@@ -123,6 +140,7 @@ class LayerState(nn.Module):
             if it is none.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
         rules: How each follows.
+        common: The common scale that the weight has with those of other layers, or None.
         ranks: The ranks that train the layer together.
         version: Counts changes, for caches of what was quantized with this state.
         replayed: Whether a step went into a CUDA graph: its replays change the state without being
@@ -145,6 +163,7 @@ class LayerState(nn.Module):
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
         self.amax: Tensor | None = None
+        self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
         self.version = 0
         self.replayed = False
@@ -199,8 +218,16 @@ class LayerState(nn.Module):
         buffers = self._buffers
         rounding = buffers["rounding"]
         rank = 0 if rounding is None else self.ranks.part_of_batch()
+        common = None if self.common is None else self.common.amax
         return StateTensors(
-            rounding, buffers["encode_scale"], self.amax, self.slots, rank, self.name, self.hints
+            rounding,
+            buffers["encode_scale"],
+            self.amax,
+            self.slots,
+            rank,
+            self.name,
+            self.hints,
+            common,
         )
 
     def require(
@@ -312,7 +339,9 @@ class LayerState(nn.Module):
         """See ``Module``; what was saved before there were hints has none."""
         buffers = {_FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
-        super().__setstate__({"hints": {}, "ranks": ALL_RANKS} | state | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        super().__setstate__(
+            {"hints": {}, "ranks": ALL_RANKS, "common": None} | state | {"_buffers": buffers}
+        )  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights.

@@ -125,6 +125,7 @@ class step_after:  # noqa: N801  (used as a function)
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers that the same ranks train, all in one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
+    _share_amaxes(states)
     groups = [
         group
         for group in ranks.groups
@@ -140,6 +141,19 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         for group in groups:
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
         update_scales(of_device, reduced)
+
+
+def _share_amaxes(states: list[LayerState]) -> None:
+    """Give layers whose weights have a common scale the largest of their amaxes of the step."""
+    by_scale: dict[int, list[LayerState]] = {}
+    for state in states:
+        if state.common is not None:
+            by_scale.setdefault(id(state.common), []).append(state)
+    for siblings in by_scale.values():
+        for slot in (slot for slot in siblings[0].slots if slot.startswith("weight")):
+            amaxes = [required(s.amax)[s.slots.index(slot)] for s in siblings if slot in s.slots]
+            largest = torch.stack(amaxes).amax()
+            torch._foreach_copy_(amaxes, [largest] * len(amaxes))
 
 
 Layout = list[tuple[str, int]]

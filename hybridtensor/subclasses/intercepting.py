@@ -20,7 +20,7 @@ from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, 
 if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
 
-_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax")
+_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax", "state_common_amax")
 
 
 Sent = Any
@@ -46,8 +46,8 @@ class Gathering(Protocol):
     def check_shards(self, weight: Any, size: int, dim: int) -> None:
         """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
 
-    def refresh(self, pairs: list[tuple[Any, Tensor]]) -> bool:
-        """Quantize new values into parts of persistent weights; False if they are none."""
+    def refresh(self, pairs: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
+        """Quantize new values into parts of persistent weights; return those that are none."""
 
 
 class InterceptingTensor(WrapperTensor):
@@ -118,8 +118,9 @@ class InterceptingTensor(WrapperTensor):
         state = self.state
         if state is None:
             return [], None
+        tensors = (*state[:3], state.common_amax)
         names = [
-            name for name, tensor in zip(_STATE_NAMES, state[:3], strict=True) if tensor is not None
+            name for name, tensor in zip(_STATE_NAMES, tensors, strict=True) if tensor is not None
         ]
         return names, (state.slots, state.rank)
 
@@ -127,8 +128,10 @@ class InterceptingTensor(WrapperTensor):
         """See ``WrapperTensor.take_carried``."""
         if meaning is not None:
             slots, rank = meaning
-            rounding, encode_scale, amax = (tensors.get(name) for name in _STATE_NAMES)
-            self.record.layer = StateTensors(rounding, encode_scale, amax, slots, rank)
+            rounding, encode_scale, amax, common = (tensors.get(name) for name in _STATE_NAMES)
+            self.record.layer = StateTensors(
+                rounding, encode_scale, amax, slots, rank, common_amax=common
+            )
 
     @property
     def state_rounding(self) -> Tensor | None:
@@ -144,6 +147,11 @@ class InterceptingTensor(WrapperTensor):
     def state_amax(self) -> Tensor | None:
         """``amax`` of the layer's state."""
         return None if self.state is None else self.state.amax
+
+    @property
+    def state_common_amax(self) -> Tensor | None:
+        """``common_amax`` of the layer's state."""
+        return None if self.state is None else self.state.common_amax
 
     def like(self, other: Self) -> Self:
         """Belong to the layer, its section and the shard that ``other`` belongs to; return this

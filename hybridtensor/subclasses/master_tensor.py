@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
@@ -14,7 +15,7 @@ from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import Stamp, WeightRecord, version_of
-from hybridtensor.subclasses.wrapper import Size, Stride, require_plain
+from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
 
 
 class MasterWeight(InterceptingTensor):
@@ -137,9 +138,11 @@ class MasterWeight(InterceptingTensor):
         weight, they are made anew and not kept.
         """
         if is_traced():
+            self._check_common_scale()
             return self._quantized(rowwise, columnwise, dtype)
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
+        self._renew_common_scale()
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             with torch.no_grad():
                 return self._quantized(rowwise, columnwise, dtype)
@@ -168,16 +171,43 @@ class MasterWeight(InterceptingTensor):
         """
         self._count_graph_writes()
         self.record.count_others(self.plain)
+        self._renew_common_scale()
         row = self.record.known_rowwise(self.plain, self._stamp(self.dtype))
         made = self._quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
         return made
 
+    def _renew_common_scale(self) -> None:
+        """Measure what was written of the weights that this one has a common scale with."""
+        common = getattr(self.record.layer, "common", None)
+        if common is not None:
+            common.renew()
+
+    def _check_common_scale(self) -> None:
+        """Raise where a graph writes the weight before it uses it: its common scale is an input."""
+        state = self.state
+        if state is not None and state.common_amax is not None and self.record.writes:
+            raise NotImplementedError(
+                "common_scale: a weight that is written outside of the graph that uses it is required, got a "
+                "write and then a product in one graph; compile the optimizer's step by itself"
+            )
+
+    def carried(self) -> tuple[list[str], Metadata | None]:
+        """See ``InterceptingTensor.carried``: a graph takes the common scale as it is now."""
+        # torch asks in the middle of tracing, whose modes would take this for a part of the graph;
+        # the way out of them is private
+        with _disable_current_modes():
+            self._renew_common_scale()
+        return super().carried()
+
     def _stamp(self, dtype: torch.dtype) -> Stamp:
         """Return what faces of ``dtype`` depend on now."""
         record, layer = self.record, self.record.layer
         state_version = None if layer is None else getattr(layer, "version", None)
+        common = getattr(layer, "common", None)
+        if common is not None:
+            state_version = state_version, common.version
         return Stamp(record.writes, record.handed, state_version, self.config, dtype)
 
     def take_memory(self, plain: Tensor) -> None:

@@ -20,7 +20,8 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import Quantizer, tokens
 from hybridtensor.quantizers.base import ALONE, cast_inputs
 from hybridtensor.recipes.config import HybridConfig, weight_values
-from hybridtensor.state import Context, LayerState, Section, require_context
+from hybridtensor.state import Context, LayerState, Section, StateTensors, require_context
+from hybridtensor.subclasses.common_scale import by_scale, measures_tensor
 from hybridtensor.subclasses.faces import FaceTensor, face_tensor, turned
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
@@ -249,13 +250,68 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     All ranks do it together where this is a part of a sharded weight: its scales are those of the
     whole.
     """
-    if weight.gathering is None or not weight.gathering.refresh([(weight, values)]):
+    refresh_all_([(weight, values)])
+
+
+def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
+    """Quantize new values into several persistent weights, and anew those that have a common scale
+    with one of them; see ``refresh_``.
+    """
+    pairs = _with_siblings(pairs)
+    gathering = HybridTensor.gathering
+    unsharded = pairs if gathering is None else gathering.refresh(pairs)
+    for scale, members in by_scale(unsharded, lambda pair: pair[0]):
+        scale.take([weight_values(part.recipe, values) for part, values in members])
+    for weight, values in unsharded:
         target: Any = weight
         fresh = weight_values(weight.recipe, values)
         if weight.is_transposed:
             target, fresh = weight.detach().transpose(-2, -1), fresh.transpose(-2, -1)
         update_(weight.recipe.weight, target, fresh, context=weight.context)
-    weight.high_precision.note_quantized(values, weight.taken)
+    for weight, values in pairs:
+        weight.high_precision.note_quantized(values, weight.taken)
+
+
+def _with_siblings(pairs: list[tuple[HybridTensor, Tensor]]) -> list[tuple[HybridTensor, Tensor]]:
+    """Return weights and their values together with those that have a common scale with them.
+
+    Raises:
+        RuntimeError: If one of those has no values in high precision to be quantized from.
+        NotImplementedError: If a graph is being compiled, or a part of a weight is written.
+    """
+    given = {id(weight.record) for weight, _ in pairs}
+    found = list(pairs)
+    for weight, _ in pairs:
+        layer = weight.record.layer
+        if isinstance(layer, StateTensors) and layer.common_amax is not None:
+            raise NotImplementedError(
+                "common_scale: writing a persistent weight outside of compiled code is required, where its "
+                "siblings are known; leave this write out of torch.compile"
+            )
+        scale = getattr(layer, "common", None)
+        if scale is None or not measures_tensor(weight.recipe.weight):
+            continue
+        if weight.taken is not whole:
+            raise NotImplementedError(
+                "common_scale: all of a persistent weight is written at once, got a view of one; write the weight"
+            )
+        for sibling in scale.parts:
+            if id(sibling.record) not in given:
+                given.add(id(sibling.record))
+                found.append((sibling, _values_of(sibling)))
+    return found
+
+
+def _values_of(sibling: HybridTensor) -> Tensor:
+    """Return the high-precision values of a weight whose common scale changes."""
+    values = sibling.high_precision.current
+    if values is None:
+        raise RuntimeError(
+            f"common_scale: {sibling!r} has a common scale with a weight that is written, and no values in high "
+            "precision to be quantized from again; load such weights before quantize_, or step them through "
+            "hybridtensor.optim.MasterWeights"
+        )
+    return values
 
 
 def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:

@@ -24,14 +24,14 @@ class Stamp(NamedTuple):
     Attributes:
         writes: Writes that handlers of operators counted.
         handed: Writes that others may have made, and those that torch counted.
-        state_version: Counter of changes of the layer's state.
+        state_version: Counter of changes of the layer's state, and of a common scale.
         config: The recipe.
         dtype: Dtype of faces in high precision.
     """
 
     writes: int
     handed: int
-    state_version: int | None
+    state_version: int | tuple[int | None, int] | None
     config: object
     dtype: torch.dtype
 
@@ -93,6 +93,7 @@ class WeightRecord:
     """
 
     __slots__ = (
+        "__weakref__",
         "_again",
         "_faces",
         "_holders",

@@ -208,7 +208,7 @@ ROWS = {
         ht.quantize_,
         {"filter_fn": "None", "persistent": "flag", "name": "None text"},
         model=lambda: nn.Linear(32, 32), recipe="fp8", filter_fn=None, keep_bf16=(), persistent=False, name=None,
-        transposed=(),
+        transposed=(), common_scale=(),
     ),
     "set_config_": row(ht.set_config_, model=linear, recipe="mxfp8"),
     "explain": row(ht.explain, {"model": "module", "show": "flag"}, model=linear, show=False),

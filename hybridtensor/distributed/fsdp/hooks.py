@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module
+from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
 from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
@@ -153,21 +154,24 @@ class _Gathering:
         check_persistent(plan, shape)
 
     @staticmethod
-    def refresh(pairs: list[tuple[HybridTensor, Tensor]]) -> bool:
-        """Quantize new values into parts of persistent weights, with one reduction for all; False
-        if they are none.
+    def refresh(
+        pairs: list[tuple[HybridTensor, Tensor]],
+    ) -> list[tuple[HybridTensor, Tensor]]:
+        """Quantize new values into parts of persistent weights, with one reduction for all; return
+        those that are none.
         """
-        found = []
+        found, others = [], []
         for part, values in pairs:
             shard = shard_of_part(part)
             if shard is None:
-                return False
-            found.append((shard, weight_values(part.recipe, values)))
-        for (shard, _), (part, _) in zip(found, pairs, strict=True):
+                others.append((part, values))
+                continue
             shard.adopt(part.recipe)
-        with torch.no_grad():
-            refresh_parts(found)
-        return True
+            found.append((shard, weight_values(part.recipe, values)))
+        if found:
+            with torch.no_grad():
+                refresh_parts(found)
+        return others
 
 
 InterceptingTensor.gathering = _Gathering()
@@ -176,12 +180,14 @@ InterceptingTensor.gathering = _Gathering()
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     """Quantize values into this rank's parts of persistent weights; on every rank the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
+    written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
     for group in {
         id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting
     }.values():
         reduce_amaxes(
             [(shard, values) for shard, values in waiting if shard.sharded.process_group is group]
         )
+    common_scale.renew(written)
     for shard, values in pairs:
         part = shard.sharded.tensor
         if not isinstance(part, HybridTensor):

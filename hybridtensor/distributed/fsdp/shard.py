@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
+from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_amaxes
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
 from hybridtensor.distributed.fsdp.payload import Payload, Remake
@@ -110,9 +111,16 @@ class Shard:
 
     @property
     def measured(self) -> MasterWeight | None:
-        """This rank's part, if a gather quantizes it with the amaxes of other ranks."""
+        """This rank's part, if a gather quantizes it with the amaxes of other ranks or weights."""
         tensor = self.sharded.tensor
-        return tensor if self.plan.reduce is not None and isinstance(tensor, MasterWeight) else None
+        if not isinstance(tensor, MasterWeight):
+            return None
+        return None if self.plan.reduce is None and self._common is None else tensor
+
+    @property
+    def _common(self) -> Any:
+        """The common scale of this weight, a ``CommonScale``, or None."""
+        return getattr(getattr(self.sharded.tensor, "layer", None), "common", None)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
         """Return a key that changes with every counted write to this rank's part, on all ranks
@@ -163,16 +171,47 @@ class Shard:
                 check_recipes(self._with_all())
             self.agreed = self.config
         mine = self.measured
-        if mine is not None and self.reduced != self.written(mine):
-            group = self.sharded.process_group
+        if mine is None:
+            return
+        # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not
+        # all ranks see a write, so that all renew the scale
+        uneven = self.plan.reduce is None and bool(self.sharded.size[0] % self.sharded.num_ranks)
+        if uneven or any(
+            shard.reduced != shard.written(part) for shard, part in self._siblings(mine)
+        ):
+            group, common = self.sharded.process_group, self._common
             found = [
                 (shard, part)
                 for shard in self._with_all()
-                if shard.sharded.process_group is group and (part := shard.measured) is not None
+                if shard.sharded.process_group is group
+                and (part := shard.measured) is not None
+                and not (uneven and shard._common is not common)
             ]
-            reduce_amaxes([(shard, part.source) for shard, part in found])
+            written = [common_scale.Written(shard, part, part.source) for shard, part in found]
+            reducing = [
+                (shard, one.values)
+                for (shard, _), one in zip(found, written, strict=True)
+                if shard.plan.reduce is not None
+            ]
+            if reducing:
+                reduce_amaxes(reducing)
+            common_scale.renew(written)
             for shard, part in found:
                 shard.reduced = shard.written(part)
+
+    def _siblings(self, mine: MasterWeight) -> list[tuple[Shard, MasterWeight]]:
+        """Return this weight and those that it has a common scale with."""
+        common = self._common
+        if common is None:
+            return [(self, mine)]
+        known = []
+        for part in common.parts:
+            shard = None if part.record.shard is None else part.record.shard()
+            if shard is None or shard.sharded.tensor is not part:  # not gathered yet
+                every = [(s, s.measured) for s in self._with_all() if s._common is common]
+                return [(s, tensor) for s, tensor in every if tensor is not None]
+            known.append((shard, part))
+        return known
 
     def _with_all(self) -> list[Shard]:
         """Return all converted weights under the same root, with their present recipes."""
@@ -205,6 +244,7 @@ class Shard:
                 self.reductions,
                 tensor.layer,
                 getattr(tensor.layer, "version", None),
+                getattr(self._common, "version", None),
             ),
         )
         asked = set(sent)
@@ -225,7 +265,7 @@ class Shard:
         if kept.key != key:
             self._order_amaxes()
             state = tensor.state
-            others = self.amaxes, *(() if state is None else state[:3])
+            others = self.amaxes, *(() if state is None else (*state[:3], state.common_amax))
             if not kept.remake(tensor.plain, others):
                 kept.keep(self._fill_payload(kept, tensor), tensor.plain, others)
             kept.key, self._kept_of = key, weakref.ref(tensor.plain, self._forget)
@@ -235,6 +275,9 @@ class Shard:
         """Let this stream wait for the one that reduces magnitudes."""
         if self.order is not None and self.amaxes is not None:
             self.order.take(self.amaxes)
+        common = self._common
+        if common is not None and common.amax is not None:
+            common_scale.order_of(common).take(common.amax)
 
     def _forget(self, dead: weakref.ref[Tensor]) -> None:
         """Let go of what was kept of a part that is no more: the model was moved, or loaded anew."""
@@ -351,6 +394,7 @@ class Shard:
         self, faces: GatheredFaces, tensor: Weight, received: Tensor, wanted: tuple[bool, bool]
     ) -> None:
         """Quantize what was gathered whole."""
+        self._order_amaxes()
         size = self.sharded.size
         values = received.view(-1)[: math.prod(size)].view(size)
         if tensor.is_transposed:

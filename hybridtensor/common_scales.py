@@ -1,0 +1,145 @@
+"""Which layers' weights have a common scale: what ``quantize_(common_scale=...)`` names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from torch import nn
+
+from hybridtensor.arguments import require_items, require_text
+from hybridtensor.layers import Layer
+from hybridtensor.linear.layer_forward import recipe_of
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.selection import Plan
+from hybridtensor.subclasses.common_scale import CommonScale
+
+Siblings: TypeAlias = Iterable[str]
+"""Patterns of names, one per layer of a common scale; what stands for ``*`` and ``?`` is equal in all."""
+
+_WHO = "quantize_: common_scale"
+
+
+def common_scales(plan: Plan, groups: Iterable[Siblings]) -> dict[nn.Module, CommonScale]:
+    """Return the common scale of each layer that has one.
+
+    Args:
+        plan: The layers to convert, and their recipes.
+        groups: As ``quantize_`` takes them.
+
+    Raises:
+        TypeError: If they are no lists of patterns.
+        ValueError: If a pattern names no layer to convert, or siblings are not complete, or are not
+            quantized alike by a scale per tensor.
+    """
+    found: dict[nn.Module, CommonScale] = {}
+    for patterns in require_items(_WHO, "a list of lists of patterns", groups):
+        names = require_items(_WHO, "a list of patterns for each common scale", patterns)
+        for siblings in _siblings(plan, names):
+            check_alike(siblings)
+            scale = CommonScale(layer.module for layer, _ in siblings)
+            for layer, _ in siblings:
+                if layer.module in found:
+                    raise ValueError(
+                        f"{_WHO}: one common scale per layer is required, got two for {layer.name}"
+                    )
+                found[layer.module] = scale
+    return found
+
+
+def _siblings(plan: Plan, patterns: list[str]) -> list[Plan]:
+    """Return the layers of each common scale that patterns name, in their order."""
+    for pattern in patterns:
+        require_text(_WHO, **{"a pattern": pattern})
+    if len(patterns) < 2:
+        raise ValueError(f"{_WHO}: patterns of at least two layers are required, got {patterns}")
+    matching = [_matching(plan, pattern) for pattern in patterns]
+    keys = dict.fromkeys(key for matches in matching for key in matches)
+    for key in keys:
+        absent = [
+            pattern
+            for pattern, matches in zip(patterns, matching, strict=True)
+            if key not in matches
+        ]
+        if absent:
+            layer = next(matches[key][0] for matches in matching if key in matches)
+            raise ValueError(
+                f"{_WHO}: a layer to convert for each of {patterns} is required, got {layer.name} without one for "
+                f"{absent}; wildcards stand for the same text in all patterns"
+            )
+    made = [[matches[key] for matches in matching] for key in keys]
+    for siblings in made:
+        if len({layer.module for layer, _ in siblings}) < len(patterns):
+            raise ValueError(
+                f"{_WHO}: another layer for each of {patterns} is required, got one for several"
+            )
+    return made
+
+
+def _matching(plan: Plan, pattern: str) -> dict[tuple[str, ...], tuple[Layer, HybridConfig]]:
+    """Return the layers that a pattern names, by what its wildcards stand for."""
+    parts = (
+        {"*": "(.*)", "?": "(.)"}.get(part, re.escape(part))
+        for part in re.split(r"([*?])", pattern)
+    )
+    expression = re.compile("".join(parts))
+    found = {
+        match.groups(): (layer, config)
+        for layer, config in plan
+        if (match := expression.fullmatch(layer.name)) is not None
+    }
+    if not found:
+        names = ", ".join(layer.name or "<root>" for layer, _ in plan)
+        raise ValueError(
+            f"{_WHO}: patterns of layers to convert are required, got {pattern!r}; these are: {names}"
+        )
+    return found
+
+
+def check_alike(siblings: Plan) -> None:
+    """Raise ValueError unless layers can have a common scale: linear layers of one recipe for the
+    weight, whose rowwise face has a scale per tensor.
+    """
+    first, config = siblings[0]
+    for layer, other in siblings:
+        if layer.is_stack:
+            raise ValueError(
+                f"{_WHO}: linear layers are required, got the experts {layer.name}, which have a scale each; keep "
+                "what engines fuse in one stack (gate_up_proj)"
+            )
+        if other.weight != config.weight or other.bf16_weight_values != config.bf16_weight_values:
+            raise ValueError(
+                f"{_WHO}: one recipe for the weights of {first.name} and {layer.name} is required, got {config} "
+                f"and {other}"
+            )
+    if len({layer.weight.dtype for layer, _ in siblings}) > 1:
+        raise ValueError(
+            f"{_WHO}: weights of one dtype are required for {first.name} and its siblings"
+        )
+    fmt = config.weight.rowwise_format
+    if (None, None) not in (fmt.block, fmt.tensor_block) or fmt.is_identity or fmt.hadamard:
+        raise ValueError(
+            f"{_WHO}: weights with a scale per tensor are required, got {first.name} with {fmt}, whose scales engines "
+            "keep as they are; leave its siblings out"
+        )
+
+
+def check_common_scales(plan: Plan) -> None:
+    """Raise ValueError where another recipe would tell layers of one common scale apart."""
+    new = {layer.module: config for layer, config in plan}
+    for layer, config in plan:
+        scale = None if layer.recipe is None else layer.recipe.state.common
+        for module in scale.modules if isinstance(scale, CommonScale) else ():
+            recipe = None if module is None else recipe_of(module)
+            if module is None or recipe is None:
+                continue
+            other = new.get(module, recipe.config)
+            if (other.weight, other.bf16_weight_values) != (
+                config.weight,
+                config.bf16_weight_values,
+            ):
+                raise ValueError(
+                    f"set_config_: one recipe for the weights of {layer.name} and {recipe.state.name} is required, "
+                    f"which have a common scale, got {config} and {other}"
+                )

@@ -1,0 +1,64 @@
+"""Common scales of weights that FSDP2 shards: the largest amax of the weights' parts on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtensor.distributed.fsdp.plan import Plan
+from hybridtensor.distributed.fsdp.stream_order import StreamOrder
+from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.subclasses.common_scale import CommonScale, by_scale
+
+
+class Shard(Protocol):
+    """What is needed here of a shard; see ``shard.Shard``."""
+
+    sharded: Sharded
+    plan: Plan
+    amaxes: Tensor | None
+
+
+class Written(NamedTuple):
+    """A rank's part of a weight, and the values that it is quantized from.
+
+    Attributes:
+        shard: What FSDP2 shards.
+        part: The part.
+        values: Its values, as the recipe quantizes them.
+    """
+
+    shard: Shard
+    part: Any
+    values: Tensor
+
+
+def renew(written: Sequence[Written]) -> None:
+    """Take the common scales of weights, in one collective for each that needs its own.
+
+    Every rank calls it with its parts of the same weights, after the amaxes of those that need them
+    were reduced over the ranks: they are not measured again.
+    """
+    for scale, members in by_scale(written, lambda one: one.part):
+        order_of(scale).take(members[0].values)
+        known = [
+            one.shard.amaxes for one in members if one.shard.plan.reduce in ("tensor", "column")
+        ]
+        if len(known) == len(members):
+            scale.take_amaxes([amaxes.max() for amaxes in known if amaxes is not None])
+            continue
+        scale.take([one.values for one in members])
+        if members[0].shard.sharded.num_ranks > 1 and scale.amax is not None:
+            group = members[0].shard.sharded.process_group
+            dist.all_reduce(scale.amax, dist.ReduceOp.MAX, group=group)
+
+
+def order_of(scale: CommonScale) -> StreamOrder:
+    """Return the order of the streams that use a common scale."""
+    if scale.order is None:
+        scale.order = StreamOrder()
+    order: StreamOrder = scale.order
+    return order

@@ -1,0 +1,178 @@
+"""One scale for the weights of several layers, as engines have it that fuse these layers into one.
+
+Formats with one scale per tensor, and NVFP4 with its tensor scale, take it from an amax. Weights with a
+common scale take the largest of their amaxes. It belongs to the state of each of their layers, with
+which quantizers are called; whoever quantizes one of the weights renews it before.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor import ops
+from hybridtensor.dtensor import local
+from hybridtensor.formats import FP8_E4M3_TENSOR
+from hybridtensor.ops import Cast, CastRequest
+from hybridtensor.ops.library import is_recorded
+from hybridtensor.quantizers import HybridQuantizer, Quantizer
+
+T = TypeVar("T")
+_ALIGNED = 4  # numbers of four bytes: kernels write where addresses are multiples of 16
+_OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))  # measures the amax that all formats take
+
+
+class CommonScale:
+    """The common scale of several layers' weights.
+
+    The layers are held weakly. Copies and pickles of a model have a common scale of their own.
+
+    Args:
+        modules: The layers, whose parameter ``weight`` it is.
+
+    Attributes:
+        amax: fp32 ``[1]``, the largest amax of the weights when it was renewed, always in the same
+            memory on one device; None before.
+        version: Counts renewals, for caches of what was quantized with it.
+        order: Of the streams on which FSDP2 renews and uses it, or None.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self.amax: Tensor | None = None
+        self.version = 0
+        self.order: Any = None  # a distributed.fsdp.stream_order.StreamOrder
+        self._measured: list[tuple[object, ...]] = []
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        """The layers; None for those that are no more."""
+        return [module() for module in self._modules]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommonScale:
+        """Copy the layers along with one of them; a copy of a weight alone keeps its common scale."""
+        modules = self.modules
+        if not any(id(module) in memo for module in modules):
+            return self
+        new = memo[id(self)] = type(self)([])
+        new._modules = [weakref.ref(copy.deepcopy(module, memo)) for module in modules if module]
+        return new
+
+    def __getstate__(self) -> list[nn.Module | None]:
+        """Return the layers."""
+        return self.modules
+
+    def __setstate__(self, modules: list[nn.Module | None]) -> None:
+        """Undo ``__getstate__``."""
+        self.__init__(module for module in modules if module is not None)  # type: ignore[misc]
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights there are."""
+        return len({id(part.record) for part in self.parts})
+
+    @property
+    def parts(self) -> list[Any]:
+        """The weights, or what this rank has of them.
+
+        Raises:
+            RuntimeError: If a layer is no more.
+        """
+        modules = self.modules
+        if None in modules:
+            left = sum(module is not None for module in modules)
+            raise RuntimeError(
+                f"common_scale: of the layers of one common scale {left} are left; keep, copy or save the module "
+                "that holds all of them"
+            )
+        return [_part(module.weight) for module in modules if module is not None]  # type: ignore[arg-type]
+
+    def renew(self) -> None:
+        """Measure master weights that were written since the last time."""
+        weights = self.parts
+        if not any(measures_tensor(weight.recipe.weight) for weight in weights):
+            return
+        others = {type(weight).__name__ for weight in weights} - {"MasterWeight"}
+        if others:
+            raise RuntimeError(
+                f"common_scale: master weights in all layers of one common scale are required, got {sorted(others)} "
+                "beside them; shard and quantize these layers alike"
+            )
+        measured: list[tuple[object, ...]] = [
+            (weakref.ref(weight.record), weight.version, weight.config, weight.plain.data_ptr())
+            for weight in weights
+        ]
+        if measured == self._measured and not is_recorded() and not _is_replayed(weights):
+            return
+        with torch.no_grad():
+            self.take([weight.source for weight in weights])
+        self._measured = measured
+
+    def take(self, values: Sequence[Tensor]) -> None:
+        """Take the amax of values, those of all the weights."""
+        amaxes = torch.zeros(len(values), _ALIGNED, device=values[0].device)
+        for matrix, out in zip(values, amaxes, strict=True):
+            if matrix.numel():
+                ops.prepare(matrix, _OF_TENSOR).measure_into(matrix, out[:1])
+        self.take_amaxes([amaxes[:, 0].max()])
+
+    def take_amaxes(self, amaxes: Sequence[Tensor]) -> None:
+        """Take the amaxes of all the weights, fp32, from which their largest follows."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self.amax is None or self.amax.device != amaxes[0].device:
+                self.amax = torch.zeros(1, device=amaxes[0].device)
+            self.amax.copy_(torch.stack(tuple(amaxes)).amax(0, keepdim=True))
+        self.version += 1
+
+
+def by_scale(items: Iterable[T], part_of: Callable[[T], Any]) -> list[tuple[CommonScale, list[T]]]:
+    """Return items by the common scale of the weights that they are of; those of no weight with an
+    amax of the tensor are left out.
+
+    Raises:
+        RuntimeError: If not all weights of a common scale are there.
+    """
+    found: dict[int, tuple[CommonScale, list[T]]] = {}
+    for item in items:
+        part = part_of(item)
+        scale = getattr(part.record.layer, "common", None)
+        if scale is not None and measures_tensor(part.recipe.weight):
+            found.setdefault(id(scale), (scale, []))[1].append(item)
+    for scale, members in found.values():
+        if len({id(part_of(item).record) for item in members}) != scale.num_weights:
+            raise RuntimeError(
+                f"common_scale: all {scale.num_weights} weights of a common scale are required together, got "
+                f"{len(members)}; shard and quantize their layers alike"
+            )
+    return list(found.values())
+
+
+def _part(weight: Tensor) -> Any:
+    """Return this rank's part of a weight, also of one that FSDP2 has gathered."""
+    part: Any = local(weight)
+    gathered = getattr(getattr(part, "record", None), "gathered", None)
+    return part if gathered is None else gathered.sharded.tensor
+
+
+def _is_replayed(weights: Sequence[Any]) -> bool:
+    """Return whether a CUDA graph writes one of the weights, which nothing counts."""
+    return any(weight.record.replayed for weight in weights)
+
+
+@functools.lru_cache(maxsize=256)
+def measures_tensor(quantizer: Quantizer) -> bool:
+    """Return whether a face of a weight takes a scale from the amax of the tensor."""
+    if isinstance(quantizer, HybridQuantizer):
+        of_values = quantizer.columnwise_source == "original"
+        return measures_tensor(quantizer.rowwise) or (
+            of_values and measures_tensor(quantizer.columnwise)
+        )
+    fmt = quantizer.rowwise_format
+    of_tensor = (None, None) in (fmt.block, fmt.tensor_block) and not fmt.hadamard
+    return of_tensor and not fmt.is_identity and not quantizer.delayed_rules("weight")
