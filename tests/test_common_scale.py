@@ -265,6 +265,7 @@ def test_exports_have_one_scale(spec):
         scales = [tensors[f"blocks.{block}.{part}.{name}"] for part in "qkv"]
         assert all(torch.equal(scale, scales[0]) for scale in scales)
     if spec != "fp8_delayed":
+        pytest.importorskip("compressed_tensors", reason="the engine decodes NVFP4 by it")
         found = ht.mismatch(model, inputs(), activation="tensor" if spec == "fp8" else "1x16")
         assert found.kl < 1e-9
 
