@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def inputs(seed=0, device="cpu"):
-    return torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
 
 
 def model_of(spec, seed=0, groups=GROUPS, rows=None, **options):
