@@ -31,6 +31,7 @@ from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import step_, step_after
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
+from hybridtensor.watching import report, watch
 
 __all__ = [
     "Context",
@@ -68,10 +69,12 @@ __all__ = [
     "plain_state_dict",
     "quantize_",
     "recipes",
+    "report",
     "set_config_",
     "set_data_parallel_group_",
     "set_mesh_",
     "share_inputs",
     "step_",
     "step_after",
+    "watch",
 ]

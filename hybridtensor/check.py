@@ -149,6 +149,9 @@ class _Recorder:
         self.inside: list[str] = []
         self._names = {id(module): name for name, module in model.named_modules()}
 
+    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+        """See ``Observer.note_operand``: of no interest here."""
+
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:

@@ -17,7 +17,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap", "state_dicts",
-    "common_scales", "convert", "plain", "check", "explain", "export", "inference", "verify", "__main__",
+    "common_scales", "convert", "plain", "check", "explain", "export", "inference", "watching", "verify", "__main__",
     "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [

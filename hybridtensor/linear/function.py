@@ -30,7 +30,7 @@ from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
-from hybridtensor.subclasses.observing import note_product, observers
+from hybridtensor.subclasses.observing import note_operand, note_product, observers
 from hybridtensor.subclasses.operators.matmul import take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -171,6 +171,9 @@ def _forward(
     w = weight_operand(weight, needs, dtype)
     left, right = x.rowwise(), w.rowwise()
     if observers:
+        if any(needs):
+            note_operand(weight.record.layer, "input", input, x)
+            note_operand(weight.record.layer, "weight", weight, x)
         note_product(weight.record.layer, "output", left, right, dtype)
     if left.scale is None and right.scale is None and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w

@@ -24,7 +24,7 @@ from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.observing import note_product
+from hybridtensor.subclasses.observing import note_operand, note_product
 
 
 class Gradients(NamedTuple):
@@ -113,6 +113,7 @@ class Backward(NamedTuple):
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
+        note_operand(self.layer, "grad_output", grad, self.input)
         grad_input = grad_weight = None
         if row is not None:
             right = self.weight.columnwise(saved[count:])

@@ -1,16 +1,30 @@
-"""Who watches what weights are used for: nobody, but while ``hybridtensor.check`` runs a model."""
+"""Who watches what weights are used for: nobody, but while ``hybridtensor.check`` runs a model, and in
+the steps that ``hybridtensor.watch`` samples.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hybridtensor.ops import Face
 
 
 class Observer(Protocol):
     """What is told of each use of a weight."""
+
+    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+        """Take note of an operand of the next products, of a forward that a backward may follow, and of
+        that backward.
+
+        Args:
+            layer: State of the layer, which stands for it.
+            role: ``input``, ``weight`` or ``grad_output``.
+            values: As it was before it was quantized; the weight itself.
+            call: Stands for the forward, in its backward, too.
+        """
 
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
@@ -36,6 +50,12 @@ class Observer(Protocol):
 
 observers: list[Observer] = []
 """Those who watch; looked at before anything is told."""
+
+
+def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:
+    """Tell all observers of an operand; see ``Observer.note_operand``."""
+    for observer in observers:
+        observer.note_operand(layer, role, values, call)
 
 
 def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:

@@ -92,6 +92,14 @@ def linear(recipe="fp8", **options):
     return ht.quantize_(nn.Linear(32, 32, bias=False), recipe, **options)
 
 
+def recording():
+    model = linear()
+    with ht.watch(model, every=1) as watched:
+        model(torch.ones(4, 32)).sum().backward()
+        watched.step()
+    return watched.recording()
+
+
 def persistent():
     return linear(persistent=True).weight
 
@@ -217,6 +225,12 @@ ROWS = {
         {"model": "module", "loss": "None", "strict": "flag", "show": "flag"}, ("input",),
         model=linear, input=lambda: torch.ones(4, 32), loss=None, strict=False, show=False,
     ),
+    "watch": row(
+        entered(ht.watch), {"every": "integer", "alarm": "None function", "saturated": "integer fraction"},
+        model=linear, every=2, rows=128, sinks=(), alarm=None, saturated=1.0,
+    ),
+    "watch.note": method(lambda: ht.watch(linear()), "note", {"loss": "integer negative fraction nan"}, loss=1.0),
+    "report": row(ht.report, {"path": "text"}, watched=recording, path=lambda: fresh() + ".html"),
     "plain_": row(ht.plain_, {"model": "module", "dtype": "None"}, model=linear, dtype=None),
     "plain_state_dict": row(ht.plain_state_dict, {"model": "module"}, model=linear),
     "export_safetensors": row(

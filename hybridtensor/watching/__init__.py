@@ -1,0 +1,18 @@
+"""What the formats do to a model while it trains: measured in some steps, and told."""
+
+from hybridtensor.watching.recording import Recording
+from hybridtensor.watching.records import FaceRow, ProductRow, Sample
+from hybridtensor.watching.report import report
+from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
+from hybridtensor.watching.watch import watch
+
+__all__ = [
+    "NAMES",
+    "PRODUCT_NAMES",
+    "FaceRow",
+    "ProductRow",
+    "Recording",
+    "Sample",
+    "report",
+    "watch",
+]

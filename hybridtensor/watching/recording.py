@@ -1,0 +1,154 @@
+"""All that was watched of a run: what reports are made of, and what is saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridtensor.arguments import require_kind
+from hybridtensor.version import __version__
+from hybridtensor.watching.records import FaceRow, ProductRow, Sample
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_VERSION = 1
+_SHOWN = 16  # rows of the table
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was watched of a run.
+
+    Attributes:
+        every: Of how many steps one was measured.
+        recipes: The recipe of each layer.
+        machine: Device and versions.
+        losses: Step and loss of what was noted.
+        samples: The steps that were measured.
+    """
+
+    every: int
+    recipes: dict[str, str]
+    machine: dict[str, str]
+    losses: tuple[tuple[int, float], ...]
+    samples: tuple[Sample, ...]
+
+    def save(self, path: str | Path) -> Path:
+        """Write this as JSON, which ``load`` reads; return the path."""
+        require_kind("Recording.save", "a path", path, (str, Path))
+        found = {
+            "version": _VERSION,
+            "every": self.every,
+            "recipes": self.recipes,
+            "machine": self.machine,
+            "losses": [[step, plain(loss)] for step, loss in self.losses],
+            "samples": [as_dict(sample) for sample in self.samples],
+        }
+        path = Path(path)
+        path.write_text(json.dumps(found))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recording:
+        """Return what ``save`` wrote.
+
+        Raises:
+            ValueError: If there is no such file, or another one.
+        """
+        require_kind("Recording.load", "a path", path, (str, Path))
+        try:
+            found = json.loads(Path(path).read_text())
+            if found["version"] != _VERSION:
+                raise ValueError(f"version {_VERSION} is required, got {found['version']}")
+            losses = tuple((int(step), float(loss)) for step, loss in found["losses"])
+            samples = tuple(_sample(one) for one in found["samples"])
+            return cls(
+                int(found["every"]), dict(found["recipes"]), dict(found["machine"]), losses, samples
+            )
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Recording.load: what Recording.save wrote is required, got {path}: {error}"
+            ) from error
+
+    def __rich__(self) -> Table:
+        """Render the last sample, the noisiest faces first."""
+        from rich import box
+        from rich.table import Table
+
+        names = ("sqnr", "underflows%", "overflows%", "wasted_blocks%", "cur_amax")
+        table = Table("layer", "face", "format", *names, box=box.SIMPLE_HEAD)
+        if not self.samples:
+            table.title = "Nothing was measured yet"
+            return table
+        last = self.samples[-1]
+        faces = sorted(last.faces, key=lambda row: _badness(row.statistics["sqnr"]))
+        table.title = (
+            f"Step {last.step}: the {min(_SHOWN, len(faces))} noisiest of {len(faces)} faces"
+        )
+        for row in faces[:_SHOWN]:
+            numbers = [f"{row.statistics[name]:.3g}" for name in names]
+            table.add_row(row.layer, row.operand, row.format, *numbers)
+        worst = min(last.products, key=lambda row: row.statistics["cosine"], default=None)
+        if worst is not None:
+            cosine = worst.statistics["cosine"]
+            table.caption = (
+                f"smallest cosine of a product: {cosine:.6f}, {worst.layer} {worst.product}"
+            )
+        return table
+
+
+def as_dict(sample: Sample) -> dict[str, Any]:
+    """Return a sample as JSON has it: numbers that are not finite are strings."""
+    rows = {
+        name: [plain(asdict(row)) for row in getattr(sample, name)]
+        for name in ("faces", "products")
+    }
+    return {"step": sample.step, **rows, "order": sample.order, "unseen": sample.unseen}
+
+
+def plain(value: Any) -> Any:
+    """Return a value with strings for the numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def machine() -> dict[str, str]:
+    """Return device and versions, for people."""
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
+    return {"device": device, "torch": torch.__version__, "hybridtensor": __version__}
+
+
+def _sample(found: dict[str, Any]) -> Sample:
+    faces = tuple(
+        FaceRow(**row | {"statistics": _numbers(row["statistics"])}) for row in found["faces"]
+    )
+    products = tuple(
+        ProductRow(
+            **row | {"formats": tuple(row["formats"]), "statistics": _numbers(row["statistics"])}
+        )
+        for row in found["products"]
+    )
+    order, unseen = (tuple((a, b) for a, b in found[name]) for name in ("order", "unseen"))
+    return Sample(int(found["step"]), faces, products, order, unseen)
+
+
+def _numbers(statistics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in statistics.items()}
+
+
+def _badness(number: float) -> float:
+    return -math.inf if math.isnan(number) else number

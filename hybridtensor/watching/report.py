@@ -1,0 +1,260 @@
+"""A page of what was watched: one file of HTML that needs no network."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hybridtensor.arguments import require_kind, wrong
+from hybridtensor.watching.recording import Recording
+from hybridtensor.watching.records import Sample
+from hybridtensor.watching.sampling import GEMMS, OPERANDS
+from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
+from hybridtensor.watching.watch import watch
+
+_MOST_COLUMNS = 60  # sampled steps that are shown, the first and the last among them
+_DIGITS = 4
+_PRODUCTS = tuple(GEMMS)
+_FACES = tuple(f"{role}.{direction}" for role, direction in OPERANDS)
+_SCALES = {  # of each number that is shown: kind, where it is good, where it is bad, on a logarithmic axis
+    "cosine": ("products", 1e-6, 1e-1, True),  # of 1 - cosine
+    "sqnr of products": ("products", 60.0, 5.0, False),
+    "sqnr": ("faces", 60.0, 5.0, False),
+    "underflows%": ("faces", 0.0, 40.0, False),
+    "overflows%": ("faces", 0.0, 5.0, False),
+    "wasted_blocks%": ("faces", 0.0, 50.0, False),
+}
+
+
+def report(watched: watch | Recording | str | Path, path: str | Path) -> Path:
+    """Write what was watched as a page of HTML: heatmaps of layers and products over time, the worst
+    layers, the loss, the recipe and the machine.
+
+    Args:
+        watched: What ``watch`` returned, its recording, or a file of ``Recording.save``.
+        path: Of the page.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If nothing was measured yet, or the file is no recording.
+    """
+    require_kind("report", "a path", path, (str, Path))
+    if isinstance(watched, (str, Path)):
+        recording = Recording.load(watched)
+    elif isinstance(watched, watch):
+        recording = watched.recording()
+    elif isinstance(watched, Recording):
+        recording = watched
+    else:
+        raise wrong("report", "what watch returned, a Recording or its file", watched)
+    if not recording.samples:
+        raise ValueError(
+            "report: a step that was measured is required, got none; watch at least two steps"
+        )
+    page = files("hybridtensor.watching").joinpath("report.html").read_text(encoding="utf-8")
+    for name, text in _parts(recording).items():
+        page = page.replace(f"<!--{name}-->", text)
+    path = Path(path)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _parts(recording: Recording) -> dict[str, str]:
+    """Return what stands in each place of the page."""
+    last = recording.samples[-1]
+    data = json.dumps(_data(recording), separators=(",", ":")).replace("<", "\\u003c")
+    return {
+        "tiles": _tiles(recording, last),
+        "alarms": _alarms(recording),
+        "loss": _loss(recording),
+        "worst": _worst(last),
+        "recipe": _recipe(recording),
+        "words": _words(),
+        "data": data,
+    }
+
+
+def _data(recording: Recording) -> dict[str, Any]:
+    """Return the numbers of the heatmaps, by metric, layer, product or face, and sampled step."""
+    samples = _thinned(recording.samples)
+    layers = list(recording.recipes)
+    values: dict[str, dict[str, list[list[float | None]]]] = {}
+    for metric, (kind, *_) in _SCALES.items():
+        name = metric.removesuffix(" of products")
+        found = [_by_place(sample, kind, name) for sample in samples]
+        values[metric] = {
+            column: [[_rounded(one.get((layer, column))) for one in found] for layer in layers]
+            for column in (_PRODUCTS if kind == "products" else _FACES)
+        }
+    scales = {
+        name: {"good": good, "bad": bad, "log": log}
+        for name, (_, good, bad, log) in _SCALES.items()
+    }
+    return {
+        "steps": [sample.step for sample in samples],
+        "layers": layers,
+        "values": values,
+        "scales": scales,
+    }
+
+
+def _by_place(sample: Sample, kind: str, name: str) -> dict[tuple[str, str], float]:
+    """Return one number of a sample, by layer and product or face."""
+    if kind == "products":
+        return {(row.layer, row.product): row.statistics[name] for row in sample.products}
+    return {(row.layer, row.operand): row.statistics[name] for row in sample.faces}
+
+
+def _thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """Return at most as many samples as a page shows, evenly spread."""
+    if len(samples) <= _MOST_COLUMNS:
+        return list(samples)
+    last = len(samples) - 1
+    return [samples[round(i * last / (_MOST_COLUMNS - 1))] for i in range(_MOST_COLUMNS)]
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a number for JSON: 1e999 stands for infinity."""
+    if value is None or math.isnan(value):
+        return None
+    if math.isinf(value):
+        return math.copysign(1e308, value)
+    return float(f"{value:.{_DIGITS + 3}g}") if 0.9 < value < 1 else float(f"{value:.{_DIGITS}g}")
+
+
+def _tiles(recording: Recording, last: Sample) -> str:
+    """Return the numbers at the top of the page."""
+    worst_face = min(last.faces, key=lambda row: _order(row.statistics["sqnr"]), default=None)
+    worst_product = min(
+        last.products, key=lambda row: _order(row.statistics["cosine"]), default=None
+    )
+    tiles = [
+        (
+            "sampled steps",
+            f"{len(recording.samples)}",
+            f"one of {recording.every}, up to step {last.step}",
+        ),
+        ("layers", f"{len(recording.recipes)}", "quantized"),
+    ]
+    if worst_product is not None:
+        where = f"{worst_product.layer} {worst_product.product}"
+        tiles.append(("smallest cosine", f"{worst_product.statistics['cosine']:.5f}", where))
+    if worst_face is not None:
+        where = f"{worst_face.layer} {worst_face.operand}"
+        tiles.append(("most noise", f"{worst_face.statistics['sqnr']:.1f} dB", where))
+    if recording.losses:
+        tiles.append(("loss", f"{recording.losses[-1][1]:.4g}", f"step {recording.losses[-1][0]}"))
+    cells = (
+        f"<div class=tile><span>{_text(name)}</span><b>{_text(number)}</b><small title='{_text(where)}'>"
+        f"{_text(where)}</small></div>"
+        for name, number, where in tiles
+    )
+    return "".join(cells)
+
+
+def _alarms(recording: Recording) -> str:
+    """Return a sentence on faces that are not finite, and on layers that were not measured."""
+    bad = [
+        f"step {sample.step}: {row.layer} {row.operand}"
+        for sample in recording.samples
+        for row in sample.faces
+        if row.statistics["nonfinite"]
+    ]
+    told = []
+    if bad:
+        told.append(
+            f"<p class=alarm>Not finite: {_text('; '.join(bad[:5]))}{' ...' if len(bad) > 5 else ''}</p>"
+        )
+    unseen = recording.samples[-1].unseen
+    if unseen:
+        names = "; ".join(f"{layer} ({why})" for layer, why in unseen[:8])
+        told.append(f"<p>Not measured: {_text(names)}{' ...' if len(unseen) > 8 else ''}</p>")
+    return "".join(told)
+
+
+def _loss(recording: Recording) -> str:
+    """Return the loss as a drawing."""
+    points = [(step, loss) for step, loss in recording.losses if math.isfinite(loss)]
+    if len(points) < 2:
+        return "<p class=quiet>No losses were noted: call watched.note(loss) in the loop.</p>"
+    width, height, left, bottom = 1000, 180, 60, 24
+    steps, losses = [p[0] for p in points], [p[1] for p in points]
+    low, high = min(losses), max(losses)
+    across, along = (max(steps) - min(steps)) or 1, (high - low) or 1.0
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        x = left + (step - min(steps)) / across * (width - left - 10)
+        return x, 10 + (high - loss) / along * (height - bottom - 10)
+
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
+    marks = []
+    for i in range(4):
+        value = low + along * i / 3
+        _, y = at(min(steps), value)
+        marks.append(f"<line class=grid x1={left} x2={width - 10} y1={y:.1f} y2={y:.1f} />")
+        marks.append(f"<text x={left - 8} y={y + 4:.1f} text-anchor=end>{value:.4g}</text>")
+        step = min(steps) + across * i / 3
+        x, _ = at(step, low)
+        marks.append(f"<text x={x:.1f} y={height - 4} text-anchor=middle>{step:.0f}</text>")
+    return (
+        f"<svg viewBox='0 0 {width} {height}' role=img aria-label='Loss over steps'>{''.join(marks)}"
+        f"<polyline class=line points='{line}' /></svg>"
+    )
+
+
+def _worst(last: Sample) -> str:
+    """Return the noisiest faces of the last sample as a table."""
+    names = list(NAMES)
+    faces = sorted(last.faces, key=lambda row: _order(row.statistics["sqnr"]))[:12]
+    head = "".join(f"<th title='{_text(NAMES[name])}'>{_text(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{_text(row.layer)}</td><td>{_text(row.operand)}</td><td>{_text(row.format)}</td>"
+        + "".join(f"<td class=number>{row.statistics[name]:.4g}</td>" for name in names)
+        + "</tr>"
+        for row in faces
+    )
+    head = f"<tr><th>layer</th><th>face</th><th>format</th>{head}</tr>"
+    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def _recipe(recording: Recording) -> str:
+    """Return recipes, with the layers that have each, and the machine."""
+    found = []
+    by_recipe = itertools.groupby(
+        sorted(recording.recipes.items(), key=lambda one: one[1]), key=lambda one: one[1]
+    )
+    for spec, layers in by_recipe:
+        folded = Counter(re.sub(r"\d+", "*", name) for name, _ in layers)
+        names = ", ".join(
+            f"{name} x{count}" if count > 1 else name for name, count in folded.items()
+        )
+        found.append(f"<dt><code>{_text(spec)}</code></dt><dd>{_text(names)}</dd>")
+    machine = ", ".join(f"{name} {value}" for name, value in recording.machine.items())
+    return f"<dl>{''.join(found)}</dl><p class=quiet>{_text(machine)}</p>"
+
+
+def _words() -> str:
+    """Return what each number is."""
+    every = {f"{name} of faces": text for name, text in NAMES.items()}
+    every |= {f"{name} of products": text for name, text in PRODUCT_NAMES.items()}
+    rows = (f"<dt>{_text(name)}</dt><dd>{_text(text)}</dd>" for name, text in every.items())
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _order(number: float) -> float:
+    return -math.inf if math.isnan(number) else number
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=True)

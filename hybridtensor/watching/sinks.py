@@ -1,0 +1,48 @@
+"""Where samples go: files of JSON lines, TensorBoard, W&B, loggers of Lightning, functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridtensor.arguments import wrong
+from hybridtensor.watching.recording import as_dict
+from hybridtensor.watching.records import Sample
+
+Sink = Callable[[Sample], object]
+
+
+def sink_of(target: Any) -> Sink:
+    """Return a function that gives samples to ``target``.
+
+    Args:
+        target: A path, of a file of JSON lines that grows; anything with ``add_scalar`` (TensorBoard's
+            writers), with ``log_metrics`` (Lightning's loggers) or with ``log`` (a run of W&B); or a
+            function of a ``Sample``.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(target, (str, Path)):
+        return _to_file(Path(target))
+    if hasattr(target, "add_scalar"):
+        return lambda sample: [
+            target.add_scalar(name, value, sample.step) for name, value in sample.scalars().items()
+        ]
+    if hasattr(target, "log_metrics"):
+        return lambda sample: target.log_metrics(sample.scalars(), step=sample.step)
+    if hasattr(target, "log"):
+        return lambda sample: target.log(sample.scalars(), step=sample.step)
+    if callable(target):
+        return target  # type: ignore[no-any-return]
+    raise wrong("watch", "a path, a writer, a logger or a function as sink", target)
+
+
+def _to_file(path: Path) -> Sink:
+    def append(sample: Sample) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(as_dict(sample)) + "\n")
+
+    return append

@@ -1,0 +1,326 @@
+"""Watch what the formats do to a model while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hybridtensor.arguments import (
+    require_choice,
+    require_function,
+    require_int,
+    require_items,
+    require_module,
+    require_number,
+    require_tensor,
+)
+from hybridtensor.ops.library import is_traced
+from hybridtensor.subclasses.observing import observers
+from hybridtensor.watching.recording import Recording, machine
+from hybridtensor.watching.records import FaceRow, Sample, sample_of
+from hybridtensor.watching.sampling import Sampler
+from hybridtensor.watching.sinks import sink_of
+
+Alarm = str | Callable[[str], object] | None
+
+
+class _Pending(NamedTuple):
+    """A sample that was measured, and is on its way to the host.
+
+    Attributes:
+        step: Of the sample.
+        order: Of its faces.
+        tensors: Sums, maxima, products.
+        there: When they are on the host; None on a CPU.
+    """
+
+    step: int
+    order: list[tuple[int, int]]
+    tensors: list[Tensor]
+    there: torch.cuda.Event | None
+
+
+class watch:  # noqa: N801  (used as a function)
+    """Measure, in some steps of any training loop, what the formats do to each operand and product.
+
+    ::
+
+        with ht.watch(model, every=100) as watched:
+            for batch in data:
+                loss = model(batch).mean()
+                watched.note(loss)
+                loss.backward()
+                optimizer.step()
+        watched.show()
+
+    A step ends when an optimizer of the model's parameters has stepped. The first one is measured, and
+    then one of ``every``; in the others nothing runs that would not run without. What is measured are
+    stretches of operands, as their kernels made them, against the values that they were made from; a
+    run that is watched computes the same bits as one that is not. Compiled code runs eagerly in the
+    steps that are measured (``torch.compiler.set_stance``), and so rounds there as eager code does;
+    steps of compiled optimizers, and replays of CUDA graphs, are not seen: call ``step()`` after them.
+
+    Under data parallelism all ranks watch, and what each has measured is added up. Ranks with other
+    layers, such as stages of a pipeline, are added up with those that have the same ones.
+
+    Args:
+        model: A model after ``quantize_``.
+        every: Of how many steps one is measured.
+        rows: How many rows, or columns, of each operand are measured, at most.
+        sinks: Where samples go, a step later: paths (JSON lines), TensorBoard's writers, W&B's runs, loggers
+            of Lightning, functions of a ``Sample``. They are called on the first rank only.
+        alarm: What is done when a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function
+            that is given the sentence that says layer, operand and step. It is the first such face of the
+            step, and told a step later.
+        saturated: From which share of ``overflows%`` on a face is saturated, in percent.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a number is too small, or no layer of the model is converted.
+        RuntimeError: On all ranks, if they watch otherwise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        rows: int = 1024,
+        sinks: Iterable[Any] = (),
+        alarm: Alarm = None,
+        saturated: float = 1.0,
+    ) -> None:
+        require_module("watch", model)
+        require_int("watch", at_least=1, every=every)
+        require_int("watch", at_least=128, rows=rows)
+        require_number("watch", saturated=saturated)
+        if isinstance(alarm, str):
+            require_choice("watch", "alarm", alarm, ("warn", "raise"))
+        else:
+            require_function("watch", "alarm", alarm)
+        self.model, self.every, self.rows = getattr(model, "_orig_mod", model), every, rows
+        self.steps = 0
+        self._read: list[tuple[int, float]] = []
+        self._sinks = [
+            sink_of(target) for target in require_items("watch", "a list of sinks", sinks)
+        ]
+        self._alarm, self._saturated = alarm, saturated
+        self._samples: list[Sample] = []
+        self._pending: list[_Pending] = []
+        self._losses: list[tuple[int, Tensor]] = []
+        self._sampler: Sampler | None = None
+        self._armed = contextlib.ExitStack()
+        self._hooks = contextlib.ExitStack()
+        self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._ended = 0  # steps that optimizers ended
+        self._group: dist.ProcessGroup | None = None
+        self._first_rank = self._alone = True
+
+    # -- the loop
+
+    def __enter__(self) -> Self:
+        self._sampler = Sampler(self.model, self.rows)
+        if not self._sampler.layers:
+            raise ValueError(
+                "watch: a model with weights of this library is required, got none; call quantize_ first"
+            )
+        self._agree([f"{w.name} {w.config}" for w in self._sampler.layers.values()])
+        handle = register_optimizer_step_post_hook(self._after_optimizer)
+        self._hooks.callback(handle.remove)
+        self._arm()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._hooks.close()
+        self._armed.close()
+        if kind is None:
+            self._flush()
+
+    def step(self) -> None:
+        """End a step: where no optimizer of torch does."""
+        sampled = self._sampler is not None and self.steps % self.every == 0
+        self._armed.close()
+        self._flush()
+        if sampled:
+            self._take()
+        self.steps += 1
+        self._arm()
+
+    def note(self, loss: Tensor | float) -> None:
+        """Take note of the loss of the step under way, one number, for reports; nothing waits for it.
+
+        Raises:
+            ValueError: If it is more than one number.
+        """
+        if isinstance(loss, (int, float)) and not isinstance(loss, bool):
+            loss = torch.tensor(float(loss), device="cpu")
+        require_tensor("watch.note: loss", loss)
+        value: Tensor = loss.detach()  # type: ignore[union-attr]
+        if value.numel() != 1:
+            raise ValueError(
+                f"watch: a loss of one number is required, got shape {tuple(value.shape)}"
+            )
+        self._losses.append((self.steps, value.reshape(()).clone()))
+
+    def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if is_traced() or not self._is_of_model(optimizer):
+            return
+        taken = self._taken
+        # one that is new stepped with those that have: all of a step's are known from the second one on
+        taken[optimizer] = taken.get(optimizer, max(self._ended - 1, 0)) + 1
+        ran_ahead = taken[optimizer] > self._ended + 1  # another one was left out
+        if ran_ahead or all(count > self._ended for count in taken.values()):
+            self._ended += 1
+            self.step()
+
+    def _is_of_model(self, optimizer: Optimizer) -> bool:
+        own = {id(parameter) for parameter in self.model.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _arm(self) -> None:
+        """Have the next step measured, if it is one of those."""
+        sampler = self._sampler
+        if sampler is None or self.steps % self.every:
+            return
+        sampler.begin(self.steps // self.every)
+        observers.append(sampler)
+        self._armed.callback(observers.remove, sampler)
+        self._armed.callback(sampler.end)
+        self._armed.enter_context(torch.compiler.set_stance("force_eager"))
+
+    # -- ranks
+
+    def _agree(self, layers: list[str]) -> None:
+        """Find the ranks that have the same layers.
+
+        Raises:
+            RuntimeError: If they sample other steps; on all of them.
+        """
+        self._alone = not (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        )
+        if self._alone:
+            return
+        mine = ((self.every, self.rows, self.steps), tuple(layers))
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        if len({how for how, _ in every}) > 1:
+            raise RuntimeError(
+                f"watch: the same every, rows and steps are required on all ranks, got {[how for how, _ in every]}"
+            )
+        ranks: dict[object, list[int]] = {}
+        for rank, (_, names) in enumerate(every):
+            ranks.setdefault(names, []).append(rank)
+        if len(ranks) > 1:
+            groups = {names: dist.new_group(members) for names, members in ranks.items()}
+            self._group = groups[mine[1]]
+        members = ranks[mine[1]]
+        self._first_rank, self._alone = dist.get_rank() == members[0], len(members) == 1
+
+    def _take(self) -> None:
+        """Add up what ranks have measured, and send it to the host."""
+        sampler = self._sampler
+        if sampler is None:
+            return
+        # NaN would get lost in a maximum; ``nonfinite`` tells of it
+        maxima = sampler.maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        tensors = [sampler.sums, maxima, sampler.products]
+        if not self._alone:
+            operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.SUM)
+            for tensor, operation in zip(tensors, operations, strict=True):
+                dist.all_reduce(tensor, operation, group=self._group)
+        there = None
+        if sampler.sums.is_cuda:
+            tensors = [
+                torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
+                for t in tensors
+            ]
+            there = torch.cuda.Event()
+            there.record()
+        else:
+            tensors = [t.clone() for t in tensors]
+        self._pending.append(_Pending(self.steps, list(sampler.order), tensors, there))
+
+    def _flush(self) -> None:
+        """Read the samples that are on their way; give them to the sinks, and look for what alarms."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            if one.there is not None:
+                one.there.synchronize()  # of a step ago
+            if self._sampler is None:
+                continue
+            sample = sample_of(one.step, self._sampler, one.order, one.tensors)
+            self._samples.append(sample)
+            for sink in self._sinks if self._first_rank else ():
+                sink(sample)
+            self._tell(sample)
+
+    def _tell(self, sample: Sample) -> None:
+        """Sound the alarm, if a face of a sample is not finite or saturated."""
+        if self._alarm is None:
+            return
+        bad = {(row.layer, row.operand): row for row in sample.faces if self._is_bad(row)}
+        place = next((place for place in sample.order if place in bad), next(iter(bad), None))
+        if place is None:
+            return
+        found = bad[place].statistics
+        what = (
+            "is not finite"
+            if found["nonfinite"]
+            else f"is saturated: {found['overflows%']:.3g} % of it overflow"
+        )
+        text = f"watch: {place[0]}: the face {place[1]} ({bad[place].format}) {what}, in step {sample.step}"
+        if self._alarm == "raise":
+            raise RuntimeError(text)
+        if callable(self._alarm):
+            self._alarm(text)
+        else:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _is_bad(self, row: FaceRow) -> bool:
+        return bool(row.statistics["nonfinite"]) or row.statistics["overflows%"] >= self._saturated
+
+    # -- what was found
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples that are on the host: all but the last one, while the loop runs."""
+        return tuple(self._samples)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers of the last sample by one name each, ``layer/input.rowwise/sqnr``."""
+        return self._samples[-1].scalars() if self._samples else {}
+
+    def recording(self) -> Recording:
+        """Return all that was watched so far, for reports and files."""
+        noted, self._losses = self._losses, []
+        values = (
+            torch.stack([value.to("cpu", torch.float64) for _, value in noted]).tolist()
+            if noted
+            else []
+        )
+        self._read += zip((step for step, _ in noted), values, strict=True)
+        layers = [] if self._sampler is None else list(self._sampler.layers.values())
+        recipes = {layer.name: str(layer.config) for layer in layers}
+        return Recording(self.every, recipes, machine(), tuple(self._read), self.samples)
+
+    def show(self) -> None:
+        """Print the last sample, the noisiest faces first (needs ``rich``)."""
+        from rich.console import Console
+
+        Console().print(self.recording())

@@ -1,0 +1,194 @@
+"""``report``: a page of what was watched. Its numbers are read back out of the page, its script runs in node."""
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from siblings import inputs
+from torch import nn
+from torchao.quantization import FqnToConfig
+
+import hybridtensor as ht
+from hybridtensor.watching import Recording
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + 0.1 * self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+def recording(layers=3, steps=5, note=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(layers)))
+    with torch.no_grad():
+        model[1].up_proj.weight[3] *= 1000
+    specs = {"re:.*up_proj": "fp8_rowwise", "re:.*": "nvfp4"}
+    ht.quantize_(model, FqnToConfig({name: ht.HybridConfig.parse(spec) for name, spec in specs.items()}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with ht.watch(model, every=2, rows=128) as watched:
+        for seed in range(steps):
+            loss = model(inputs(seed)).square().mean()
+            if note:
+                watched.note(loss)
+            loss.backward()
+            optimizer.step()
+            ht.step_(model)
+    return watched
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "input", "line", "polyline"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+
+def data_of(path):
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.S)
+    return json.loads(found[1])
+
+
+def test_the_page_is_whole_and_needs_no_network(tmp_path):
+    page = Page(ht.report(recording(), tmp_path / "page.html"))
+    assert not page.open
+    text = (tmp_path / "page.html").read_text()
+    assert "<!--" not in text
+    assert not re.search(r"https?:|src=|@import|url\(", text)
+    assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe")]
+    shown = " ".join(page.texts)
+    for told in ("*.up_proj x3", "*.down_proj x3", "fp8_rowwise", "nvfp4", torch.__version__, "smallest cosine"):
+        assert told in shown
+
+
+def test_its_numbers_are_those_of_the_recording(tmp_path):
+    watched = recording()
+    data = data_of(ht.report(watched, tmp_path / "page.html"))
+    assert data["steps"] == [0, 2, 4]
+    assert data["layers"] == [f"{i}.{name}_proj" for i in range(3) for name in ("up", "down")]
+    for column, sample in enumerate(watched.samples):
+        for row in sample.products:
+            got = data["values"]["cosine"][row.product][data["layers"].index(row.layer)][column]
+            assert got == pytest.approx(row.statistics["cosine"], rel=1e-3)
+        for row in sample.faces:
+            got = data["values"]["underflows%"][row.operand][data["layers"].index(row.layer)][column]
+            assert got == pytest.approx(row.statistics["underflows%"], rel=1e-3)
+
+
+def test_from_files_and_recordings(tmp_path):
+    watched = recording()
+    saved = watched.recording().save(tmp_path / "run.json")
+    first = ht.report(watched, tmp_path / "a.html").read_text()
+    assert ht.report(saved, tmp_path / "b.html").read_text() == first
+    assert ht.report(Recording.load(saved), str(tmp_path / "c.html")).read_text() == first
+
+
+def test_long_runs_are_thinned_and_names_escaped(tmp_path):
+    once = recording(steps=1).recording()
+    sample = once.samples[0]
+    name = "<script>alert('x')</script>"
+    faces = tuple(ht.watching.FaceRow(row.step, name, row.operand, row.format, row.statistics) for row in sample.faces)
+    many = [sample._replace(step=step, faces=faces) for step in range(200)]
+    run = Recording(1, {**once.recipes, name: "fp8"}, once.machine, ((0, 1.0),), tuple(many))
+    data = data_of(ht.report(run, tmp_path / "page.html"))
+    assert (len(data["steps"]), data["steps"][0], data["steps"][-1]) == (60, 0, 199)
+    assert "<script>alert" not in (tmp_path / "page.html").read_text()
+    assert not Page(tmp_path / "page.html").open
+
+
+def test_what_was_not_noted_or_not_finite_is_said(tmp_path):
+    shown = " ".join(Page(ht.report(recording(note=False), tmp_path / "page.html")).texts)
+    assert "No losses were noted" in shown
+    assert "Not finite" not in shown
+    once = recording().recording()
+    sample = once.samples[1]
+    bad = sample.faces[3]
+    worse = dataclasses.replace(bad, statistics=bad.statistics | {"nonfinite": 1.0})
+    sample = sample._replace(faces=(*sample.faces[:3], worse))
+    run = Recording(once.every, once.recipes, once.machine, once.losses, (sample,))
+    shown = " ".join(Page(ht.report(run, tmp_path / "page.html")).texts)
+    assert f"Not finite: step 2: {bad.layer} {bad.operand}" in shown
+
+
+NODE = """
+const page = require("fs").readFileSync(process.argv[2], "utf8");
+const script = page.match(/<script>\\n([\\s\\S]*?)<\\/script>/)[1];
+const data = page.match(/type="application\\/json">([\\s\\S]*?)<\\/script>/)[1];
+const nodes = {}, made = [];
+function node(tag) {
+  const self = { tag, dataset: {}, style: {}, children: [], value: "", textContent: "", addEventListener() {},
+    append(...c) { self.children.push(...c); if (self.value === "" && c[0].value) self.value = c[0].value; },
+    replaceChildren() { self.children = []; },
+    getContext: () => ({ createImageData: (w, h) => ({ data: new Array(4 * w * h).fill(0) }),
+      putImageData(image) { self.pixels = image.data; } }) };
+  return self;
+}
+const get = (id) => nodes[id] ??= Object.assign(node(id), id === "data" ? { textContent: data } : {});
+get("order").value = "worst";
+const colors = { "--good": "#000000", "--mid": "#808080", "--bad": "#ffffff" };
+const document = { getElementById: get, createElement: node, documentElement: {} };
+const getComputedStyle = () => ({ getPropertyValue: (name) => colors[name] });
+const matchMedia = () => ({ addEventListener() {} });
+function Option(name) { return { value: name }; }
+const given = { document, getComputedStyle, matchMedia, Option };
+new Function(...Object.keys(given), script)(...Object.values(given));
+const map = get("map").children;
+console.log(JSON.stringify({
+  metrics: get("metric").children.map((o) => o.value),
+  names: map.filter((c) => c.className === "name").map((c) => c.title),
+  pixels: map.filter((c) => c.tag === "canvas").map((c) => c.pixels) }));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
+def test_the_script_puts_the_worst_layer_first(tmp_path):
+    watched = recording()
+    page = ht.report(watched, tmp_path / "page.html")
+    (tmp_path / "run.js").write_text(NODE)
+    ran = subprocess.run(["node", tmp_path / "run.js", page], capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout)
+    assert found["metrics"][0] == "cosine"
+    smallest = {}
+    for row in watched.samples[-1].products:
+        smallest[row.layer] = min(smallest.get(row.layer, 1.0), row.statistics["cosine"])
+    layers = data_of(page)["layers"]
+    assert found["names"] == sorted(layers, key=lambda name: (round(smallest[name], 6), layers.index(name)))
+    steps = len(watched.samples)
+    assert len(found["pixels"]) == 3 * len(layers)
+    assert all(len(pixels) == 4 * steps for pixels in found["pixels"])
+    drawn = [pixels for pixels in found["pixels"] if pixels[3] == 255]
+    assert len(drawn) == 3 * len(layers) - 1  # nobody asks for the gradient of the model's input
+    reds = [pixels[4 * i] for pixels in drawn for i in range(steps)]
+    assert max(reds) > 200  # the worst of all, in the colour of the worst
+    assert min(reds) < 40
+
+
+def test_nothing_measured(tmp_path):
+    model = ht.quantize_(nn.Linear(32, 32, bias=False), "fp8")
+    with pytest.raises(ValueError, match="a step that was measured is required"):
+        ht.report(ht.watch(model), tmp_path / "page.html")
+    with pytest.raises(TypeError, match="what watch returned, a Recording or its file"):
+        ht.report(3, tmp_path / "page.html")

@@ -1,0 +1,397 @@
+"""``watch``: what formats do to operands and products. Oracles: float64 computations from tensors that the test keeps
+itself, and a run that is not watched.
+"""
+
+import itertools
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from siblings import Model, inputs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+from hybridtensor.ops.references.hadamard import rotate
+from hybridtensor.optim import MasterWeights
+from hybridtensor.quantizers.base import tokens
+from hybridtensor.subclasses.observing import observers
+from hybridtensor.watching import Recording
+
+SPECS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "mxfp8/nvfp4/bf16", "fp8+dequantized",
+         "mxfp8+save_original_input"]  # fmt: skip
+FACES = [
+    f"{role}.{direction}" for role in ("input", "weight", "grad_output") for direction in ("rowwise", "columnwise")
+]
+
+
+def model_of(spec):
+    torch.manual_seed(0)
+    return ht.quantize_(Model(), spec)
+
+
+def train(model, steps, watched=None, forward=None, optimizer=None, first=0):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
+    for seed in range(first, first + steps):
+        loss = (model if forward is None else forward)(inputs(seed, next(model.parameters()).device)).square().mean()
+        if watched is not None:
+            watched.note(loss)
+        loss.backward()
+        optimizer.step()
+        ht.step_(model)
+        optimizer.zero_grad()
+
+
+# -- the numbers
+
+
+class Kept:
+    """Observer that keeps the faces of one layer, and hooks that keep its values."""
+
+    def __init__(self, layer):
+        self.faces, self.values, self.layer = {}, {}, layer
+        self.values["weight"] = layer.weight.plain.detach().clone()
+        layer.register_forward_pre_hook(lambda _, args: self.values.update(input=args[0].detach().clone()))
+        layer.register_full_backward_hook(lambda _, into, out: self.values.update(grad_output=out[0].clone()))
+
+    def note_operand(self, *_):
+        pass
+
+    def note_product(self, layer, gemm, left, right, dtype):
+        names = {"output": (0, 2), "grad_input": (4, 3), "grad_weight": (5, 1)}[gemm]
+        if layer is self.layer.weight.layer:
+            for name, face in zip(names, (left, right), strict=True):
+                copied = [tensor.clone() for tensor in face.tensors()]
+                self.faces[FACES[name]] = face._replace(
+                    **dict(zip(("qdata", "scale", "tensor_scale"), copied, strict=False))
+                )
+
+    def note_read(self, *_):
+        pass
+
+
+def expected(face, values, columnwise):
+    """Of a face, in float64 from its elements and scales."""
+    fmt = face.format
+    x = values.t() if columnwise and face.dequantized_rowwise is None else values
+    if fmt.hadamard:
+        x = rotate(x.to(torch.bfloat16))
+    x = x.double()
+    elements = face.qdata.double() if fmt.elements_per_byte == 1 else e2m1(face.qdata)
+    scales = face.scale.double()
+    if face.tensor_scale is not None:
+        scales = scales * face.tensor_scale.double() / 2688
+    rows, columns = ((b or extent) for b, extent in zip(fmt.block, elements.shape, strict=True))
+    unit = scales.repeat_interleave(rows, 0)[: elements.shape[0]].repeat_interleave(columns, 1)[:, : elements.shape[1]]
+    got, unit = (elements * unit)[:, : x.shape[1]], unit[:, : x.shape[1]]
+    largest = {"e4m3": (448, 464), "e5m2": (57344, 61440), "e2m1": (6, 7)}[
+        "e5m2" if "e5m2" in fmt.name else "e2m1" if fmt.elements_per_byte == 2 else "e4m3"
+    ]
+    wasted, blocks = 0, 0
+    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
+        cut = slice(i, i + rows), slice(j, j + columns)
+        blocks += 1
+        half = (got[cut].abs() < largest[0] / 2 * unit[cut] * (1 - 1e-6)).all()
+        wasted += bool(half) and bool((x[cut] != 0).any())
+    return {
+        "sqnr": 10 * math.log10(x.square().sum() / (x - got).square().sum()),
+        "underflows%": 100 * float(((got == 0).sum() - (x == 0).sum()) / x.numel()),
+        "overflows%": 100 * float((x.abs() > unit * largest[1] * (1 + 1e-6)).double().mean()),
+        "mse": float((x - got).square().mean()),
+        "cur_amax": float(values.abs().max()),
+        "dynamic_range": math.log2(float(values.abs().max() / x[x != 0].abs().min())),
+        "scale_inv_min": float(scales.min()),
+        "scale_inv_max": float(scales.max()),
+        "wasted_blocks%": 100 * wasted / blocks,
+        "nonfinite": 0.0,
+    }, (got.t() if columnwise and face.dequantized_rowwise is not None else got)
+
+
+def e2m1(qdata):
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    codes = torch.stack([qdata & 15, qdata >> 4], -1).flatten(1)
+    return values[codes.long()]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_numbers_are_those_of_float64(spec):
+    torch.manual_seed(0)
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False)), spec)
+    kept = Kept(model[2])
+    observers.append(kept)
+    try:
+        with ht.watch(model, every=1, rows=128) as watched:
+            x = inputs().clone()
+            x[3] *= 1e-4  # some underflow
+            model(x).square().mean().backward()
+            watched.step()
+    finally:
+        observers.remove(kept)
+    faces = {row.operand: row for row in watched.samples[0].faces if row.layer == "2"}
+    products = {row.product: row.statistics for row in watched.samples[0].products if row.layer == "2"}
+    exact, held = {}, {}
+    for name, face in kept.faces.items():
+        role, direction = name.split(".")
+        columnwise, values = direction == "columnwise", tokens(kept.values[role])
+        exact[name] = values.double().t() if columnwise else values.double()
+        if face.scale is None:
+            assert name not in faces
+            held[name] = exact[name]
+            continue
+        wanted, held[name] = expected(face, values, columnwise)
+        if face.format.hadamard:
+            exact[name] = rotate(exact[name].to(torch.bfloat16)).double()
+        assert faces[name].format in (str(face.format), f"{face.format}, dequantized")
+        for statistic, value in wanted.items():
+            # sums in float64 of values that fp32 holds exactly, or with one rounding of a scale
+            assert faces[name].statistics[statistic] == pytest.approx(value, rel=2e-5, abs=1e-9), (name, statistic)
+    for gemm, (left, right) in {"output": (0, 2), "grad_input": (4, 3), "grad_weight": (5, 1)}.items():
+        a, b = FACES[left], FACES[right]
+        wanted, got = exact[a] @ exact[b].t(), held[a] @ held[b].t()
+        cosine = float((wanted * got).sum() / wanted.norm() / got.norm())
+        assert products[gemm]["cosine"] == pytest.approx(cosine, rel=1e-7)
+        noise = float((wanted - got).norm())
+        if noise:
+            assert products[gemm]["sqnr"] == pytest.approx(20 * math.log10(float(wanted.norm()) / noise), rel=1e-4)
+
+
+def test_underflow_overflow_and_waste_are_counted():
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), ht.HybridConfig(
+        ht.DelayedFloat8Quantizer(), ht.Float8Quantizer(), ht.IdentityQuantizer()
+    ))  # fmt: skip
+    x = torch.full((128, 64), 1.0)
+    x[:32] = 1e-9  # below half of the smallest element
+    x[32:48] = 480.0  # beyond 464, which is half a step above 448
+    x[48:64] = 460.0  # rounds to 448
+    with ht.watch(model, every=1, rows=128) as watched:
+        model(x).sum().backward()
+        watched.step()
+    found = next(row for row in watched.samples[0].faces if row.operand == "input.rowwise").statistics
+    assert (found["underflows%"], found["overflows%"], found["cur_amax"]) == (25.0, 12.5, 480.0)
+    assert found["wasted_blocks%"] == 0
+    with ht.watch(model, every=1, rows=128) as watched:
+        model(x.clamp(max=1.0)).sum().backward()
+        watched.step()
+    found = next(row for row in watched.samples[0].faces if row.operand == "input.rowwise").statistics
+    assert found["wasted_blocks%"] == 100  # a scale 256 times as small would do
+
+
+# -- the loop
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_watched_run_is_one_that_is_not(spec):
+    model, twin = model_of(spec), model_of(spec)
+    with ht.watch(model, every=2, rows=128) as watched:
+        train(model, 4, watched)
+    train(twin, 4)
+    for mine, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+    assert [sample.step for sample in watched.samples] == [0, 2]
+    assert not observers
+    assert [step for step, _ in watched.recording().losses] == [0, 1, 2, 3]
+
+
+def test_nothing_runs_between_samples():
+    model, seen = model_of("fp8"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with ht.watch(model, every=3) as watched:
+        for _ in range(7):
+            seen.append(len(observers))
+            train(model, 1, optimizer=optimizer)
+    assert seen == [1, 0, 0, 1, 0, 0, 1]
+    assert [sample.step for sample in watched.samples] == [0, 3, 6]
+
+
+def test_compiled_models_run_eagerly_in_sampled_steps_alone():
+    model, twin = model_of("fp8"), model_of("fp8")
+    ran = []
+
+    def backend(graph, _):
+        return lambda *args: ran.append(1) or graph.forward(*args)
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with ht.watch(compiled, every=2) as watched:
+        for step in range(4):
+            ran.clear()
+            train(model, 1, forward=compiled, first=step, optimizer=optimizer)
+            assert bool(ran) == (step % 2 == 1)
+    assert [sample.step for sample in watched.samples] == [0, 2]
+    train(twin, 4)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation(reentrant):
+    model, plain = model_of("mxfp8"), model_of("mxfp8")
+
+    def checkpointed(x):
+        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+
+    with ht.watch(model, every=1) as watched, ht.watch(plain, every=1) as other:
+        train(model, 2, forward=checkpointed)
+        train(plain, 2)
+    assert len(watched.samples) == len(other.samples) == 2
+    mine, wanted = watched.samples[1].scalars(), other.samples[1].scalars()
+    # the plain input of the first block asks for no gradient there
+    assert {name: mine[name] for name in wanted} == pytest.approx(wanted, nan_ok=True)
+
+
+def test_microbatches_and_several_optimizers():
+    model = model_of("fp8")
+    groups = [list(model.blocks[0].parameters()), list(model.blocks[1].parameters())]
+    optimizers = [torch.optim.SGD(group, lr=1e-2) for group in groups]
+    with ht.watch(model, every=2) as watched:
+        for step in range(4):
+            for micro in range(2):
+                model(inputs(2 * step + micro)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert watched.steps == step + 1
+    assert [sample.step for sample in watched.samples] == [0, 2]
+
+
+def test_persistent_and_frozen_weights():
+    torch.manual_seed(0)
+    model = Model()
+    model.blocks[1].requires_grad_(False)
+    ht.quantize_(model, "mxfp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.SGD, [p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with ht.watch(model, every=1) as watched:
+        train(model, 2, optimizer=optimizer)
+    operands = {(row.layer, row.operand) for row in watched.samples[1].faces}
+    assert ("blocks.0.q", "weight.rowwise") in operands
+    assert ("blocks.1.q", "weight.rowwise") not in operands  # whose values nobody has
+    assert ("blocks.1.q", "input.rowwise") in operands
+
+
+def test_evaluation_in_a_sampled_step_does_not_count():
+    model, plain = model_of("mxfp8"), model_of("mxfp8")
+    with ht.watch(model, every=1) as watched:
+        with torch.no_grad():
+            model(inputs(9) * 100)
+        train(model, 1)
+    with ht.watch(plain, every=1) as other:
+        train(plain, 1)
+    assert watched.scalars() == pytest.approx(other.scalars(), nan_ok=True)
+
+
+def test_a_loop_that_raises_leaves_nothing_behind():
+    model = model_of("fp8")
+    with pytest.raises(ZeroDivisionError), ht.watch(model, every=1):
+        raise ZeroDivisionError
+    assert not observers
+    model(inputs()).sum().backward()
+
+
+# -- where it goes
+
+
+def test_sinks(tmp_path):
+    class Writer:
+        def __init__(self):
+            self.seen = {}
+
+        def add_scalar(self, name, value, step):
+            self.seen[name, step] = value
+
+    class Logger:
+        def log_metrics(self, metrics, step):
+            self.seen = metrics, step
+
+    class Run:
+        def log(self, metrics, step):
+            self.seen = metrics, step
+
+    model, writer, logger, run, given = model_of("nvfp4"), Writer(), Logger(), Run(), []
+    with ht.watch(model, every=2, sinks=[tmp_path / "log.jsonl", writer, logger, run, given.append]) as watched:
+        train(model, 4, watched)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2]
+    assert given == list(watched.samples)
+    assert logger.seen == run.seen == (watched.scalars(), 2)
+    assert {name: value for (name, step), value in writer.seen.items() if step == 2} == watched.scalars()
+    assert "blocks.0.q/grad_weight/cosine" in watched.scalars()
+
+
+def test_recordings_are_read_again(tmp_path, capsys):
+    model = model_of("mxfp8/nvfp4/bf16")
+    with ht.watch(model, every=2) as watched:
+        train(model, 3, watched)
+    recording = watched.recording()
+    assert Recording.load(recording.save(tmp_path / "run.json")) == recording
+    assert recording.recipes["blocks.0.q"] == "mxfp8/nvfp4/bf16"
+    watched.show()
+    assert "noisiest of" in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"what Recording\.save wrote is required"):
+        Recording.load(tmp_path / "other.json")
+
+
+# -- alarms
+
+
+@pytest.mark.parametrize(("value", "what"), [(float("nan"), "is not finite"), (float("inf"), "is not finite")])
+def test_alarms_name_the_first_face(value, what):
+    model, told = model_of("fp8"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ht.watch(model, every=2, alarm=told.append):
+        train(model, 2, optimizer=optimizer)
+        model.blocks[1].k.weight.data[3, 5] = value
+        train(model, 2, optimizer=optimizer)
+    assert told == [f"watch: blocks.1.k: the face weight.rowwise (fp8_e4m3_tensor) {what}, in step 2"]
+
+
+def test_alarms_warn_and_raise():
+    model = model_of("fp8_delayed")  # whose scale is 1 in the first step
+    with torch.no_grad():
+        model.blocks[0].v.weight.mul_(1e5)
+    match = r"blocks\.0\.v: the face weight\.rowwise .* is saturated: .* % of it overflow, in step 0"
+    with pytest.warns(RuntimeWarning, match=match), ht.watch(model, every=1, alarm="warn", saturated=50):
+        train(model, 1)
+    model = model_of("fp8")
+    model.blocks[1].k.weight.data[3, 5] = float("nan")
+    with pytest.raises(RuntimeError, match="is not finite"), ht.watch(model, every=5, alarm="raise"):
+        train(model, 2)
+    assert not observers
+    with warnings.catch_warnings(), ht.watch(model_of("fp8"), every=1, alarm="warn") as watched:
+        warnings.simplefilter("error")
+        train(watched.model, 2)
+
+
+# -- wrong use
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "match"),
+    [
+        (ValueError, {"every": 0}, "every"),
+        (TypeError, {"every": 1.5}, "every"),
+        (ValueError, {"rows": 64}, "rows"),
+        (TypeError, {"alarm": 3}, "alarm"),
+        (ValueError, {"alarm": "ring"}, "alarm"),
+        (TypeError, {"sinks": 3}, "a list of sinks"),
+        (TypeError, {"sinks": [3]}, "a path, a writer, a logger or a function"),
+        (TypeError, {"saturated": "x"}, "saturated"),
+    ],
+)
+def test_wrong_arguments(error, options, match):
+    with pytest.raises(error, match=match):
+        ht.watch(model_of("fp8"), **options)
+
+
+def test_wrong_models():
+    with pytest.raises(TypeError, match="a module is required"):
+        ht.watch(3)
+    with pytest.raises(ValueError, match="weights of this library is required, got none"), ht.watch(nn.Linear(4, 4)):
+        pass
+    with (
+        ht.watch(model_of("fp8")) as watched,
+        pytest.raises(ValueError, match="a loss of one number is required"),
+    ):
+        watched.note(torch.ones(3))
