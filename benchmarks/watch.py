@@ -1,5 +1,5 @@
-"""What watching costs: steps of Llama-3-8B-shaped blocks that are measured, those in between, and those of a run that is
-not watched.
+"""What watching costs: steps of Llama-3-8B-shaped blocks that are measured, those in between, and those that nobody
+watches.
 """
 
 from __future__ import annotations

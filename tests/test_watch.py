@@ -52,9 +52,9 @@ class Kept:
 
     def __init__(self, layer):
         self.faces, self.values, self.layer = {}, {}, layer
-        self.values["weight"] = layer.weight.plain.detach().clone()
-        layer.register_forward_pre_hook(lambda _, args: self.values.update(input=args[0].detach().clone()))
-        layer.register_full_backward_hook(lambda _, into, out: self.values.update(grad_output=out[0].clone()))
+        self.values["weight"] = layer.weight.plain.detach().cpu()
+        layer.register_forward_pre_hook(lambda _, args: self.values.update(input=args[0].detach().cpu()))
+        layer.register_full_backward_hook(lambda _, into, out: self.values.update(grad_output=out[0].cpu()))
 
     def note_operand(self, *_):
         pass
@@ -63,7 +63,7 @@ class Kept:
         names = {"output": (0, 2), "grad_input": (4, 3), "grad_weight": (5, 1)}[gemm]
         if layer is self.layer.weight.layer:
             for name, face in zip(names, (left, right), strict=True):
-                copied = [tensor.clone() for tensor in face.tensors()]
+                copied = [tensor.to("cpu", copy=True) for tensor in face.tensors()]
                 self.faces[FACES[name]] = face._replace(
                     **dict(zip(("qdata", "scale", "tensor_scale"), copied, strict=False))
                 )
@@ -116,14 +116,15 @@ def e2m1(qdata):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_numbers_are_those_of_float64(spec):
+def test_numbers_are_those_of_float64(spec, device):
     torch.manual_seed(0)
-    model = ht.quantize_(nn.Sequential(nn.Linear(64, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False)), spec)
+    plain = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False))
+    model = ht.quantize_(plain, spec).to(device)
     kept = Kept(model[2])
     observers.append(kept)
     try:
         with ht.watch(model, every=1, rows=128) as watched:
-            x = inputs().clone()
+            x = inputs(device=device).clone()
             x[3] *= 1e-4  # some underflow
             model(x).square().mean().backward()
             watched.step()
@@ -182,8 +183,8 @@ def test_underflow_overflow_and_waste_are_counted():
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_watched_run_is_one_that_is_not(spec):
-    model, twin = model_of(spec), model_of(spec)
+def test_a_watched_run_is_one_that_is_not(spec, device):
+    model, twin = model_of(spec).to(device), model_of(spec).to(device)
     with ht.watch(model, every=2, rows=128) as watched:
         train(model, 4, watched)
     train(twin, 4)
