@@ -1,7 +1,7 @@
 """Low-precision training in PyTorch where each matrix product may have its own number format."""
 
 import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
-from hybridtensor import distributed, formats, linear, offload, optim, recipes
+from hybridtensor import costs, distributed, formats, linear, offload, optim, recipes
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.debug import debug
@@ -51,6 +51,7 @@ __all__ = [
     "QuantizerRole",
     "__version__",
     "check",
+    "costs",
     "debug",
     "distributed",
     "explain",

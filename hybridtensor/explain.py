@@ -1,192 +1,129 @@
-"""Say what runs: per layer and product the faces, the backend and why, and what is saved for
-backward.
+"""Say what runs: per layer and product the faces, the backend and why; what is saved for backward;
+and what it comes to.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+import io
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hybridtensor.arguments import require_flag, require_module
+from hybridtensor.arguments import require_flag, require_kind, require_module
+from hybridtensor.costs import CostTable, table
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.distributed.sequence.travels import travels
+from hybridtensor.explanation.rows import GatherRow, GemmRow, LayerRow, Rows, SequenceRow
+from hybridtensor.explanation.tables import tables
+from hybridtensor.explanation.totals import (
+    Share,
+    is_of_rowwise,
+    relative_time,
+    saved_bytes,
+    saved_bytes_per_token,
+    shares,
+)
 from hybridtensor.formats import Format
-from hybridtensor.layers import layers_of
+from hybridtensor.layers import Layer, layers_of
 from hybridtensor.ops.grouped_mm import select_grouped_backend
 from hybridtensor.ops.scaled_mm import select_backend
-from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import Coverage, coverage
+from hybridtensor.selection import coverage
 from hybridtensor.subclasses import MasterWeight, is_converted
+from hybridtensor.subclasses.common_scale import CommonScale
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
+    from rich.console import Group
+
+__all__ = [
+    "Explanation",
+    "GatherRow",
+    "GemmRow",
+    "LayerRow",
+    "SequenceRow",
+    "explain",
+    "saved_bytes_per_token",
+]
+
+_NOTEBOOK_WIDTH = 110  # characters
 
 
-@dataclass(frozen=True)
-class GemmRow:
-    """One product of one layer.
-
-    Attributes:
-        layer: Fully qualified name; ``<root>`` for the model itself.
-        gemm: ``output``, ``grad_input`` or ``grad_weight``.
-        left: Role, direction and format of the left operand's face:
-            ``input.rowwise: fp8_e4m3_tensor``.
-        right: The same of the right one.
-        backend: ``native``, ``emulated`` or ``high precision``.
-        reason: Why that backend.
-        saved_bytes_per_token: Bytes that the layer's input costs per token until backward, on the
-            ``grad_weight`` row; None on the others.
-    """
-
-    layer: str
-    gemm: str
-    left: str
-    right: str
-    backend: str
-    reason: str
-    saved_bytes_per_token: float | None = None
-
-
-@dataclass(frozen=True)
-class GatherRow:
-    """What FSDP2 sends of one layer's weight.
+class Explanation(Rows):
+    """What ``explain`` found; printed, layers that are alike but for numbers in their names are one line.
 
     Attributes:
-        layer: Fully qualified name.
-        forward: What travels before forward.
-        backward: What travels before backward, where the weight is not kept until then.
-        reason: Why values travel that could have been quantized before, or what is done otherwise
-            than asked; or "".
+        rows, skipped, gathers, shared, coverage, sequence, layers: See ``Rows``.
     """
 
-    layer: str
-    forward: str
-    backward: str
-    reason: str
+    @property
+    def shares(self) -> dict[str, Share]:
+        """The parts of parameters and of products that each format has."""
+        return shares(self)
 
+    @property
+    def saved_bytes_per_token(self) -> tuple[float, float]:
+        """Bytes that converted layers keep of their inputs until backward, and that plain ones would."""
+        return saved_bytes(self.layers)
 
-@dataclass(frozen=True)
-class SequenceRow:
-    """What ranks send of an activation whose tokens they share.
+    def predicted_speed(self, costs: str | CostTable = "h200") -> float:
+        """Return how fast the model's matrix products are, over BF16.
 
-    Attributes:
-        module: Fully qualified name of the module with the style.
-        tensor: ``input`` or ``grad_output``.
-        forward: What travels before forward, or "" for nothing.
-        backward: What travels in backward, or "".
-        reason: Why values travel; or for which numbers of tokens bytes do.
-    """
+        Attention, norms and the optimizer are not counted.
 
-    module: str
-    tensor: str
-    forward: str
-    backward: str
-    reason: str
+        Args:
+            costs: The name of a table, or a table; see ``hybridtensor.costs``.
 
-
-@dataclass(frozen=True)
-class Explanation:
-    """What ``explain`` found.
-
-    Attributes:
-        rows: The products of converted layers.
-        skipped: The layers left alone, with the reason.
-        gathers: What FSDP2 sends, for weights that it shards.
-        shared: The layers whose weight is quantized anew at each use, because someone else holds
-            its memory: a state dict, ``weight.master``, or what was made from these.
-        coverage: How much of the model is quantized, and which large matrices are not.
-        sequence: What sequence parallelism sends, for modules with the styles of
-            ``hybridtensor.distributed``.
-    """
-
-    rows: tuple[GemmRow, ...]
-    skipped: tuple[tuple[str, str], ...]
-    gathers: tuple[GatherRow, ...] = ()
-    shared: tuple[str, ...] = ()
-    coverage: Coverage = field(default_factory=lambda: Coverage(0.0, 0.0, ()))
-    sequence: tuple[SequenceRow, ...] = ()
+        Raises:
+            TypeError: If it is neither.
+            ValueError: If there is no such table.
+        """
+        require_kind(
+            "predicted_speed", "a table of costs, or the name of one,", costs, (str, CostTable)
+        )
+        return 1 / relative_time(self, costs if isinstance(costs, CostTable) else table(costs))
 
     def __rich__(self) -> Group:
         """Render as tables."""
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
+        return tables(self)
 
-        table = Table(title="Quantized layers", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("layer / product", overflow="fold", min_width=13)
-        for header in ("left operand", "right operand", "backend"):
-            table.add_column(header, no_wrap=True)
-        for layer, rows in itertools.groupby(self.rows, key=lambda row: row.layer):
-            of_layer = list(rows)
-            table.add_row(
-                f"[bold]{layer}", f"saves {of_layer[-1].saved_bytes_per_token:.0f} B/token", "", ""
-            )
-            for row in of_layer:
-                operands = (operand.replace(": ", "\n") for operand in (row.left, row.right))
-                table.add_row(
-                    f"  {row.gemm}", *operands, row.backend, end_section=row.gemm == "grad_weight"
-                )
-        reasons = dict.fromkeys(f"{row.backend}: {row.reason}" for row in self.rows)
-        parts: list[RenderableType] = [table, *reasons] if self.rows else []
-        if self.gathers:
-            sent = Table(title="Gathered by FSDP2", box=box.SIMPLE_HEAD)
-            for header in ("layer", "before forward", "before backward", "why"):
-                sent.add_column(header, overflow="fold")
-            for gather in self.gathers:
-                sent.add_row(gather.layer, gather.forward, gather.backward, gather.reason)
-            parts.append(sent)
-        if self.sequence:
-            sent = Table(title="Gathered by sequence parallelism", box=box.SIMPLE_HEAD)
-            for header in ("module", "tensor", "before forward", "in backward", "why"):
-                sent.add_column(header, overflow="fold")
-            for travelling in self.sequence:
-                sent.add_row(*vars(travelling).values())
-            parts.append(sent)
-        if self.shared:
-            names = ", ".join(self.shared)
-            parts.append(
-                f"Quantized anew at each use, as someone else holds memory of the weight: {names}"
-            )
-        if self.skipped:
-            left_alone = Table(
-                "layer", "why", title="Left in high precision", box=box.SIMPLE_HEAD, pad_edge=False
-            )
-            for name, reason in self.skipped:
-                left_alone.add_row(name, reason)
-            parts.append(left_alone)
-        others = [matrix for matrix in self.coverage.plain if not matrix.deliberate]
-        if others:
-            table = Table("parameter", "shape", "why", box=box.SIMPLE_HEAD, pad_edge=False)
-            table.title = "Large matrices that no recipe reaches"
-            for matrix in others:
-                table.add_row(matrix.name, str(list(matrix.shape)), matrix.why)
-            parts.append(table)
-        parts.append(str(self.coverage).capitalize())
-        return Group(*parts)
+    def _repr_html_(self) -> str:
+        """Render for notebooks: as on a screen, without scripts or anything from elsewhere."""
+        from rich.console import Console
+
+        console = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH)
+        console.print(self)
+        body = console.export_html(inline_styles=True, code_format="{code}")
+        return (
+            f'<pre style="font-family: monospace; line-height: 1.2; white-space: pre">{body}</pre>'
+        )
 
 
 def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     """Print, and return, what the products of every linear layer of ``model`` are made of on its
-    device.
+    device, and what the formats come to: their shares, predicted speed, bytes kept for backward.
+
+    Layers that are alike but for numbers in their names are printed as one: ``layers.*.q_proj x32``.
 
     Args:
-        model: A model, before or after ``quantize_``.
+        model: A model, before or after ``quantize_``; also one on the meta device.
         show: Print the tables (needs ``rich``).
 
     Returns:
-        The rows, for programs.
+        The rows, for programs; notebooks show it as it is printed.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
     """
     require_module("explain", model)
     require_flag("explain", show=show)
     rows: list[GemmRow] = []
-    skipped, sent, shared = [], [], []
-    for found in layers_of(model):
+    skipped, sent, shared, layers = [], [], [], []
+    seen: set[int] = set()
+    found_layers = list(layers_of(model))
+    names = {found.module: found.name or "<root>" for found in found_layers}
+    for found in found_layers:
         layer, module = found.name or "<root>", found.module
         weight, recipe = part_of(found.weight), found.recipe
         config = weight.config if is_converted(weight) else recipe and recipe.config
@@ -196,19 +133,19 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
                 sent.append(GatherRow(layer, *gathered))
             if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
                 shared.append(layer)
-            _, in_features = found.size(tuple(weight.shape))
-            rows += _layer_rows(
-                layer, config, weight.dtype, weight.device, in_features, grouped=found.is_stack
-            )
+            row = _layer_row(found, config, seen, _common_scale(found, names))
+            layers.append(row)
+            rows += _gemm_rows(row, weight.device, grouped=found.is_stack)
         else:
             skipped.append((layer, found.why_skipped() or "not converted"))
-    sequence = [
-        SequenceRow(name or "<root>", *travelling)
-        for name, module in model.named_modules()
-        for travelling in travels(module)
-    ]
     explanation = Explanation(
-        tuple(rows), tuple(skipped), tuple(sent), tuple(shared), coverage(model), tuple(sequence)
+        tuple(rows),
+        tuple(skipped),
+        tuple(sent),
+        tuple(shared),
+        coverage(model),
+        _sequence(model),
+        tuple(layers),
     )
     if show:
         from rich.console import Console
@@ -217,73 +154,59 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     return explanation
 
 
-def _layer_rows(
-    layer: str,
-    config: HybridConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    in_features: int,
-    *,
-    grouped: bool,
-) -> list[GemmRow]:
+def _sequence(model: nn.Module) -> tuple[SequenceRow, ...]:
+    named = model.named_modules()
+    return tuple(
+        SequenceRow(name or "<root>", *sent) for name, module in named for sent in travels(module)
+    )
+
+
+def _layer_row(
+    found: Layer, config: HybridConfig, seen: set[int], common_scale: tuple[str, ...]
+) -> LayerRow:
+    """Return the row of a layer; its weight counts if it is not ``seen`` yet."""
+    weight = found.weight
+    parameters = 0 if id(weight) in seen else weight.numel()
+    seen.add(id(weight))
+    _, in_features = found.size(tuple(part_of(weight).shape))
+    shape = tuple(weight.shape)
+    return LayerRow(
+        found.name or "<root>", config, shape, in_features, weight.dtype, parameters, common_scale
+    )
+
+
+def _common_scale(found: Layer, names: dict[nn.Module, str]) -> tuple[str, ...]:
+    """Return the names of the layers whose weights have one scale in common with a layer's."""
+    scale = None if found.recipe is None else found.recipe.state.common
+    if not isinstance(scale, CommonScale):
+        return ()
+    return tuple(
+        names.get(module, "another model's") for module in scale.modules if module is not None
+    )
+
+
+def _gemm_rows(layer: LayerRow, device: torch.device, *, grouped: bool) -> list[GemmRow]:
     rows = []
     for gemm in GEMMS:
-        left, right = config.formats(gemm)
+        left, right = layer.config.formats(gemm)
         select = select_grouped_backend if grouped else select_backend
-        backend = select(left, right, dtype, device)
+        backend = select(left, right, layer.dtype, device)
         saved = (
-            saved_bytes_per_token(config, in_features, dtype)
+            saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
             if gemm.name == "grad_weight"
             else None
         )
-        operands = (_operand(config, *gemm.left, left), _operand(config, *gemm.right, right))
-        rows.append(GemmRow(layer, gemm.name, *operands, backend.name, backend.reason, saved))
+        operands = (
+            _operand(layer.config, *gemm.left, left),
+            _operand(layer.config, *gemm.right, right),
+        )
+        rows.append(GemmRow(layer.layer, gemm.name, *operands, backend.name, backend.reason, saved))
     return rows
 
 
 def _operand(config: HybridConfig, role: str, direction: str, fmt: Format) -> str:
-    if direction == "columnwise" and _is_of_rowwise(getattr(config, role)):
+    if direction == "columnwise" and is_of_rowwise(getattr(config, role)):
         return f"{role}.{direction}: " + (
             "dequantized rowwise" if fmt.is_identity else f"{fmt} of rowwise"
         )
     return f"{role}.{direction}: {fmt}"
-
-
-def _is_of_rowwise(quantizer: Quantizer) -> bool:
-    return (
-        isinstance(quantizer, HybridQuantizer)
-        and quantizer.columnwise_source == "rowwise_dequantized"
-    )
-
-
-def _num_blocks(extent: int, block: int | None) -> int:
-    return 1 if block is None else -(-extent // block)
-
-
-def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
-    """Return the bytes per token that a layer keeps of its input until backward.
-
-    Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with
-    the tokens. So are the zeros that fill the last block of tokens.
-
-    Args:
-        config: The layer's recipe.
-        in_features: Features of the input.
-        dtype: High-precision dtype of the input.
-    """
-    quantizer = config.input
-    if config.save_original_input:
-        return in_features * dtype.itemsize
-    if (
-        _is_of_rowwise(quantizer)
-        and isinstance(quantizer, HybridQuantizer)
-        and isinstance(quantizer.columnwise, IdentityQuantizer)
-    ):
-        return quantizer.rowwise_format.bytes_per_row(in_features, dtype)
-    column = quantizer.columnwise_format
-    if column.element is None:
-        return in_features * dtype.itemsize
-    across, along = column.block
-    blocks = 0.0 if along is None else _num_blocks(in_features, across) / along
-    scales = 0.0 if column.scale_dtype is None else blocks * column.scale_dtype.itemsize
-    return in_features / column.elements_per_byte + scales

@@ -1,5 +1,7 @@
 """What explain says is what runs."""
 
+from html.parser import HTMLParser
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +69,112 @@ def test_square_blocks_of_the_input_count_their_scales_once():
     square = ht.Float8Quantizer(granularity="block", block=(128, 128))
     config = ht.HybridConfig(input=square, weight=square, grad_output=square)
     assert saved_bytes_per_token(config, 300, torch.bfloat16) == 300 + 3 * 4 / 128
+
+
+class Block(nn.Module):
+    """The linear layers of a block of Llama-3 8B."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"q_proj": (4096, 4096), "k_proj": (4096, 1024), "v_proj": (4096, 1024), "o_proj": (4096, 4096),
+                 "gate_proj": (4096, 14336), "up_proj": (4096, 14336), "down_proj": (14336, 4096)}  # fmt: skip
+        for name, size in sizes.items():
+            setattr(self, name, nn.Linear(*size, bias=False))
+
+
+def llama():
+    with torch.device("meta"):
+        parts = {"embed": nn.Embedding(128256, 4096), "layers": nn.ModuleList(Block() for _ in range(32))}
+        return nn.ModuleDict({**parts, "lm_head": nn.Linear(4096, 128256, bias=False)}).bfloat16()
+
+
+def printed_lines(capsys):
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_224_layers_are_less_than_40_lines(capsys):
+    scales = [("*.q_proj", "*.k_proj", "*.v_proj"), ("*.gate_proj", "*.up_proj")]
+    found = ht.explain(ht.quantize_(llama(), "fp8", common_scale=scales))
+    lines = printed_lines(capsys)
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 80
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        assert sum(line.startswith(f"layers.*.{name} x32") for line in lines) == 1
+    assert "One scale in common: layers.*.q_proj x32 with k_proj, v_proj" in lines
+    assert "One scale in common: layers.*.gate_proj x32 with up_proj" in lines
+    assert len(found.rows) == 224 * 3
+    assert found.layers[0].common_scale == ("layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj")
+    assert found.layers[3].common_scale == ()
+
+
+def test_layers_that_differ_are_lines_of_their_own(capsys):
+    layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 32)}) for _ in range(6))
+    ht.quantize_(layers, "fp8", keep_bf16=["0"])
+    ht.quantize_(layers[3], "mxfp8", name="3")
+    ht.explain(layers)
+    lines = [" ".join(line.split()) for line in printed_lines(capsys)]
+    assert "[1-2,4-5].up x4 32x32 32" in lines
+    assert "3.up 32x32 33" in lines
+    assert "0.up not converted" in lines
+    assert {"Quantized layers: fp8", "Quantized layers: mxfp8"} <= set(lines)
+
+
+def test_shares_of_formats_are_those_of_the_layers():
+    found = ht.explain(ht.quantize_(llama(), "fp8/mxfp8/bf16"), show=False)
+    linears = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    vocabulary = 128256 * 4096
+    shares = found.shares
+    assert list(shares) == ["bf16", "fp8", "mxfp8"]
+    assert shares["fp8"].parameters == pytest.approx(linears / (linears + 2 * vocabulary))
+    assert shares["mxfp8"].parameters == 0
+    for word in ("fp8", "mxfp8"):
+        assert shares[word].products == pytest.approx(linears / 3 / (linears + vocabulary))
+    for column in zip(*shares.values(), strict=True):
+        assert sum(column) == pytest.approx(1)
+    time = (linears * (0.618 + 1.125 + 1) / 3 + vocabulary) / (linears + vocabulary)
+    assert found.predicted_speed("h200") == pytest.approx(1 / time)
+    time = (linears * (0.5 + 0.5 + 1) / 3 + vocabulary) / (linears + vocabulary)
+    assert found.predicted_speed("b200") == pytest.approx(1 / time)
+
+
+def test_where_a_format_is_emulated_is_said(capsys):
+    ht.explain(ht.quantize_(nn.Linear(64, 64), "nvfp4"))
+    lines = printed_lines(capsys)
+    assert "  0.76x on h200 (measured); emulated there: nvfp4" in lines
+    assert "  4.00x on b200 (published, casts not counted)" in lines
+
+
+def test_bytes_kept_are_those_of_all_layers_over_plain_ones(capsys):
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
+    found = ht.explain(ht.quantize_(model, "fp8"))
+    assert found.saved_bytes_per_token == (64 + 128, 2 * (64 + 128))
+    assert "Inputs kept for backward: 0.2 kB per token, 0.50 of plain layers' 0.4" in capsys.readouterr().out
+
+
+def test_a_weight_of_two_layers_counts_once():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32, bias=False), "b": nn.Linear(32, 32, bias=False)})
+    model["b"].weight = model["a"].weight
+    found = ht.explain(ht.quantize_(model, "fp8"), show=False)
+    assert [layer.parameters for layer in found.layers] == [32 * 32, 0]
+    assert found.shares["fp8"].parameters == 1
+
+
+def test_notebooks_show_it_without_scripts_and_without_the_network():
+    html = ht.explain(model(), show=False)._repr_html_()
+    tags = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append((tag, [name for name, _ in attributes]))
+    parser.feed(html)
+    assert {tag for tag, _ in tags} <= {"pre", "span"}
+    assert {name for _, names in tags for name in names} <= {"style"}
+    assert "url(" not in html
+    assert "Quantized layers: fp8/fp8_rowwise/bf16" in html
+    assert "mlp" in html
+
+
+def test_predictions_need_a_table():
+    found = ht.explain(model(), show=False)
+    with pytest.raises(ValueError, match="unknown table of costs 'h300'; did you mean 'h200'"):
+        found.predicted_speed("h300")
+    with pytest.raises(TypeError, match="a table of costs, or the name of one, is required, got 3"):
+        found.predicted_speed(3)

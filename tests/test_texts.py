@@ -35,22 +35,34 @@ def test_explain():
     equals(
         printed(ht.explain(converted, show=False)),
         """\
-                              Quantized layers
- layer / product   left operand             right operand           backend
- ---------------------------------------------------------------------------
- up                saves 66 B/token
-   output          input.rowwise            weight.rowwise          emulated
-                   nvfp4                    nvfp4
-   grad_input      grad_output.rowwise      weight.columnwise       emulated
-                   mxfp8_e4m3               mxfp8_e4m3 of rowwise
-   grad_weight     grad_output.columnwise   input.columnwise        emulated
-                   mxfp8_e4m3               mxfp8_e4m3 of rowwise
+Quantized layers: nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized
+layer   weight   saved B/token
+------------------------------
+up      128x64              66
+product       left operand             right operand           backend
+-----------------------------------------------------------------------
+output        input.rowwise            weight.rowwise          emulated
+              nvfp4                    nvfp4
+grad_input    grad_output.rowwise      weight.columnwise       emulated
+              mxfp8_e4m3               mxfp8_e4m3 of rowwise
+grad_weight   grad_output.columnwise   input.columnwise        emulated
+              mxfp8_e4m3               mxfp8_e4m3 of rowwise
 emulated: no matrix units for these formats on cpu
-                         Left in high precision
- layer    why
- -----------------------------------------------------------------------
- down     not converted
- router   a router: small, and its rounding flips which expert is chosen
+Left in high precision
+layer    why
+-----------------------------------------------------------------------
+down     not converted
+router   a router: small, and its rounding flips which expert is chosen
+In total
+format   parameters   FLOPs
+---------------------------
+bf16          51.2%   50.8%
+mxfp8          0.0%   32.8%
+nvfp4         48.8%   16.4%
+Predicted speed of the matrix products, over BF16:
+  0.91x on h200 (measured); emulated there: mxfp8, nvfp4
+  1.40x on b200 (published, casts not counted)
+Inputs kept for backward: 0.1 kB per token, 0.26 of plain layers' 0.3 (float32)
 Quantized: 48.8% of the parameters, 49.2% of the multiplications of a token that
 meets every matrix once""",
     )
@@ -60,12 +72,12 @@ def test_explain_before_conversion():
     equals(
         printed(ht.explain(model(), show=False)),
         """\
-                         Left in high precision
- layer    why
- -----------------------------------------------------------------------
- up       not converted
- down     not converted
- router   a router: small, and its rounding flips which expert is chosen
+Left in high precision
+layer    why
+-----------------------------------------------------------------------
+up       not converted
+down     the same
+router   a router: small, and its rounding flips which expert is chosen
 Quantized: 0.0% of the parameters, 0.0% of the multiplications of a token that
 meets every matrix once""",
     )

@@ -30,6 +30,7 @@ class NativeKind(NamedTuple):
 
     Attributes:
         name: What ``explain`` prints.
+        word: What specs of recipes call the format.
         first: First compute capability that has it.
         end: First compute capability that has it no more.
         bf16_only: Whether results are bfloat16 only.
@@ -39,6 +40,7 @@ class NativeKind(NamedTuple):
     """
 
     name: str
+    word: str
     first: Version
     end: Version
     bf16_only: bool
@@ -246,12 +248,28 @@ def pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
 
-_TENSOR = NativeKind("torch._scaled_mm per tensor", (8, 9), _NEVER, False, _multiply_whole, True)
-_ROW = NativeKind("torch._scaled_mm per row", (9, 0), _NEVER, True, _multiply_whole, True)
-_BLOCK = NativeKind("torch scaled_mm 1x128 / 128x128", (9, 0), (9, 1), False, _multiply_blocks)
+_TENSOR = NativeKind(
+    "torch._scaled_mm per tensor", "fp8", (8, 9), _NEVER, False, _multiply_whole, True
+)
+_ROW = NativeKind(
+    "torch._scaled_mm per row", "fp8_rowwise", (9, 0), _NEVER, True, _multiply_whole, True
+)
+_BLOCK = NativeKind(
+    "torch scaled_mm 1x128 / 128x128", "fp8_block", (9, 0), (9, 1), False, _multiply_blocks
+)
 _MX = NativeKind(
-    "torch scaled_mm 1x32 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_mx
+    "torch scaled_mm 1x32 (not run on this hardware yet)",
+    "mxfp8",
+    (10, 0),
+    (12, 0),
+    False,
+    _multiply_mx,
 )
 _NVFP4 = NativeKind(
-    "torch scaled_mm 1x16 (not run on this hardware yet)", (10, 0), (12, 0), False, _multiply_nvfp4
+    "torch scaled_mm 1x16 (not run on this hardware yet)",
+    "nvfp4",
+    (10, 0),
+    (12, 0),
+    False,
+    _multiply_nvfp4,
 )

@@ -355,6 +355,27 @@ ROWS = {
         ht.linear.linear, {"input": "quantized", "bias": "None", "operand": "None"},
         input=lambda: torch.ones(4, 32), weight=lambda: linear().weight, bias=lambda: torch.ones(32), operand=None,
     ),
+    # -- costs
+    "cost": row(ht.costs.cost, formats=lambda: FP8.formats(recipes.spec.GEMMS[0]), device="h200"),
+    "word_of": row(ht.costs.word_of, formats=lambda: FP8.formats(recipes.spec.GEMMS[0])),
+    "table": row(ht.costs.table, device="h200"),
+    "measure": row(
+        ht.costs.measure, {"repeats": "integer"},
+        device="cpu", tokens=128, out_features=128, in_features=128, repeats=1,
+    ),
+    "CostTable": row(
+        ht.costs.CostTable, {"name": "text", "device": "text", "counts_casts": "flag"},
+        name="own", device="cpu", how="measured", counts_casts=True,
+        rows=lambda: (ht.costs.Row("bf16", 1.0, True, "by definition"),),
+    ),
+    "CostTable.row": method(lambda: ht.costs.table("h200"), "row", formats=lambda: FP8.formats(recipes.spec.GEMMS[0])),
+    "CostTable.cost": method(
+        lambda: ht.costs.table("h200"), "cost", formats=lambda: FP8.formats(recipes.spec.GEMMS[0])
+    ),
+    "Row": row(
+        ht.costs.Row, {"time": "integer fraction", "native": "flag", "source": "text"},
+        word="fp8", time=0.6, native=True, source="measured",
+    ),
     # -- recipes
     "Schedule": row(recipes.Schedule, starts=(0,), configs=(FP8,)),
     "Schedule.at": method(lambda: recipes.schedule({0: "fp8"}), "at", {"step": "integer"}, step=0),

@@ -72,7 +72,7 @@ PARTS = {
 """Parts of a layer, called on every product; and records that functions return."""
 
 MODULES = [ht, *(importlib.import_module(f"hybridtensor.{name}") for name in (
-    "distributed", "distributed.checkpoint", "formats", "linear", "offload", "optim", "recipes", "testing",
+    "costs", "distributed", "distributed.checkpoint", "formats", "linear", "offload", "optim", "recipes", "testing",
 ))]  # fmt: skip
 
 

@@ -1,0 +1,335 @@
+"""What a product costs by its formats: tables of times relative to the same product in BF16.
+
+A table is measured on a device, or follows from the peak rates that its maker publishes; each row says which. The
+named tables are figures that this library's benchmarks measured on an H200, and NVIDIA's rates of a B200;
+``measure`` makes one of the present device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.arguments import (
+    place,
+    require_choice,
+    require_flag,
+    require_int,
+    require_items,
+    require_kind,
+    require_number,
+    require_text,
+)
+from hybridtensor.formats import Format
+from hybridtensor.ops.native_mm import native_kind
+from hybridtensor.ops.scaled_mm import check_multipliable
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.state import Context
+
+__all__ = ["TABLES", "CostTable", "Row", "cost", "measure", "table", "word_of"]
+
+MIXED = "mixed"
+"""The word for formats that no hardware multiplies with each other."""
+KNOWN = ("bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", MIXED)
+"""All words of tables."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What products of one kind of formats cost.
+
+    Args:
+        word: ``bf16``, ``fp8``, ``fp8_rowwise``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, as specs have it; or
+            ``mixed``, of formats that no hardware multiplies with each other.
+        time: Of one product over that of the same product in BF16.
+        native: Whether the device multiplies the formats itself; else values are multiplied in BF16 or FP32.
+        source: Where the time comes from.
+
+    Raises:
+        TypeError: If one is of the wrong kind.
+        ValueError: If the word is unknown, or the time negative.
+    """
+
+    word: str
+    time: float
+    native: bool
+    source: str
+
+    def __post_init__(self) -> None:
+        require_choice("Row", "word", self.word, KNOWN)
+        require_number("Row", time=self.time)
+        require_flag("Row", native=self.native)
+        require_text("Row", source=self.source)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """What products cost on one device.
+
+    Args:
+        name: What ``table`` knows it by, or the device's name.
+        device: The device.
+        how: ``measured`` or ``published``.
+        counts_casts: Whether times include quantizing the operands.
+        rows: One per word.
+
+    Raises:
+        TypeError: If one is of the wrong kind.
+        ValueError: If ``how`` is another word.
+    """
+
+    name: str
+    device: str
+    how: str
+    counts_casts: bool
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        require_text("CostTable", name=self.name, device=self.device)
+        require_choice("CostTable", "origin", self.how, ("measured", "published"))
+        require_flag("CostTable", counts_casts=self.counts_casts)
+        for row in require_items("CostTable", "a list of rows", self.rows):
+            require_kind("CostTable", "a Row", row, Row)
+
+    def row(self, formats: Iterable[Format]) -> Row:
+        """Return the row of a product.
+
+        Args:
+            formats: Of its left and right operand, as ``HybridConfig.formats`` returns them.
+
+        Raises:
+            TypeError: If they are no two formats.
+            ValueError: If their product is not defined, or the table has no row for it.
+        """
+        word = word_of(formats)
+        for row in self.rows:
+            if row.word == word:
+                return row
+        known = ", ".join(row.word for row in self.rows)
+        raise ValueError(
+            f"CostTable.row: a table with a row for {word} is required, got {self.name} with {known}"
+        )
+
+    def cost(self, formats: Iterable[Format]) -> float:
+        """Return the time of a product over that of the same product in BF16; see ``row``."""
+        return self.row(formats).time
+
+    def __str__(self) -> str:
+        note = "" if self.counts_casts else ", casts not counted"
+        return f"{self.name} ({self.how}{note})"
+
+
+_LINEAR = (
+    "geometric mean of five layers, forward and backward with casts, eager: "
+    "benchmarks/results/linear_nvidia_h200.json"
+)
+_B200 = "NVIDIA HGX B200 data sheet, dense peak of one GPU: BF16 2.25, FP8 4.5, FP4 9 PFLOPS"
+_EMULATED = "values are multiplied in BF16: its rate at best; " + _B200
+
+TABLES = MappingProxyType(
+    {
+        "h200": CostTable(
+            "h200",
+            "NVIDIA H200",
+            "measured",
+            True,
+            (
+                Row("bf16", 1.0, True, _LINEAR),
+                Row("fp8", 0.618, True, _LINEAR),
+                Row("fp8_rowwise", 0.631, True, _LINEAR),
+                Row("fp8_block", 0.705, True, _LINEAR),
+                Row("mxfp8", 1.125, False, _LINEAR),
+                Row("nvfp4", 1.324, False, _LINEAR),
+                Row(MIXED, 1.125, False, "as mxfp8, which is emulated there, too: " + _LINEAR),
+            ),
+        ),
+        "b200": CostTable(
+            "b200",
+            "NVIDIA B200",
+            "published",
+            False,
+            (
+                Row("bf16", 1.0, True, _B200),
+                Row("fp8", 0.5, True, _B200),
+                Row("fp8_rowwise", 0.5, True, _B200),
+                Row("fp8_block", 1.0, False, _EMULATED),
+                Row("mxfp8", 0.5, True, _B200),
+                Row("nvfp4", 0.25, True, _B200),
+                Row(MIXED, 1.0, False, _EMULATED),
+            ),
+        ),
+    }
+)
+"""The named tables."""
+
+
+def word_of(formats: Iterable[Format]) -> str:
+    """Return the word by which tables know a product; see ``Row``.
+
+    Args:
+        formats: Of its left and right operand.
+
+    Raises:
+        TypeError: If they are no two formats.
+        ValueError: If their product is not defined.
+    """
+    pair = require_items("costs", "the formats of both operands", formats)
+    if len(pair) != 2 or not all(isinstance(fmt, Format) for fmt in pair):
+        raise TypeError(
+            f"costs: the formats of both operands are required, got {len(pair)} items; give what "
+            "HybridConfig.formats returns"
+        )
+    left, right = pair
+    check_multipliable(left, right)
+    if left.is_identity and right.is_identity:
+        return "bf16"
+    kind = native_kind(left, right)
+    return MIXED if kind is None else kind.word
+
+
+def table(device: str) -> CostTable:
+    """Return the table called ``device``: ``"h200"`` (measured) or ``"b200"`` (published peak rates).
+
+    Raises:
+        ValueError: If there is none, with the nearest.
+    """
+    require_choice("costs.table", "table of costs", device, TABLES)
+    return TABLES[device]
+
+
+def cost(formats: Iterable[Format], device: str | CostTable = "h200") -> float:
+    """Return the time of a product over that of the same product in BF16.
+
+    Args:
+        formats: Of its left and right operand, as ``HybridConfig.formats`` returns them.
+        device: The name of a table, or a table such as ``measure`` returns.
+
+    Raises:
+        TypeError: If they are no two formats.
+        ValueError: If there is no such table, or the formats' product is not defined.
+    """
+    return (device if isinstance(device, CostTable) else table(device)).cost(formats)
+
+
+def measure(
+    device: str | torch.device = "cuda",
+    *,
+    tokens: int = 8192,
+    out_features: int = 8192,
+    in_features: int = 8192,
+    repeats: int = 10,
+) -> CostTable:
+    """Return the table of a device of this machine, measured now.
+
+    A time is that of the casts and the three products of a linear layer in bfloat16 (whose weight is quantized each
+    time), the median over repetitions. Sizes are multiples of 128, and best large: small products cost what launching
+    them costs.
+
+    Args:
+        device: Where.
+        tokens: Rows of the input.
+        out_features: Of the layer.
+        in_features: Of the layer.
+        repeats: Measurements of each.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a size is no multiple of 128, there are no repeats, there is no such device, or it
+            computes nothing (meta).
+    """
+    where = place("costs.measure", device)
+    sizes = {"tokens": tokens, "out_features": out_features, "in_features": in_features}
+    require_int("costs.measure", at_least=1, repeats=repeats, **sizes)
+    for what, size in sizes.items():
+        if size % 128:
+            raise ValueError(
+                f"costs.measure: a multiple of 128 is required as {what}, got {size}; round it up"
+            )
+    name = _name_of(where)
+    x, grad = (torch.randn(tokens, n, device=where).bfloat16() for n in (in_features, out_features))
+    operands = {"input": x, "grad_output": grad}
+    operands["weight"] = torch.randn(out_features, in_features, device=where).bfloat16()
+    times = _times({word: _layer(word, operands) for word in KNOWN[:-1]}, where, repeats)
+    source = f"casts and products of {tokens} x {out_features} x {in_features}, torch {torch.__version__}"
+    rows = [
+        Row(word, times[word] / times["bf16"], _is_native(word, where), source)
+        for word in KNOWN[:-1]
+    ]
+    emulated = max([1.0, *(row.time for row in rows if row.word == "mxfp8" and not row.native)])
+    rows.append(
+        Row(MIXED, emulated, False, f"that of mxfp8 where it is emulated, else BF16's; {source}")
+    )
+    return CostTable(name, name, "measured", True, tuple(rows))
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "costs.measure: a CUDA device is required, got none; name another device, such as 'cpu'"
+            )
+        return torch.cuda.get_device_name(device)
+    if device.type == "meta":
+        raise ValueError(
+            "costs.measure: a device that computes is required, got meta; name another, such as 'cpu'"
+        )
+    return device.type
+
+
+def _layer(word: str, operands: dict[str, Tensor]) -> Callable[[], None]:
+    """Return a function that casts the operands of a layer with the recipe ``word`` and multiplies them."""
+    config = HybridConfig.parse(word)
+
+    def run() -> None:
+        faces: dict[tuple[str, str], Any] = {}
+        for role, x in operands.items():
+            quantizer, context = getattr(config, role), Context(role)
+            made = quantizer.faces(x, rowwise=True, columnwise=True, dtype=x.dtype, context=context)
+            faces |= zip(((role, "rowwise"), (role, "columnwise")), made, strict=True)
+        for gemm in GEMMS:
+            ops.product(faces[gemm.left], faces[gemm.right], out_dtype=torch.bfloat16)
+
+    return run
+
+
+def _is_native(word: str, device: torch.device) -> bool:
+    """Return whether a device multiplies the formats of all three products of a word itself."""
+    config = HybridConfig.parse(word)
+    backends = (ops.select_backend(*config.formats(gemm), torch.bfloat16, device) for gemm in GEMMS)
+    return all(backend.name != "emulated" for backend in backends)
+
+
+def _times(
+    calls: dict[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, float]:
+    """Return the median milliseconds of calls that take turns, so that drift meets all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            milliseconds = _time(call, device)
+            if repeat:  # the first one compiles kernels
+                taken[name].append(milliseconds)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def _time(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))

@@ -1,0 +1,120 @@
+"""What ``explain`` finds, as records for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.selection import Coverage
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One product of one layer.
+
+    Attributes:
+        layer: Fully qualified name; ``<root>`` for the model itself.
+        gemm: ``output``, ``grad_input`` or ``grad_weight``.
+        left: Role, direction and format of the left operand's face:
+            ``input.rowwise: fp8_e4m3_tensor``.
+        right: The same of the right one.
+        backend: ``native``, ``emulated`` or ``high precision``.
+        reason: Why that backend.
+        saved_bytes_per_token: Bytes that the layer's input costs per token until backward, on the
+            ``grad_weight`` row; None on the others.
+    """
+
+    layer: str
+    gemm: str
+    left: str
+    right: str
+    backend: str
+    reason: str
+    saved_bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One converted layer.
+
+    Attributes:
+        layer: Fully qualified name; ``<root>`` for the model itself.
+        config: Its recipe.
+        shape: Of its weight; of experts' stack ``[E, out, in]``, or ``[E, in, out]``.
+        in_features: Of its input.
+        dtype: Of its weight.
+        parameters: How many its weight has; 0, if that is the weight of a layer before, too.
+        common_scale: Layers whose weights have one scale in common with this one's, itself included.
+    """
+
+    layer: str
+    config: HybridConfig
+    shape: tuple[int, ...]
+    in_features: int
+    dtype: torch.dtype
+    parameters: int
+    common_scale: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GatherRow:
+    """What FSDP2 sends of one layer's weight.
+
+    Attributes:
+        layer: Fully qualified name.
+        forward: What travels before forward.
+        backward: What travels before backward, where the weight is not kept until then.
+        reason: Why values travel that could have been quantized before, or what is done otherwise
+            than asked; or "".
+    """
+
+    layer: str
+    forward: str
+    backward: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SequenceRow:
+    """What ranks send of an activation whose tokens they share.
+
+    Attributes:
+        module: Fully qualified name of the module with the style.
+        tensor: ``input`` or ``grad_output``.
+        forward: What travels before forward, or "" for nothing.
+        backward: What travels in backward, or "".
+        reason: Why values travel; or for which numbers of tokens bytes do.
+    """
+
+    module: str
+    tensor: str
+    forward: str
+    backward: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All that ``explain`` finds.
+
+    Attributes:
+        rows: The products of converted layers.
+        skipped: The layers left alone, with the reason.
+        gathers: What FSDP2 sends, for weights that it shards.
+        shared: The layers whose weight is quantized anew at each use, because someone else holds
+            its memory: a state dict, ``weight.master``, or what was made from these.
+        coverage: How much of the model is quantized, and which large matrices are not.
+        sequence: What sequence parallelism sends, for modules with the styles of
+            ``hybridtensor.distributed``.
+        layers: The converted layers.
+    """
+
+    rows: tuple[GemmRow, ...]
+    skipped: tuple[tuple[str, str], ...]
+    gathers: tuple[GatherRow, ...] = ()
+    shared: tuple[str, ...] = ()
+    coverage: Coverage = field(default_factory=lambda: Coverage(0.0, 0.0, ()))
+    sequence: tuple[SequenceRow, ...] = ()
+    layers: tuple[LayerRow, ...] = ()

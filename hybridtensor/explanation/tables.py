@@ -1,0 +1,187 @@
+"""``explain`` on a screen: what is alike is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
+
+from hybridtensor.costs import TABLES, CostTable
+from hybridtensor.explanation.folding import fold
+from hybridtensor.explanation.rows import GemmRow, LayerRow, Rows
+from hybridtensor.explanation.totals import (
+    relative_time,
+    saved_bytes,
+    saved_bytes_per_token,
+    shares,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+
+
+def tables(found: Rows) -> Group:
+    """Return all that is to be told, for ``rich`` to print."""
+    from rich.console import Group
+
+    names = [row.layer for row in found.layers] + [name for name, _ in found.skipped]
+    parts: list[RenderableType] = [*_quantized(found, names)]
+    parts += _rows(
+        "Gathered by FSDP2",
+        ("layer", "before forward", "before backward", "why"),
+        found.gathers,
+        names,
+    )
+    modules = [row.module for row in found.sequence]
+    headers = ("module", "tensor", "before forward", "in backward", "why")
+    parts += _rows("Gathered by sequence parallelism", headers, found.sequence, modules)
+    if found.shared:
+        folded = ", ".join(
+            called for called, _ in fold(((name, 0) for name in found.shared), names)
+        )
+        parts.append(
+            f"Quantized anew at each use, as someone else holds memory of the weight: {folded}"
+        )
+    parts += _left_alone(found, names)
+    parts += _totals(found) if found.layers else []
+    parts.append(str(found.coverage).capitalize())
+    return Group(
+        *(_text(part) if isinstance(part, str) else part for part in parts[not parts[0] :])
+    )
+
+
+def _text(words: str) -> RenderableType:
+    """Return text in which brackets are no markup."""
+    from rich.text import Text
+
+    return Text(words)
+
+
+def _title(words: str) -> Iterable[RenderableType]:
+    """Yield an empty line and a title."""
+    from rich.text import Text
+
+    yield from ("", Text(words, style="bold"))
+
+
+def _table(headers: Iterable[str], *, right: int = 0) -> Table:
+    """Return an empty table, with its last ``right`` columns adjusted to the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    listed = list(headers)
+    for i, header in enumerate(listed):
+        made.add_column(
+            header, overflow="fold", justify="right" if i >= len(listed) - right else "left"
+        )
+    return made
+
+
+def _add(made: Table, *cells: str) -> None:
+    made.add_row(*map(_text, cells))
+
+
+def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
+    """Yield the layers by what their products are, and these products."""
+    products: dict[str, list[GemmRow]] = {}
+    for row in found.rows:
+        products.setdefault(row.layer, []).append(row)
+    groups: dict[Hashable, list[LayerRow]] = {}
+    for layer in found.layers:
+        said = tuple(
+            (row.gemm, row.left, row.right, row.backend, row.reason)
+            for row in products[layer.layer]
+        )
+        groups.setdefault((said, str(layer.config)), []).append(layer)
+    for layers in groups.values():
+        yield from _title(f"Quantized layers: {layers[0].config}")
+        made = _table(("layer", "weight", "saved B/token"), right=1)
+        by_name = {layer.layer: layer for layer in layers}
+        alike = ((layer.layer, (layer.shape, layer.in_features, layer.dtype)) for layer in layers)
+        for called, members in fold(alike, names):
+            one = by_name[members[0]]
+            saved = saved_bytes_per_token(one.config, one.in_features, one.dtype)
+            _add(made, called, "x".join(map(str, one.shape)), f"{saved:.0f}")
+        yield made
+        yield _products(products[layers[0].layer])
+    yield from map(_text, dict.fromkeys(f"{row.backend}: {row.reason}" for row in found.rows))
+    scales = dict.fromkeys(layer.common_scale for layer in found.layers if layer.common_scale)
+    with_others = (
+        (first, tuple(other.rpartition(".")[2] for other in others)) for first, *others in scales
+    )
+    for called, members in fold(with_others, names):
+        others = next(scale[1:] for scale in scales if scale[0] == members[0])
+        yield _text(
+            f"One scale in common: {called} with {', '.join(other.rpartition('.')[2] for other in others)}"
+        )
+
+
+def _products(rows: Iterable[GemmRow]) -> RenderableType:
+    made = _table(("product", "left operand", "right operand", "backend"))
+    for row in rows:
+        _add(
+            made, row.gemm, row.left.replace(": ", "\n"), row.right.replace(": ", "\n"), row.backend
+        )
+    return made
+
+
+def _rows(
+    title: str, headers: Iterable[str], rows: Iterable[object], names: list[str]
+) -> list[RenderableType]:
+    """Return a table of records that begin with a name, unless there are none."""
+    cells = [tuple(map(str, vars(row).values())) for row in rows]
+    if not cells:
+        return []
+    by_name = {name: rest for name, *rest in cells}
+    made = _table(headers)
+    for called, members in fold(((name, tuple(rest)) for name, *rest in cells), names):
+        _add(made, called, *by_name[members[0]])
+    return [*_title(title), made]
+
+
+def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
+    if found.skipped:
+        yield from _title("Left in high precision")
+        made = _table(("layer", "why"))
+        for reason in dict.fromkeys(why for _, why in found.skipped):
+            layers = [skipped for skipped in found.skipped if skipped[1] == reason]
+            for i, (called, _) in enumerate(fold(layers, names)):
+                _add(made, called, "the same" if i else reason)
+        yield made
+    others = {matrix.name: matrix for matrix in found.coverage.plain if not matrix.deliberate}
+    if others:
+        yield from _title("Large matrices that no recipe reaches")
+        made = _table(("parameter", "shape", "why"))
+        for called, members in fold(((n, (m.shape, m.why)) for n, m in others.items()), others):
+            one = others[members[0]]
+            _add(made, called, str(list(one.shape)), one.why)
+        yield made
+
+
+def _totals(found: Rows) -> Iterable[RenderableType]:
+    yield from _title("In total")
+    made = _table(("format", "parameters", "FLOPs"), right=2)
+    for word, share in shares(found).items():
+        _add(made, word, f"{share.parameters:.1%}", f"{share.products:.1%}")
+    yield made
+    yield "Predicted speed of the matrix products, over BF16:"
+    yield from (f"  {_speed(found, table)}" for table in TABLES.values())
+    kept, plain = saved_bytes(found.layers)
+    dtypes = ", ".join(
+        dict.fromkeys(str(layer.dtype).removeprefix("torch.") for layer in found.layers)
+    )
+    yield (
+        f"Inputs kept for backward: {kept / 1e3:.1f} kB per token, {kept / max(plain, 1):.2f} of plain layers' "
+        f"{plain / 1e3:.1f} ({dtypes})"
+    )
+
+
+def _speed(found: Rows, table: CostTable) -> str:
+    """Return the speed by a table, and which of the formats that are there the device has to emulate."""
+    used = shares(found)
+    emulated = [
+        row.word for row in table.rows if not row.native and used.get(row.word, (0, 0))[1] > 0
+    ]
+    note = f"; emulated there: {', '.join(emulated)}" if emulated else ""
+    return f"{1 / relative_time(found, table):.2f}x on {table}{note}"

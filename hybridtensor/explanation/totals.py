@@ -1,0 +1,122 @@
+"""Sums over the layers of a model: formats, time, and bytes until backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from hybridtensor.costs import CostTable, word_of
+from hybridtensor.explanation.rows import LayerRow, Rows
+from hybridtensor.formats import Format
+from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS
+
+_PLAIN = "bf16"
+
+
+class Share(NamedTuple):
+    """The part that a format has of a model.
+
+    Attributes:
+        parameters: Of all parameters, those whose layer's output is computed in it.
+        products: Of the floating-point operations of a training step's matrix products, as ``Coverage`` counts
+            them: a token meets every matrix once.
+    """
+
+    parameters: float
+    products: float
+
+
+def shares(found: Rows) -> dict[str, Share]:
+    """Return what part of the model each format has, by the words of ``costs``; what is left plain is ``bf16``."""
+    parameters: dict[str, float] = {}
+    products: dict[str, float] = {}
+    for layer, part in _weighted(found.layers):
+        words = [word_of(formats) for formats in _products(layer.config)]
+        parameters[words[0]] = parameters.get(words[0], 0.0) + part * found.coverage.parameters
+        for word in words:
+            products[word] = products.get(word, 0.0) + part * found.coverage.products / len(words)
+    for of, quantized in (
+        (parameters, found.coverage.parameters),
+        (products, found.coverage.products),
+    ):
+        of[_PLAIN] = of.get(_PLAIN, 0.0) + 1.0 - quantized
+    words = sorted(
+        parameters.keys() | products.keys(), key=lambda word: -round(products.get(word, 0.0), 6)
+    )
+    return {word: Share(parameters.get(word, 0.0), products.get(word, 0.0)) for word in words}
+
+
+def relative_time(found: Rows, table: CostTable) -> float:
+    """Return the time of a training step's matrix products over that in BF16."""
+    time = 1.0 - found.coverage.products
+    for layer, part in _weighted(found.layers):
+        costs = [table.cost(formats) for formats in _products(layer.config)]
+        time += found.coverage.products * part * sum(costs) / len(costs)
+    return time
+
+
+def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
+    """Return the bytes per token that layers keep of their inputs until backward, and those that plain layers would
+    keep; inputs that several layers have in common count for each.
+    """
+    kept = plain = 0.0
+    for layer in layers:
+        kept += saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
+        plain += layer.in_features * layer.dtype.itemsize
+    return kept, plain
+
+
+def _weighted(layers: Iterable[LayerRow]) -> list[tuple[LayerRow, float]]:
+    """Return the layers, each with its part of all their parameters."""
+    listed = list(layers)
+    total = sum(layer.parameters for layer in listed)
+    return [(layer, layer.parameters / total) for layer in listed if total]
+
+
+def _products(config: HybridConfig) -> list[tuple[Format, Format]]:
+    return [config.formats(gemm) for gemm in GEMMS]
+
+
+def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
+    """Return the bytes per token that a layer keeps of its input until backward.
+
+    Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with
+    the tokens. So are the zeros that fill the last block of tokens.
+
+    Args:
+        config: The layer's recipe.
+        in_features: Features of the input.
+        dtype: High-precision dtype of the input.
+    """
+    quantizer = config.input
+    if config.save_original_input:
+        return in_features * dtype.itemsize
+    if (
+        is_of_rowwise(quantizer)
+        and isinstance(quantizer, HybridQuantizer)
+        and isinstance(quantizer.columnwise, IdentityQuantizer)
+    ):
+        return quantizer.rowwise_format.bytes_per_row(in_features, dtype)
+    column = quantizer.columnwise_format
+    if column.element is None:
+        return in_features * dtype.itemsize
+    across, along = column.block
+    blocks = 0.0 if along is None else _num_blocks(in_features, across) / along
+    scales = 0.0 if column.scale_dtype is None else blocks * column.scale_dtype.itemsize
+    return in_features / column.elements_per_byte + scales
+
+
+def is_of_rowwise(quantizer: Quantizer) -> bool:
+    """Return whether the columnwise face is made of what the rowwise one holds."""
+    return (
+        isinstance(quantizer, HybridQuantizer)
+        and quantizer.columnwise_source == "rowwise_dequantized"
+    )
+
+
+def _num_blocks(extent: int, block: int | None) -> int:
+    return 1 if block is None else -(-extent // block)

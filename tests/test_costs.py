@@ -1,0 +1,87 @@
+"""What products cost, and where the figures come from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybridtensor as ht
+from hybridtensor import costs
+from hybridtensor.ops.native_mm import native_kind
+from hybridtensor.recipes.spec import GEMMS, WORDS
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+PEAK = {"bf16": 2.25, "fp8": 4.5, "fp8_rowwise": 4.5, "mxfp8": 4.5, "nvfp4": 9.0}  # PFLOPS of a B200, dense
+
+
+def formats(word):
+    return ht.HybridConfig.parse(word).formats(GEMMS[0])
+
+
+def test_the_table_of_the_h200_is_what_was_measured_on_one():
+    rows = json.loads((RESULTS / "linear_nvidia_h200.json").read_text())["rows"]
+    measured = {r["recipe"]: r["speed over BF16"] for r in rows if r["tokens x out x in"] == "geometric mean"}
+    for row in costs.table("h200").rows:
+        speed = measured[{"bf16": "bf16 (plain)", "mixed": "mxfp8"}.get(row.word, row.word)]
+        assert row.time == round(1 / speed, 3), row
+        assert "linear_nvidia_h200.json" in row.source
+
+
+def test_the_table_of_the_b200_is_its_peak_rates():
+    for row in costs.table("b200").rows:
+        assert row.time == (PEAK["bf16"] / PEAK[row.word] if row.native else 1.0), row
+        assert "2.25" in row.source
+
+
+@pytest.mark.parametrize(("name", "capability"), [("h200", (9, 0)), ("b200", (10, 0))])
+def test_what_is_native_is_what_products_run_natively(name, capability):
+    for word in WORDS:
+        kind = native_kind(*formats(word))
+        row = costs.table(name).row(formats(word))
+        assert row.native == (kind is None or kind.first <= capability < kind.end), word
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_product_of_a_word_is_of_its_kind(word):
+    config = ht.HybridConfig.parse(word)
+    expected = "fp8" if word == "fp8_delayed" else word
+    assert {costs.word_of(config.formats(gemm)) for gemm in GEMMS} == {expected}
+
+
+def test_formats_that_no_hardware_multiplies_are_mixed():
+    left, right = formats("fp8")[0], formats("mxfp8")[0]
+    assert costs.word_of((left, right)) == "mixed"
+    assert costs.cost((left, right), "b200") == 1.0
+    assert costs.cost((left, right)) > 1.0
+
+
+def test_what_is_emulated_never_pays():
+    for name in costs.TABLES:
+        assert all(row.time >= 1.0 for row in costs.table(name).rows if not row.native)
+
+
+def test_an_own_table_is_used():
+    own = costs.CostTable("own", "cpu", "measured", True, (costs.Row("fp8", 0.25, True, "a test"),))
+    assert costs.cost(formats("fp8"), own) == 0.25
+    with pytest.raises(ValueError, match="a row for nvfp4 is required, got own with fp8"):
+        own.cost(formats("nvfp4"))
+
+
+def test_a_table_is_measured(device):
+    found = costs.measure(device, tokens=128, out_features=128, in_features=256, repeats=2)
+    assert [row.word for row in found.rows] == list(costs.KNOWN)
+    assert found.rows[0].time == 1.0
+    assert all(row.time > 0 for row in found.rows)
+    assert found.how == "measured"
+    for row in found.rows[1:-1]:
+        backend = ht.ops.select_backend(*formats(row.word), torch.bfloat16, torch.device(device))
+        assert row.native == (backend.name == "native"), row
+        assert "128 x 128 x 256" in row.source
+
+
+def test_a_device_that_computes_is_required():
+    with pytest.raises(ValueError, match="a device that computes is required, got meta"):
+        costs.measure("meta")
+    with pytest.raises(ValueError, match="a multiple of 128 is required as tokens, got 100"):
+        costs.measure("cpu", tokens=100)
