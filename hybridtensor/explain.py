@@ -4,14 +4,15 @@ and what it comes to.
 
 from __future__ import annotations
 
+import dataclasses
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hybridtensor.arguments import require_flag, require_kind, require_module
-from hybridtensor.costs import CostTable, table
+from hybridtensor.costs import TABLES, CostTable, table
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
 from hybridtensor.distributed.sequence.travels import travels
 from hybridtensor.explanation.rows import GatherRow, GemmRow, LayerRow, Rows, SequenceRow
@@ -84,6 +85,39 @@ class Explanation(Rows):
         )
         return 1 / relative_time(self, costs if isinstance(costs, CostTable) else table(costs))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as what JSON knows."""
+        found: dict[str, Any] = {
+            field.name: [dict(vars(row)) for row in getattr(self, field.name)]
+            for field in dataclasses.fields(self)
+            if field.name in ("rows", "gathers", "sequence", "layers")
+        }
+        for layer in found["layers"]:
+            layer |= {
+                "config": str(layer["config"]),
+                "dtype": str(layer["dtype"]).removeprefix("torch."),
+            }
+        kept, plain = self.saved_bytes_per_token
+        return {
+            **found,
+            "skipped": dict(self.skipped),
+            "shared": list(self.shared),
+            "coverage": {
+                **self.coverage._asdict(),
+                "plain": [matrix._asdict() for matrix in self.coverage.plain],
+            },
+            "shares": {word: share._asdict() for word, share in self.shares.items()},
+            "predicted_speed": {
+                name: {
+                    "over_bf16": self.predicted_speed(name),
+                    "how": costs.how,
+                    "counts_casts": costs.counts_casts,
+                }
+                for name, costs in TABLES.items()
+            },
+            "saved_bytes_per_token": {"kept": kept, "plain": plain},
+        }
+
     def __rich__(self) -> Group:
         """Render as tables."""
         return tables(self)
@@ -107,7 +141,8 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
     Layers that are alike but for numbers in their names are printed as one: ``layers.*.q_proj x32``.
 
     Args:
-        model: A model, before or after ``quantize_``; also one on the meta device.
+        model: A model, before or after ``quantize_``. Of one on the meta device, what would run on
+            this machine's GPU, if there is one.
         show: Print the tables (needs ``rich``).
 
     Returns:
@@ -135,7 +170,7 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
                 shared.append(layer)
             row = _layer_row(found, config, seen, _common_scale(found, names))
             layers.append(row)
-            rows += _gemm_rows(row, weight.device, grouped=found.is_stack)
+            rows += _gemm_rows(row, _runs_on(weight.device), grouped=found.is_stack)
         else:
             skipped.append((layer, found.why_skipped() or "not converted"))
     explanation = Explanation(
@@ -152,6 +187,12 @@ def explain(model: nn.Module, *, show: bool = True) -> Explanation:
 
         Console().print(explanation)
     return explanation
+
+
+def _runs_on(device: torch.device) -> torch.device:
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _sequence(model: nn.Module) -> tuple[SequenceRow, ...]:

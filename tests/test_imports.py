@@ -18,7 +18,7 @@ LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap",
     "state_dicts", "common_scales", "convert", "plain", "check", "explanation", "explain", "export", "inference",
-    "watching", "verify", "__main__", "former_names", "testing",
+    "watching", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "common_scale", "intercepting",
@@ -92,7 +92,7 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"triton"}
     if module.parts[1] == "export":
         allowed |= {"safetensors"}
-    if module.parts[1] in ("inference", "__main__"):
+    if module.parts[1] in ("inference", "commands"):
         allowed |= {"safetensors", "transformers", "compressed_tensors"}
     if module.parts[-1] == "numpy_values":
         allowed |= {"numpy"}

@@ -1,0 +1,59 @@
+"""What several commands need."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Command = Callable[[argparse.Namespace], int]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def add_command(
+    parsers: Parsers, name: str, run: Command, words: str, *, as_json: bool = False
+) -> argparse.ArgumentParser:
+    """Return the parser of a command that ``run`` runs, with ``--json`` if it can print data."""
+    parser = parsers.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+    parser.set_defaults(run=run)
+    if as_json:
+        parser.add_argument("--json", action="store_true", help="print data for programs")
+    return parser
+
+
+def print_json(data: Any) -> None:
+    """Print data for programs."""
+    print(json.dumps(data, indent=1))
+
+
+def config_of(folder: Path) -> Any:
+    """Return the ``config.json`` that transformers reads in a folder.
+
+    Raises:
+        ImportError: If transformers is missing.
+        ValueError: If there is no such file.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"a folder with config.json is required, got {folder}")
+    return transformers().AutoConfig.from_pretrained(folder)
+
+
+def transformers() -> Any:
+    """Return the package.
+
+    Raises:
+        ImportError: If it is missing.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "the package transformers is required; pip install hybridtensor[inference]"
+        ) from error
+    return transformers

@@ -1,0 +1,157 @@
+"""``hybridtensor doctor``: what this machine runs natively, the versions, and known problems."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hybridtensor.commands.common import Parsers, add_command, print_json
+from hybridtensor.ops import select_backend
+from hybridtensor.recipes.named import RECIPES
+from hybridtensor.recipes.spec import GEMMS
+
+_PACKAGES = ("hybridtensor", "torch", "triton", "torchao", "rich", "safetensors", "transformers")
+_TESTED = ((2, 11), (2, 13))
+"""The first and the last torch that the tests have run with."""
+_TESTED_ON_CUDA = (2, 11)
+"""The last one with a GPU."""
+_TESTED_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is there.
+
+    Attributes:
+        versions: Of Python and packages; None for those that are missing.
+        device: Name of the GPU, or ``cpu``.
+        capability: Compute capability of the GPU.
+        cuda: The version of CUDA, or of HIP, that torch is built for.
+        is_rocm: Whether that is HIP.
+        driver: Version of the GPU's driver.
+    """
+
+    versions: dict[str, str | None]
+    device: str
+    capability: tuple[int, int] | None
+    cuda: str | None
+    is_rocm: bool
+    driver: str | None
+
+
+def add(parsers: Parsers) -> None:
+    """Say what the command takes."""
+    words = "tell what this machine runs natively, and known problems"
+    add_command(parsers, "doctor", _run, words, as_json=True)
+
+
+def _run(given: argparse.Namespace) -> int:
+    machine = this_machine()
+    device = torch.device("cpu" if machine.capability is None else "cuda")
+    found, runs = problems(machine), backends(device)
+    if given.json:
+        print_json({**asdict(machine), "recipes": runs, "problems": found})
+        return 1 if found else 0
+    for name, version in machine.versions.items():
+        print(f"{name:14}{version or 'missing'}")
+    capability = "" if machine.capability is None else f", compute capability {machine.capability}"
+    print(f"{'device':14}{machine.device}{capability}")
+    print(f"{'driver':14}{machine.driver or 'none'}, torch built for {machine.cuda or 'CPUs'}")
+    print("\nHow the products of recipes run, in bfloat16 (output, grad_input, grad_weight):")
+    for name, of_products in runs.items():
+        told = of_products[0] if len(set(of_products)) == 1 else ", ".join(of_products)
+        print(f"  {name:41}{told}")
+    print("\nKnown problems:" if found else "\nNo known problems.")
+    for problem in found:
+        print(f"  {problem}")
+    return 1 if found else 0
+
+
+def this_machine() -> Machine:
+    """Return what is here."""
+    has_gpu = torch.cuda.is_available()
+    return Machine(
+        {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        torch.cuda.get_device_name() if has_gpu else "cpu",
+        torch.cuda.get_device_capability() if has_gpu else None,
+        torch.version.hip or torch.version.cuda,
+        torch.version.hip is not None,
+        _driver() if has_gpu else None,
+    )
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":  # with what it is built for
+        return str(torch.__version__)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return (
+            _version("pytorch-triton") if package == "triton" else None
+        )  # its name in nightly builds
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, as its own tool tells."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    told = subprocess.run(asked, capture_output=True, text=True).stdout.split()
+    return told[0] if told else None
+
+
+def backends(device: torch.device) -> dict[str, list[str]]:
+    """Return how the three products of each named recipe run on a device."""
+    return {
+        name: [select_backend(*make().formats(gemm), torch.bfloat16, device).name for gemm in GEMMS]
+        for name, make in RECIPES.items()
+    }
+
+
+def problems(machine: Machine) -> list[str]:
+    """Return what is known to be wrong with a machine, or was never tried."""
+    found = []
+    torch_version = _numbers(machine.versions["torch"])
+    first, last = _TESTED
+    if not first <= torch_version <= last:
+        found.append(
+            f"torch {machine.versions['torch']}: tests run with {_told(first)} to {_told(last)}; install one of these"
+        )
+    torchao = machine.versions["torchao"]
+    if torchao is None or _numbers(torchao) < (0, 17):
+        found.append(f"torchao {torchao or 'is missing'}: 0.17 or later is required; install it")
+    if machine.capability is None:
+        return found
+    if machine.is_rocm:
+        found.append("an AMD GPU: this library never ran on one; its products are emulated there")
+        return found
+    if torch_version > _TESTED_ON_CUDA:
+        found.append(
+            f"torch {machine.versions['torch']} with a GPU: with GPUs only {_told(_TESTED_ON_CUDA)} was ever run; run "
+            "the tests (make test-gpu) before you rely on it"
+        )
+    if machine.versions["triton"] is None:
+        found.append(
+            "triton is missing: casts on a GPU are Triton kernels; install the one of your torch"
+        )
+    if machine.capability != _TESTED_CAPABILITY:
+        found.append(
+            f"compute capability {machine.capability}: only Hopper's {_TESTED_CAPABILITY} was ever run; run the tests "
+            "(make test-gpu) before you rely on it"
+        )
+    return found
+
+
+def _numbers(version: str | None) -> tuple[int, int]:
+    major, minor, *_ = (version or "0.0").split(".")
+    return int(major), int(minor)
+
+
+def _told(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

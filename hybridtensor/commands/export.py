@@ -1,0 +1,77 @@
+"""``hybridtensor export SOURCE FOLDER --recipe fp8_block``: weights as inference engines load them.
+
+SOURCE is a folder that transformers loads, or one of ``hybridtensor.distributed.checkpoint`` (then ``--config`` names
+a folder with the model's ``config.json``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hybridtensor.commands.common import DTYPES, Parsers, add_command, config_of, transformers
+from hybridtensor.convert import quantize_
+from hybridtensor.distributed import checkpoint
+from hybridtensor.inference import LAYOUTS, export_pretrained
+
+_BESIDE = (
+    "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "generation_config.json", "*.jinja", "*.model",
+)  # fmt: skip
+
+
+def add(parsers: Parsers) -> None:
+    """Say what the command takes."""
+    export = add_command(parsers, "export", _run, "write weights as inference engines load them")
+    export.add_argument(
+        "source", type=Path, help="transformers' folder, or a run's folder of checkpoints"
+    )
+    export.add_argument("folder", type=Path, help="which is not there yet")
+    export.add_argument("--recipe", required=True, help="a recipe's name or spec, as for quantize_")
+    export.add_argument("--layout", default="auto", choices=["auto", *LAYOUTS])
+    export.add_argument("--experts", default="separate", choices=["separate", "stacked"])
+    export.add_argument("--config", type=Path, help="folder of config.json, of a run's model")
+    export.add_argument(
+        "--entry", default="model", help="what checkpoints of the run call the model"
+    )
+    export.add_argument("--step", type=int, help="of the run; by default the newest that is whole")
+    export.add_argument(
+        "--dtype",
+        default="bf16",
+        choices=list(DTYPES),
+        help="of the weights before they are quantized",
+    )
+    export.add_argument(
+        "--persistent", action="store_true", help="the run trained persistent weights"
+    )
+
+
+def _run(given: argparse.Namespace) -> int:
+    models: Any = transformers().AutoModelForCausalLM
+    dtype = DTYPES[given.dtype]
+    if any(given.source.glob("step_*")):
+        if given.config is None:
+            raise ValueError(
+                f"--config is required, a folder with config.json, for the checkpoints in {given.source}"
+            )
+        model = _converted(models.from_config(config_of(given.config), dtype=dtype), given)
+        state: dict[str, Any] = {given.entry: model}
+        checkpoint.load(given.source, state, step=given.step)
+        beside = given.config
+    else:
+        loaded = models.from_pretrained(given.source, dtype=dtype)
+        model, beside = _converted(loaded, given), given.source
+    folder = export_pretrained(model, given.folder, given.layout, experts=given.experts)
+    for pattern in _BESIDE:
+        for file in beside.glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+    print(folder)
+    return 0
+
+
+def _converted(model: nn.Module, given: argparse.Namespace) -> nn.Module:
+    return quantize_(model, given.recipe, persistent=given.persistent)

@@ -1,0 +1,68 @@
+"""``hybridtensor recipes``: the recipes that have names, and the words of all others."""
+
+from __future__ import annotations
+
+import argparse
+
+from hybridtensor.commands.common import Parsers, add_command, print_json
+from hybridtensor.recipes.named import TABLE
+
+FORMATS = {
+    "bf16": "no quantization",
+    "fp8": "a scale per tensor; E4M3, gradients E5M2",
+    "fp8_rowwise": "E4M3, a scale per row",
+    "fp8_block": "E4M3, a scale per 1x128, of weights per 128x128",
+    "fp8_delayed": "as fp8, scaled by the amaxes of past steps",
+    "mxfp8": "E4M3, a power-of-two scale per 32",
+    "nvfp4": "E2M1, a scale per 16 (weights 16x16); rotation in grad_weight, gradients rounded at random",
+}
+"""The words of specs."""
+MODIFIERS = {
+    "high_precision": "backward in high precision, of the original operands",
+    "dequantized": "backward in high precision, of the operands as the forward saw them",
+    "save_original_input": "keep the input itself for backward, and quantize it there",
+    "fast_accum": "FP8 products of backward sum up in fewer bits on Hopper",
+    "bf16_weight_values": "round weights to bf16 before they are quantized",
+    "pow2_scale": "fp8: scales are powers of two",
+    "fp32_scale": "fp8_block: scales are no powers of two",
+    "e4m3_grad": "fp8, fp8_delayed: gradients in E4M3",
+    "most_recent": "fp8_delayed: scale by the last step alone",
+    "mx_two_d": "mxfp8: weights in blocks of 32x32",
+    "mx_e5m2_grad": "mxfp8: gradients in E5M2",
+    "one_d": "nvfp4: weights in blocks of 1x16",
+    "nearest": "nvfp4: gradients rounded to nearest",
+    "no_hadamard": "nvfp4: no rotation",
+    "row_scaled_input": "nvfp4: an fp32 scale per row of the input in the forward",
+    "rowwise_dequantized": "columnwise faces of input and weight are made of what the forward saw",
+    "rowwise_dequantized_weight": "the columnwise face of the weight is",
+}
+"""The words after ``+``."""
+
+
+def add(parsers: Parsers) -> None:
+    """Say what the command takes."""
+    add_command(parsers, "recipes", _run, "list named recipes, formats and modifiers", as_json=True)
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.json:
+        named = [row._asdict() for row in TABLE]
+        print_json({"recipes": named, "formats": FORMATS, "modifiers": MODIFIERS})
+        return 0
+    print("Named recipes:")
+    for row in TABLE:
+        same = "" if row.spec == row.name else f" ({row.spec})"
+        print(f"  {row.name}{same}\n      {row.promise}")
+    print(
+        "\nFormats: one for all products, or output/grad_input/grad_weight, as in fp8/fp8_rowwise/bf16:"
+    )
+    _print_words(FORMATS)
+    print("\nModifiers, after a +, as in nvfp4+one_d+nearest:")
+    _print_words(MODIFIERS)
+    return 0
+
+
+def _print_words(words: dict[str, str]) -> None:
+    width = max(map(len, words))
+    for word, meaning in words.items():
+        print(f"  {word:{width}}  {meaning}")

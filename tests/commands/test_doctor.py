@@ -1,0 +1,71 @@
+"""``hybridtensor doctor`` tells what a machine has, and what is wrong with it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from hybridtensor.__main__ import main
+from hybridtensor.commands import doctor
+from hybridtensor.commands.doctor import Machine, problems
+from hybridtensor.recipes import RECIPES
+
+VERSIONS = {"torch": "2.11.0+cu130", "triton": "3.6.0", "torchao": "0.18.0"}
+HOPPER = Machine(VERSIONS, "NVIDIA H200", (9, 0), "13.0", False, "580.1")
+
+
+def test_the_machine_that_figures_are_of_has_no_problems():
+    assert problems(HOPPER) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "changed", "told"),
+    [
+        ({"torch": "2.10.1"}, {}, "torch 2.10.1: tests run with 2.11 to 2.13"),
+        ({"torch": "2.14.0a0+git"}, {"capability": None}, "torch 2.14.0a0+git: tests run with 2.11 to 2.13"),
+        ({"torch": "2.13.0+cu130"}, {}, "torch 2.13.0+cu130 with a GPU: with GPUs only 2.11 was ever run"),
+        ({"triton": None}, {}, "triton is missing"),
+        ({"torchao": "0.16.0"}, {}, "torchao 0.16.0: 0.17 or later is required"),
+        ({"torchao": None}, {}, "torchao is missing: 0.17 or later is required"),
+        ({}, {"capability": (10, 0)}, "compute capability (10, 0): only Hopper's (9, 0) was ever run"),
+        ({}, {"is_rocm": True}, "an AMD GPU: this library never ran on one"),
+    ],
+)
+def test_what_is_wrong_is_told(versions, changed, told):
+    found = problems(dataclasses.replace(HOPPER, versions=VERSIONS | versions, **changed))
+    assert len(found) == 1
+    assert found[0].startswith(told)
+
+
+def test_a_cpu_needs_no_triton():
+    machine = dataclasses.replace(HOPPER, versions=VERSIONS | {"torch": "2.13.0", "triton": None}, capability=None)
+    assert problems(machine) == []
+
+
+def test_what_runs_and_the_versions_are_told(capsys):
+    machine = doctor.this_machine()
+    assert main(["doctor"]) == (1 if problems(machine) else 0)
+    printed = capsys.readouterr().out
+    for words in (torch.__version__, *RECIPES):
+        assert words in printed
+    assert ("Known problems:" in printed) == bool(problems(machine))
+
+
+def test_problems_are_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(
+        doctor, "this_machine", lambda: Machine(VERSIONS | {"torch": "2.9.0"}, "cpu", None, None, False, None)
+    )
+    assert main(["doctor"]) == 1
+    assert "Known problems:\n  torch 2.9.0: tests run with" in capsys.readouterr().out
+
+
+def test_data(capsys):
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["recipes"]) == set(RECIPES)
+    assert found["recipes"]["bf16"] == ["high precision"] * 3
+    if not torch.cuda.is_available():
+        assert found["device"] == "cpu"
+        assert found["recipes"]["fp8_rowwise_hp_grad_weight"] == ["emulated", "emulated", "high precision"]

@@ -1,0 +1,56 @@
+"""``hybridtensor verify FOLDER``, which ``python -m hybridtensor.verify`` still does."""
+
+import json
+
+import pytest
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import verify
+from hybridtensor.__main__ import main
+from hybridtensor.distributed import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder of two checkpoints."""
+    model = ht.quantize_(nn.Linear(32, 32), "fp8")
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"model": model})
+    return tmp_path
+
+
+def damage(run):
+    file = max(run.glob("*2/*.distcp"))
+    stored = bytearray(file.read_bytes())
+    stored[len(stored) // 2] ^= 1
+    file.write_bytes(stored)
+
+
+@pytest.mark.parametrize("command", [lambda folder: main(["verify", folder]), lambda folder: verify.main([folder])])
+def test_tells_what_is_good_and_what_is_not(command, run, capsys):
+    assert command(str(run)) == 0
+    assert capsys.readouterr().out == "step 2: good\nstep 1: good\n"
+    damage(run)
+    assert command(str(run)) == 1
+    first, *wrong, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("step 2: DAMAGED", "step 1: good")
+    assert "SHA-256" in wrong[0]
+
+
+def test_no_checkpoint_is_2(tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}: no checkpoint\n"
+    assert main(["verify", str(tmp_path), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"steps": []}
+
+
+def test_data(run, capsys):
+    damage(run)
+    assert main(["verify", str(run), "--json"]) == 1
+    second, first = json.loads(capsys.readouterr().out)["steps"]
+    assert first == {"step": 1, "problems": []}
+    assert second["step"] == 2
+    assert second["problems"]
