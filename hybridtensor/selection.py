@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
@@ -17,11 +17,19 @@ from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.recipes.named import ByType
+from hybridtensor.recipes.words import RecipeName
 from hybridtensor.subclasses import is_converted
 from hybridtensor.torchao_compat import FqnToConfig
 
+
+class ByName(Protocol):
+    """What type checkers know of torchao's ``FqnToConfig``, which tells them nothing itself."""
+
+    fqn_to_config: Any
+
+
 Factory = Callable[[QuantizerRole], Quantizer]
-Recipe: TypeAlias = str | HybridConfig | FqnToConfig | ByType | Factory
+Recipe: TypeAlias = RecipeName | str | HybridConfig | ByName | ByType | Factory
 Filter = Callable[[nn.Module, str], bool]
 
 Plan = list[tuple[Layer, HybridConfig]]

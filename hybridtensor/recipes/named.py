@@ -41,6 +41,7 @@ from hybridtensor.arguments import nearest, require_kind, require_text
 from hybridtensor.quantizers import DelayedFloat8Quantizer, Float8Quantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import Faces
+from hybridtensor.recipes.words import RecipeName
 from hybridtensor.state import ROLES
 
 
@@ -316,7 +317,9 @@ class ByType(NamedTuple):
 
 
 def by_type(
-    *, linear: str | HybridConfig | None = None, grouped_linear: str | HybridConfig | None = None
+    *,
+    linear: RecipeName | str | HybridConfig | None = None,
+    grouped_linear: RecipeName | str | HybridConfig | None = None,
 ) -> ByType:
     """Return a recipe that depends on what a layer is, for ``quantize_``.
 
@@ -344,7 +347,7 @@ def by_type(
     return ByType(*made)
 
 
-def from_name(name: str) -> HybridConfig:
+def from_name(name: RecipeName | str) -> HybridConfig:
     """Return the recipe called ``name``, or the config that ``HybridConfig.parse`` makes of it.
 
     Raises:

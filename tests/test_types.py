@@ -1,0 +1,31 @@
+"""What type checkers say of calls, and what editors offer."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+from hybridtensor.recipes import RECIPES
+from hybridtensor.recipes.words import RecipeName
+
+TESTS = Path(__file__).parent
+USE = TESTS / "data" / "typed_use.py"
+
+
+def test_wrong_calls_and_only_these_are_told_by_mypy(tmp_path):
+    options = ["--config-file=", "--strict", "--ignore-missing-imports", f"--cache-dir={tmp_path}"]
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, USE], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+    )  # fmt: skip
+    said = re.findall(r"typed_use\.py:(\d+): error: .*\[([a-z-]+)\]", run.stdout)
+    lines = enumerate(USE.read_text().splitlines(), 1)
+    expected = [(str(i), line.split("# wrong: ")[1]) for i, line in lines if "# wrong: " in line]
+    assert len(expected) > 5
+    assert said == expected, run.stdout + run.stderr
+
+
+def test_editors_offer_the_names_of_recipes():
+    assert get_args(RecipeName) == tuple(RECIPES)
