@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-long test-frameworks test-gpu lint format bench docs clean
+.PHONY: demo test test-long test-frameworks test-gpu lint format bench docs dist clean
 
 # torch comes first and alone: the pinned CPU build is then what every other package's requirement finds. Triton, which
 # that build does not bring, is for the tests: its interpreter runs the kernels on a machine without a GPU.
@@ -22,6 +22,10 @@ $(VENV)/.test: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	$(PIP) --editable ".[docs]"
+	touch $@
+
+$(VENV)/.dist: $(VENV)/.core
+	$(PIP) --editable ".[dist]"
 	touch $@
 
 demo: $(VENV)/.core
@@ -65,6 +69,13 @@ bench: $(VENV)/.core
 
 docs: $(VENV)/.docs
 	$(BIN)/pdoc --output-directory build/docs hybridtensor
+
+# A wheel and an sdist in dist/, checked; the wheel, of the sdist, is tried in an environment that has torch only.
+dist: $(VENV)/.dist
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/try_wheel.py dist/*.whl constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
