@@ -9,10 +9,10 @@ import argparse
 import os
 import sys
 
-from hybridtensor.commands import doctor, explain, export, recipes, verify
+from hybridtensor.commands import doctor, explain, export, recipes, report, verify
 from hybridtensor.version import __version__
 
-_COMMANDS = (doctor, recipes, explain, verify, export)
+_COMMANDS = (doctor, recipes, explain, verify, export, report)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ def test_wrong_arguments_are_2(arguments, capsys):
     assert "usage: hybridtensor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["doctor", "recipes", "explain", "verify", "export"])
+@pytest.mark.parametrize("command", ["doctor", "recipes", "explain", "verify", "export", "report"])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exited:
         main([command, "--help"])

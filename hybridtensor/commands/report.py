@@ -1,0 +1,31 @@
+"""``hybridtensor report FILE``: a page of what was watched."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hybridtensor.commands.common import Parsers, add_command, print_json
+from hybridtensor.watching import Recording, report
+
+
+def add(parsers: Parsers) -> None:
+    """Say what the command takes."""
+    command = add_command(
+        parsers, "report", _run, "write a page of HTML of what was watched", as_json=True
+    )
+    command.add_argument("file", type=Path, help="that watched.recording().save(FILE) wrote")
+    command.add_argument("page", type=Path, nargs="?", help="by default FILE with .html")
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Write the page; or print the last sample's numbers as data."""
+    recording = Recording.load(given.file)
+    if given.json:
+        last = recording.samples[-1] if recording.samples else None
+        scalars = {} if last is None else last.scalars()
+        told = {name: value if value == value else None for name, value in scalars.items()}
+        print_json({"step": None if last is None else last.step, "numbers": told})
+        return 0
+    print(report(recording, given.page or given.file.with_suffix(".html")))
+    return 0

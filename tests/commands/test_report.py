@@ -1,0 +1,27 @@
+"""``hybridtensor report`` writes the page of a recording."""
+
+import json
+
+from valid_calls import recording
+
+from hybridtensor.__main__ import main
+
+
+def test_a_page_beside_the_file(tmp_path, capsys):
+    found = recording()
+    found.save(tmp_path / "run.json")
+    assert main(["report", str(tmp_path / "run.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run.html'}\n"
+    assert "What the formats did" in (tmp_path / "run.html").read_text()
+    assert main(["report", str(tmp_path / "run.json"), str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_text() == (tmp_path / "run.html").read_text()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run.json"), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["step"] == 0
+    assert numbers["numbers"]["<root>/output/cosine"] == found.samples[0].products[0].statistics["cosine"]
+
+
+def test_no_such_file(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "run.json")]) == 1
+    assert "hybridtensor report: Recording.load: what Recording.save wrote is required" in capsys.readouterr().err
