@@ -2,6 +2,7 @@
 
 import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
 from hybridtensor import costs, distributed, formats, linear, offload, optim, recipes
+from hybridtensor.advising import advise
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.debug import debug
@@ -50,6 +51,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRole",
     "__version__",
+    "advise",
     "check",
     "costs",
     "debug",

@@ -18,7 +18,7 @@ LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap",
     "state_dicts", "common_scales", "convert", "plain", "check", "explanation", "explain", "export", "inference",
-    "watching", "commands", "__main__", "verify", "former_names", "testing",
+    "watching", "advising", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "common_scale", "intercepting",

@@ -95,7 +95,7 @@ class watch:  # noqa: N801  (used as a function)
         model: nn.Module,
         *,
         every: int = 100,
-        rows: int = 1024,
+        rows: int = 256,
         sinks: Iterable[Any] = (),
         alarm: Alarm = None,
         saturated: float = 1.0,

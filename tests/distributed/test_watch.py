@@ -24,7 +24,7 @@ def step(model, optimizer, x):
 
 
 def watched(model, x, steps=3):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)  # plain tensors beside DTensors
     with ht.watch(model, every=2) as found:
         for _ in range(steps):
             step(model, optimizer, x)

@@ -92,6 +92,10 @@ def linear(recipe="fp8", **options):
     return ht.quantize_(nn.Linear(32, 32, bias=False), recipe, **options)
 
 
+def _total(model, batch):
+    return model(batch).sum()
+
+
 def recording():
     model = linear()
     with ht.watch(model, every=1) as watched:
@@ -231,6 +235,12 @@ ROWS = {
     ),
     "watch.note": method(lambda: ht.watch(linear()), "note", {"loss": "integer negative fraction nan"}, loss=1.0),
     "report": row(ht.report, {"path": "text"}, watched=recording, path=lambda: fresh() + ".html"),
+    "advise": row(
+        lambda model, batches, **options: ht.advise(model, batches, **options),
+        {"loss": "None function", "budget": "integer fraction"}, ("batches",),
+        model=lambda: nn.Linear(32, 32), batches=lambda: [torch.ones(4, 32)], formats=("bf16", "fp8"), budget="fp8",
+        hardware="b200", loss=lambda: _total,
+    ),
     "plain_": row(ht.plain_, {"model": "module", "dtype": "None"}, model=linear, dtype=None),
     "plain_state_dict": row(ht.plain_state_dict, {"model": "module"}, model=linear),
     "export_safetensors": row(

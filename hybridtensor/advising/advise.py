@@ -1,0 +1,298 @@
+"""Choose a recipe for each layer of a model: the cheapest one that makes no more error than asked for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor import costs
+from hybridtensor.advising.choosing import Option, Step, cheapest, curve
+from hybridtensor.advising.measuring import Product, measure
+from hybridtensor.arguments import (
+    require_function,
+    require_items,
+    require_kind,
+    require_module,
+    require_number,
+    require_text,
+    wrong,
+)
+from hybridtensor.costs import CostTable
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.torchao_compat import FqnToConfig
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PLAIN = "bf16"
+FORMATS = (PLAIN, "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class AdvisedProduct:
+    """One product of one layer, and what was chosen for it.
+
+    Attributes:
+        layer: Fully qualified name.
+        gemm: ``output``, ``grad_input`` or ``grad_weight``.
+        format: The spec of its format.
+        noise: Relative squared error of the product, by spec.
+        weight: What this noise counts by in the error of a recipe; see ``hybridtensor.advising.measuring``.
+        share: Of the operations of all products.
+    """
+
+    layer: str
+    gemm: str
+    format: str
+    noise: dict[str, float]
+    weight: float
+    share: float
+
+
+class CurvePoint(NamedTuple):
+    """A recipe by cost and error.
+
+    Attributes:
+        cost: Time of all products over that in BF16, by the table of costs.
+        error: See ``hybridtensor.advising.measuring``.
+        name: ``advised``, or the spec that all layers have; "" between.
+    """
+
+    cost: float
+    error: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What ``advise`` found.
+
+    Attributes:
+        recipe: A config for each layer, for ``quantize_``; None leaves a layer in high precision.
+        cost: Time of all products over that in BF16, by the table of costs.
+        error: Of the recipe; see ``hybridtensor.advising.measuring``.
+        budget: The error that was allowed.
+        table: The products, in the order of the forward.
+        curve: Error over cost: what can be had, and the recipes that are the same everywhere.
+        hardware: The table of costs.
+    """
+
+    recipe: FqnToConfig
+    cost: float
+    error: float
+    budget: float
+    table: tuple[AdvisedProduct, ...]
+    curve: tuple[CurvePoint, ...]
+    hardware: CostTable
+
+    @property
+    def specs(self) -> dict[str, str]:
+        """The spec of each layer."""
+        return {layer: _spec([row.format for row in rows]) for layer, rows in _by_layer(self.table)}
+
+    def __rich__(self) -> Group:
+        """Render as tables."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+
+        chosen = Table(
+            "recipe", "layers", box=box.SIMPLE_HEAD, title=f"Advised for {self.hardware}"
+        )
+        by_spec: dict[str, list[str]] = {}
+        for layer, spec in self.specs.items():
+            by_spec.setdefault(spec, []).append(re.sub(r"\d+", "*", layer))
+        for spec, layers in sorted(by_spec.items(), key=lambda one: -len(one[1])):
+            folded = Counter(layers)
+            chosen.add_row(
+                spec, ", ".join(f"{name} x{n}" if n > 1 else name for name, n in folded.items())
+            )
+        points = Table("everywhere", "time / BF16", "error", box=box.SIMPLE_HEAD)
+        for point in sorted((p for p in self.curve if p.name), key=lambda p: p.cost):
+            points.add_row(point.name, f"{point.cost:.3f}", f"{point.error:.3g}")
+        worst = Table("costs most", "product", "format", "share of error", box=box.SIMPLE_HEAD)
+        rows = sorted(self.table, key=lambda row: -row.weight * row.noise[row.format])
+        for row in rows[: min(_SHOWN, len(rows))]:
+            share = row.weight * row.noise[row.format] / self.error if self.error else 0.0
+            worst.add_row(row.layer, row.gemm, row.format, f"{share:.1%}")
+        return Group(chosen, points, worst)
+
+
+def advise(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    formats: Iterable[str] = FORMATS,
+    budget: str | float = "fp8",
+    hardware: str | CostTable | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> Advice:
+    """Measure what each format does to each product of a model, and choose a recipe for each layer: the
+    cheapest one whose error is within the budget.
+
+    The model runs as it is, once per batch, forward and backward; its gradients are as before afterwards. Layers
+    that ``quantize_`` would leave alone, and experts, are left alone.
+
+    ::
+
+        advice = ht.advise(model, batches, budget="fp8", hardware="b200", loss=lambda m, b: m(b).loss)
+        ht.quantize_(model, advice.recipe)
+
+    Args:
+        model: In high precision, or converted.
+        batches: What it is run with: a few that are like those of training.
+        formats: Specs of which each product may have one, without state (delayed scales).
+        budget: The error that is allowed: that of a spec everywhere, or a number of the same measure.
+        hardware: The name of a table of costs (``"h200"``, ``"b200"``), a table; None measures the present GPU.
+        loss: ``(model, batch)`` to a scalar. By default the model is called with the batch (a dictionary gives
+            its arguments) and returns it, or something that has it as ``loss``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or the loss no scalar.
+        ValueError: If there is no batch, no layer ran, a spec is unknown or has state, the budget cannot be met, or
+            there is no GPU to measure.
+    """
+    require_module("advise", model)
+    require_function("advise", "loss", loss)
+    given = require_items("advise", "a list of batches", batches)
+    if not given:
+        raise ValueError("advise: at least one batch is required, got none")
+    specs = _checked_formats(formats)
+    if isinstance(budget, str):
+        _config("budget", budget)
+    else:
+        require_number("advise", budget=budget)
+    prices = _prices(hardware)
+    measured = list(dict.fromkeys([*specs, *([budget] if isinstance(budget, str) else [])]))
+    products = measure(model, given, measured, loss or _default_loss)
+    if not products:
+        raise ValueError(
+            "advise: a linear layer that runs is required, got none; see explain(model)"
+        )
+    allowed = sum(p.error(budget) for p in products) if isinstance(budget, str) else float(budget)
+    options = _options(products, specs, prices)
+    steps = curve(options)
+    best = cheapest(options, steps, allowed)
+    if best is None:
+        raise ValueError(
+            f"advise: a budget of at least {steps[-1].error:.3g} is required with {', '.join(specs)}, got "
+            f"{allowed:.3g}; allow {PLAIN!r}, too"
+        )
+    return _advice(products, specs, best, allowed, steps, options, prices)
+
+
+def _checked_formats(formats: Iterable[str]) -> list[str]:
+    specs = require_items("advise", "a list of specs as formats", formats)
+    if not specs:
+        raise ValueError("advise: at least one format is required, got none")
+    for spec in specs:
+        _config("format", spec)
+    return list(dict.fromkeys(specs))
+
+
+def _config(what: str, spec: object) -> HybridConfig:
+    """Return the recipe of a spec.
+
+    Raises:
+        ValueError: If it has state, or products of several formats.
+    """
+    require_text("advise", **{f"a {what}": spec})
+    config = HybridConfig.parse(str(spec))
+    if config.delayed_rules():
+        raise ValueError(
+            f"advise: a {what} without delayed scales is required, got {spec!r}, which knows none yet"
+        )
+    return config
+
+
+def _prices(hardware: object) -> CostTable:
+    if isinstance(hardware, CostTable):
+        return hardware
+    if hardware is None:
+        if not torch.cuda.is_available():
+            known = ", ".join(costs.TABLES)
+            raise ValueError(
+                f"advise: a GPU to measure, or hardware as one of {known}, is required, got neither"
+            )
+        return costs.measure("cuda")
+    if not isinstance(hardware, str):
+        raise wrong(
+            "advise", "the name of a table of costs, a CostTable or None as hardware", hardware
+        )
+    return costs.table(hardware)
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that a model returns itself."""
+    out = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    value = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    require_kind("advise", "a loss, or what has one as loss, from the model", value, Tensor)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TypeError(
+            "advise: a loss of one number is required, got another output of the model; pass loss"
+        )
+    return value
+
+
+def _options(products: list[Product], specs: list[str], prices: CostTable) -> list[list[Option]]:
+    """Return what each product may have, at its part of the cost of all."""
+    every = sum(product.operations for product in products)
+    gemms = {gemm.name: gemm for gemm in GEMMS}
+    cost = {
+        (spec, name): prices.cost(HybridConfig.parse(spec).formats(gemm))
+        for spec in specs
+        for name, gemm in gemms.items()
+    }
+    return [
+        [Option(spec, cost[spec, p.gemm] * p.operations / every, p.error(spec)) for spec in specs]
+        for p in products
+    ]
+
+
+def _advice(
+    products: list[Product],
+    specs: list[str],
+    best: Step,
+    allowed: float,
+    steps: list[Step],
+    options: list[list[Option]],
+    prices: CostTable,
+) -> Advice:
+    every = sum(product.operations for product in products)
+    table = tuple(
+        AdvisedProduct(p.layer, p.gemm, fmt, p.noise, p.weight, p.operations / every)
+        for p, fmt in zip(products, best.choice, strict=True)
+    )
+    points = [CurvePoint(step.cost, step.error, "") for step in steps]
+    for i, spec in enumerate(specs):
+        chosen = [one[i] for one in options]
+        points.append(CurvePoint(sum(o.cost for o in chosen), sum(o.error for o in chosen), spec))
+    points.append(CurvePoint(best.cost, best.error, "advised"))
+    recipe = {
+        layer: None
+        if all(row.format == PLAIN for row in rows)
+        else HybridConfig.parse(_spec([r.format for r in rows]))
+        for layer, rows in _by_layer(table)
+    }
+    found = FqnToConfig(recipe)
+    return Advice(found, best.cost, best.error, allowed, table, tuple(points), prices)
+
+
+def _by_layer(table: Iterable[AdvisedProduct]) -> list[tuple[str, list[AdvisedProduct]]]:
+    return [
+        (layer, list(rows)) for layer, rows in itertools.groupby(table, key=lambda row: row.layer)
+    ]
+
+
+def _spec(formats: list[str]) -> str:
+    """Return the spec of a layer whose three products have these formats."""
+    return formats[0] if len(set(formats)) == 1 else "/".join(formats)

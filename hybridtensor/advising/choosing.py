@@ -1,0 +1,120 @@
+"""The cheapest formats of all products whose errors add up to no more than a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+Choice = tuple[str, ...]
+"""A format for each product."""
+
+
+class Option(NamedTuple):
+    """One format of one product.
+
+    Attributes:
+        fmt: Its spec.
+        cost: What it costs.
+        error: What it adds to the error.
+    """
+
+    fmt: str
+    cost: float
+    error: float
+
+
+class Step(NamedTuple):
+    """A point of the curve.
+
+    Attributes:
+        cost: Of all products.
+        error: Of all products.
+        choice: Their formats.
+    """
+
+    cost: float
+    error: float
+    choice: Choice
+
+
+def frontier(options: Sequence[Option]) -> list[Option]:
+    """Return the options that are worth it, from the cheapest on: each takes more error away per cost than the next
+    (the lower convex hull).
+    """
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda one: (one.cost, one.error)):
+        if hull and option.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and _gain(hull[-2], option) >= _gain(hull[-2], hull[-1]):
+            hull.pop()
+        if hull and option.cost == hull[-1].cost:
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _gain(before: Option, after: Option) -> float:
+    """Return the error that is taken away per cost."""
+    return (before.error - after.error) / (after.cost - before.cost)
+
+
+def curve(products: Sequence[Sequence[Option]]) -> list[Step]:
+    """Return the choices from the cheapest to the most exact one: from each to the next, the product changes that
+    takes away most error per cost.
+
+    Args:
+        products: The options of each.
+    """
+    hulls = [frontier(options) for options in products]
+    changes = [
+        (-_gain(hull[level - 1], hull[level]), product, level)
+        for product, hull in enumerate(hulls)
+        for level in range(1, len(hull))
+    ]
+    chosen = [hull[0] for hull in hulls]
+    steps = [_step(chosen)]
+    for _, product, level in sorted(
+        changes
+    ):  # within a product gains fall, so that levels come in order
+        chosen[product] = hulls[product][level]
+        steps.append(_step(chosen))
+    return steps
+
+
+def _step(chosen: Sequence[Option]) -> Step:
+    return Step(
+        sum(o.cost for o in chosen), sum(o.error for o in chosen), tuple(o.fmt for o in chosen)
+    )
+
+
+def cheapest(
+    products: Sequence[Sequence[Option]], steps: Sequence[Step], budget: float
+) -> Step | None:
+    """Return the cheapest choice found with an error of at most ``budget``; None if there is none.
+
+    The first of the curve, of which then products are made cheaper while the budget lasts, those that save most per
+    error first.
+    """
+    first = next((step for step in steps if step.error <= budget), None)
+    if first is None:
+        return None
+    by_name: list[Mapping[str, Option]] = [
+        {option.fmt: option for option in options} for options in products
+    ]
+    chosen = [known[fmt] for known, fmt in zip(by_name, first.choice, strict=True)]
+    left = budget - sum(option.error for option in chosen)
+    cheaper = sorted(
+        (
+            ((option.error - mine.error) / (mine.cost - option.cost), product, option)
+            for product, mine in enumerate(chosen)
+            for option in products[product]
+            if option.cost < mine.cost
+        ),
+        key=lambda one: one[:2],
+    )
+    for _, product, option in cheaper:
+        extra = option.error - chosen[product].error
+        if option.cost < chosen[product].cost and extra <= left:
+            chosen[product] = option
+            left -= extra
+    return _step(chosen)

@@ -1,0 +1,241 @@
+"""``advise``: a recipe for each layer. Oracles: gradients of the model in high precision, exhaustive search."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+from torchao.core.config import config_from_dict, config_to_dict
+from torchao.quantization import FqnToConfig
+
+import hybridtensor as ht
+from hybridtensor import costs
+from hybridtensor.advising.choosing import Option, cheapest, curve, frontier
+
+PLACES = ["blocks.0.up", "blocks.2.down", "blocks.3.up"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(64), nn.LayerNorm(64)
+        self.q, self.o = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        x = x + self.o(torch.tanh(self.q(self.norm(x))))
+        return x + self.down(nn.functional.gelu(self.up(self.other(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def model_of(place=None):
+    torch.manual_seed(0)
+    model = Model()
+    if place is not None:
+        with torch.no_grad():
+            weight = model.get_submodule(place).weight
+            weight[5, 7] = 40 * weight.abs().max()  # beside it, all others round to few values
+    return model
+
+
+def batches(count=2):
+    draws = torch.Generator().manual_seed(1)
+    return [[torch.randn(128, 64, generator=draws) for _ in range(2)] for _ in range(count)]
+
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def gradients(model):
+    model.zero_grad()
+    sum(loss(model, batch) for batch in batches()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def error(model, recipe):
+    exact = gradients(copy.deepcopy(model))
+    got = gradients(ht.quantize_(copy.deepcopy(model), recipe))
+    return float((got - exact).norm() / exact.norm())
+
+
+def advise(model, **options):
+    return ht.advise(model, batches(), loss=loss, **{"hardware": "b200", **options})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_layer_with_outliers_keeps_a_wider_format(place):
+    model = model_of(place)
+    budget = 6 * advise(model, budget="fp8").budget  # for which most products can be in NVFP4
+    formats = {(row.layer, row.gemm): row.format for row in advise(model, budget=budget).table}
+    large = [(layer, "output") for layer, gemm in formats if gemm == "output" and layer.endswith(("up", "down"))]
+    assert {formats[product] for product in large if product[0] != place} == {"nvfp4"}
+    assert formats[place, "output"] != "nvfp4"
+    same = {(row.layer, row.gemm): row.format for row in advise(model_of(), budget=budget).table}
+    assert same[place, "output"] == "nvfp4"
+
+
+def test_less_error_than_random_recipes_of_equal_cost():
+    model = model_of("blocks.2.down")
+    advice = advise(model, budget="fp8")
+    mine, draws = error(model, advice.recipe), random.Random(0)
+    alike = {}
+    for i, row in enumerate(advice.table):
+        alike.setdefault(row.share, []).append(i)
+    for _ in range(20):
+        formats = [row.format for row in advice.table]
+        for places in alike.values():
+            drawn = [formats[i] for i in places]
+            draws.shuffle(drawn)
+            for i, fmt in zip(places, drawn, strict=True):
+                formats[i] = fmt
+        rules = {}
+        for i in range(0, len(formats), 3):
+            spec = "/".join(formats[i : i + 3])
+            rules[advice.table[i].layer] = None if spec == "bf16/bf16/bf16" else ht.HybridConfig.parse(spec)
+        assert error(model, FqnToConfig(rules)) > mine
+
+
+@pytest.mark.parametrize("budget", ["fp8", "fp8_rowwise", "mxfp8"])
+def test_within_the_budget_and_cheaper(budget):
+    advice = advise(model_of(), budget=budget)
+    uniform = next(point for point in advice.curve if point.name == budget)
+    assert advice.budget == uniform.error
+    assert advice.error <= uniform.error
+    assert advice.cost < uniform.cost
+    assert advice.cost >= 0.25
+    assert advice.error == pytest.approx(sum(row.weight * row.noise[row.format] for row in advice.table))
+    prices = {"bf16": 1.0, "fp8": 0.5, "fp8_rowwise": 0.5, "fp8_block": 1.0, "mxfp8": 0.5, "nvfp4": 0.25}
+    assert advice.cost == pytest.approx(sum(row.share * prices[row.format] for row in advice.table))
+    assert sum(row.share for row in advice.table) == pytest.approx(1)
+
+
+def test_what_is_emulated_never_pays():
+    advice = advise(model_of(), hardware="h200", budget="nvfp4")
+    assert {row.format for row in advice.table} <= {"bf16", "fp8", "fp8_rowwise", "fp8_block"}
+    assert advice.cost <= costs.table("h200").cost(ht.HybridConfig.parse("fp8").formats(ht.recipes.spec.GEMMS[0]))
+
+
+def test_no_error_allowed_and_none_possible():
+    advice = advise(model_of(), budget=0.0)
+    assert advice.error == 0
+    measured = {row.format for row in advice.table if row.weight}
+    assert measured == {"bf16"}  # what counts for nothing may be anything
+    with pytest.raises(ValueError, match=r"a budget of at least .* is required with fp8, nvfp4, got 1e-09"):
+        advise(model_of(), budget=1e-9, formats=("fp8", "nvfp4"))
+
+
+def test_recipes_serialize_and_train():
+    model = model_of("blocks.0.up")
+    advice = advise(model, budget="fp8")
+    again = config_from_dict(config_to_dict(advice.recipe))
+    assert dict(again.fqn_to_config) == dict(advice.recipe.fqn_to_config)
+    ht.quantize_(model, again)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    first = last = None
+    for _ in range(5):
+        last = loss(model, batches(1)[0])
+        first = last if first is None else first
+        last.backward()
+        optimizer.step()
+        ht.step_(model)
+        optimizer.zero_grad()
+    assert last < first
+    assert advice.specs.keys() == {f"blocks.{i}.{name}" for i in range(4) for name in ("q", "o", "up", "down")}
+
+
+def test_models_are_as_before_and_may_be_converted():
+    model = model_of()
+    loss(model, batches()[0]).backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    plain = advise(model)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    assert not [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
+    ht.quantize_(model, "mxfp8")
+    converted = advise(model)
+    assert [row.layer for row in converted.table] == [row.layer for row in plain.table]
+
+
+def test_tables_are_shown(capsys):
+    from rich.console import Console
+
+    Console(width=200).print(advise(model_of()))
+    shown = capsys.readouterr().out
+    assert "Advised for b200 (published" in shown
+    for word in ("advised", "nvfp4", "time / BF16", "share of error"):
+        assert word in shown
+
+
+# -- choosing
+
+
+def test_the_curve_falls_and_meets_exhaustive_search():
+    draws = random.Random(3)
+    products = [
+        [Option(f, c * size, e * draws.uniform(0.2, 5)) for f, c, e in (("a", 4, 0.0), ("b", 2, 1.0), ("c", 1, 9.0))]
+        for size in (draws.uniform(0.5, 2) for _ in range(6))
+    ]
+    steps = curve(products)
+    assert [s.cost for s in steps] == sorted(s.cost for s in steps)
+    assert [s.error for s in steps] == sorted((s.error for s in steps), reverse=True)
+    every = [(sum(o.cost for o in made), sum(o.error for o in made)) for made in itertools.product(*products)]
+    for step in steps:  # on the convex hull: nothing has less error for less cost
+        assert not [one for one in every if one[0] < step.cost - 1e-9 and one[1] < step.error - 1e-9]
+    for budget in (0.0, 3.0, 10.0, 40.0, 1e9):
+        found, best = cheapest(products, steps, budget), min(cost for cost, error in every if error <= budget)
+        assert found.error <= budget + 1e-12
+        assert found.cost <= 1.1 * best  # greedy: within a tenth here, exact where the hull is
+    assert cheapest(products, steps, -1.0) is None
+
+
+def test_options_that_are_not_worth_it_are_left_out():
+    options = [Option("a", 1, 5.0), Option("b", 1, 4.0), Option("c", 2, 4.0), Option("d", 2, 3.9), Option("e", 4, 0.0)]
+    assert [option.fmt for option in frontier(options)] == ["b", "e"]
+
+
+# -- wrong use
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "match"),
+    [
+        (ValueError, {"budget": "fp9"}, "fp9"),
+        (ValueError, {"budget": -1.0}, "budget"),
+        (ValueError, {"budget": "fp8_delayed"}, "without delayed scales"),
+        (ValueError, {"formats": ["fp8_delayed"]}, "without delayed scales"),
+        (ValueError, {"formats": []}, "at least one format"),
+        (TypeError, {"formats": 3}, "a list of specs"),
+        (ValueError, {"hardware": "h1000"}, "h200"),
+        (TypeError, {"hardware": 3}, "hardware"),
+        (TypeError, {"loss": 3}, "a function as loss"),
+    ],
+)
+def test_wrong_arguments(error, options, match):
+    with pytest.raises(error, match=match):
+        ht.advise(model_of(), batches(), **{"loss": loss, "hardware": "b200", **options})
+
+
+def test_wrong_models_and_batches():
+    with pytest.raises(ValueError, match="at least one batch"):
+        ht.advise(model_of(), [], loss=loss, hardware="b200")
+    with pytest.raises(TypeError, match="a loss of one number"):
+        ht.advise(model_of(), [torch.ones(16, 64)], hardware="b200")
+    with pytest.raises(ValueError, match="a linear layer that runs"):
+        ht.advise(nn.Sequential(nn.LayerNorm(64)), [torch.ones(16, 64)], loss=lambda m, b: m(b).sum(), hardware="b200")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="a GPU to measure, or hardware as one of h200, b200"):
+            ht.advise(model_of(), batches(), loss=loss)
