@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+Said = TypeVar("Said", bound=Hashable)
 
 
-def fold(
-    names: Iterable[tuple[str, Hashable]], among: Iterable[str]
-) -> list[tuple[str, list[str]]]:
-    """Return what to call names that differ only in whole numbers between dots, and of which the same is to be said,
-    with these names.
+class Fold(NamedTuple, Generic[Said]):
+    """Names that differ only in numbers, and of which the same is said.
+
+    Attributes:
+        called: What they are called together.
+        members: The names.
+        said: What is said of each.
+    """
+
+    called: str
+    members: list[str]
+    said: Said
+
+
+def fold(names: Iterable[tuple[str, Said]], among: Iterable[str]) -> list[Fold[Said]]:
+    """Return names as few as possible: those become one that differ only in whole numbers between dots, and of which
+    the same is said.
 
     ``layers.*.up x32`` are all there are of the kind, ``layers.[1-30].up x30`` some of them.
 
@@ -21,12 +36,12 @@ def fold(
     kinds: dict[str, list[str]] = {}
     for name in among:
         kinds.setdefault(_kind(name), []).append(name)
-    groups: dict[tuple[str, Hashable], list[str]] = {}
+    groups: dict[tuple[str, Said], list[str]] = {}
     for name, said in names:
         groups.setdefault((_kind(name), said), []).append(name)
     return [
-        (_called(members, kinds.get(kind, members)), members)
-        for (kind, _), members in groups.items()
+        Fold(_called(members, kinds.get(kind, members)), members, said)
+        for (kind, said), members in groups.items()
     ]
 
 

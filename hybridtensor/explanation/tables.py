@@ -37,7 +37,7 @@ def tables(found: Rows) -> Group:
     parts += _rows("Gathered by sequence parallelism", headers, found.sequence, modules)
     if found.shared:
         folded = ", ".join(
-            called for called, _ in fold(((name, 0) for name in found.shared), names)
+            shared.called for shared in fold(((name, "") for name in found.shared), names)
         )
         parts.append(
             f"Quantized anew at each use, as someone else holds memory of the weight: {folded}"
@@ -97,24 +97,19 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     for layers in groups.values():
         yield from _title(f"Quantized layers: {layers[0].config}")
         made = _table(("layer", "weight", "saved B/token"), right=1)
-        by_name = {layer.layer: layer for layer in layers}
         alike = ((layer.layer, (layer.shape, layer.in_features, layer.dtype)) for layer in layers)
-        for called, members in fold(alike, names):
-            one = by_name[members[0]]
-            saved = saved_bytes_per_token(one.config, one.in_features, one.dtype)
-            _add(made, called, "x".join(map(str, one.shape)), f"{saved:.0f}")
+        for called, _, (shape, in_features, dtype) in fold(alike, names):
+            saved = saved_bytes_per_token(layers[0].config, in_features, dtype)
+            _add(made, called, "x".join(map(str, shape)), f"{saved:.0f}")
         yield made
         yield _products(products[layers[0].layer])
     yield from map(_text, dict.fromkeys(f"{row.backend}: {row.reason}" for row in found.rows))
     scales = dict.fromkeys(layer.common_scale for layer in found.layers if layer.common_scale)
     with_others = (
-        (first, tuple(other.rpartition(".")[2] for other in others)) for first, *others in scales
+        (first, tuple(name.rpartition(".")[2] for name in others)) for first, *others in scales
     )
-    for called, members in fold(with_others, names):
-        others = next(scale[1:] for scale in scales if scale[0] == members[0])
-        yield _text(
-            f"One scale in common: {called} with {', '.join(other.rpartition('.')[2] for other in others)}"
-        )
+    for called, _, others in fold(with_others, names):
+        yield _text(f"One scale in common: {called} with {', '.join(others)}")
 
 
 def _products(rows: Iterable[GemmRow]) -> RenderableType:
@@ -133,10 +128,9 @@ def _rows(
     cells = [tuple(map(str, vars(row).values())) for row in rows]
     if not cells:
         return []
-    by_name = {name: rest for name, *rest in cells}
     made = _table(headers)
-    for called, members in fold(((name, tuple(rest)) for name, *rest in cells), names):
-        _add(made, called, *by_name[members[0]])
+    for called, _, rest in fold(((name, tuple(rest)) for name, *rest in cells), names):
+        _add(made, called, *rest)
     return [*_title(title), made]
 
 
@@ -144,18 +138,18 @@ def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     if found.skipped:
         yield from _title("Left in high precision")
         made = _table(("layer", "why"))
-        for reason in dict.fromkeys(why for _, why in found.skipped):
-            layers = [skipped for skipped in found.skipped if skipped[1] == reason]
-            for i, (called, _) in enumerate(fold(layers, names)):
-                _add(made, called, "the same" if i else reason)
+        folds = fold(found.skipped, names)
+        for reason in dict.fromkeys(one.said for one in folds):
+            for i, one in enumerate(one for one in folds if one.said == reason):
+                _add(made, one.called, "the same" if i else reason)
         yield made
-    others = {matrix.name: matrix for matrix in found.coverage.plain if not matrix.deliberate}
+    others = [matrix for matrix in found.coverage.plain if not matrix.deliberate]
     if others:
         yield from _title("Large matrices that no recipe reaches")
         made = _table(("parameter", "shape", "why"))
-        for called, members in fold(((n, (m.shape, m.why)) for n, m in others.items()), others):
-            one = others[members[0]]
-            _add(made, called, str(list(one.shape)), one.why)
+        said = ((matrix.name, (matrix.shape, matrix.why)) for matrix in others)
+        for called, _, (shape, why) in fold(said, (matrix.name for matrix in others)):
+            _add(made, called, str(list(shape)), why)
         yield made
 
 

@@ -8,7 +8,7 @@ from hybridtensor.explanation.folding import fold
 
 
 def called(names, among=None):
-    return [text for text, _ in fold(((name, 0) for name in names), among or names)]
+    return [one.called for one in fold(((name, 0) for name in names), among or names)]
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_numbers_within_words_tell_layers_apart():
 def test_what_is_said_tells_layers_apart():
     said = [(f"l.{i}.up", i == 1) for i in range(3)]
     assert fold(said, [name for name, _ in said]) == [
-        ("l.[0,2].up x2", ["l.0.up", "l.2.up"]),
-        ("l.1.up", ["l.1.up"]),
+        ("l.[0,2].up x2", ["l.0.up", "l.2.up"], False),
+        ("l.1.up", ["l.1.up"], True),
     ]
 
 
@@ -43,7 +43,7 @@ def test_what_is_said_tells_layers_apart():
 def test_every_name_is_in_one_fold_with_what_is_said_of_it(parts):
     said = {f"l.{i}.{word}.{j}": flag for i, word, j, flag in parts}
     found = fold(said.items(), said)
-    assert sorted(name for _, members in found for name in members) == sorted(said)
-    for text, members in found:
-        assert len({said[name] for name in members}) == 1
+    assert sorted(name for one in found for name in one.members) == sorted(said)
+    for text, members, of_all in found:
+        assert {said[name] for name in members} == {of_all}
         assert text.endswith(f" x{len(members)}") or text == members[0]
