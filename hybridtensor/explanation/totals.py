@@ -45,7 +45,7 @@ def shares(found: Rows) -> dict[str, Share]:
     ):
         of[_PLAIN] = of.get(_PLAIN, 0.0) + 1.0 - quantized
     words = sorted(
-        parameters.keys() | products.keys(), key=lambda word: -round(products.get(word, 0.0), 6)
+        dict.fromkeys([*products, *parameters]), key=lambda w: -round(products.get(w, 0.0), 6)
     )
     return {word: Share(parameters.get(word, 0.0), products.get(word, 0.0)) for word in words}
 
