@@ -18,10 +18,10 @@ from hybridtensor.advising.measuring import Product, measure
 from hybridtensor.arguments import (
     require_function,
     require_items,
-    require_kind,
     require_module,
     require_number,
     require_text,
+    told,
     wrong,
 )
 from hybridtensor.costs import CostTable
@@ -173,7 +173,7 @@ def advise(
         require_number("advise", budget=budget)
     prices = _prices(hardware)
     measured = list(dict.fromkeys([*specs, *([budget] if isinstance(budget, str) else [])]))
-    products = measure(model, given, measured, loss or _default_loss)
+    products = measure(model, given, measured, _checked(loss or _default_loss))
     if not products:
         raise ValueError(
             "advise: a linear layer that runs is required, got none; see explain(model)"
@@ -231,16 +231,25 @@ def _prices(hardware: object) -> CostTable:
     return costs.table(hardware)
 
 
-def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+def _default_loss(model: nn.Module, batch: Any) -> Any:
     """Return the loss that a model returns itself."""
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
-    value = out if isinstance(out, Tensor) else getattr(out, "loss", None)
-    require_kind("advise", "a loss, or what has one as loss, from the model", value, Tensor)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise TypeError(
-            "advise: a loss of one number is required, got another output of the model; pass loss"
-        )
-    return value
+    return out if isinstance(out, Tensor) else getattr(out, "loss", None)
+
+
+def _checked(loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
+    """Return a function that returns a loss, which is one number."""
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        value = loss(model, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise TypeError(
+                f"advise: a loss of one number is required, got {told(value)}{shape}; pass loss, which returns one"
+            )
+        return value
+
+    return run
 
 
 def _options(products: list[Product], specs: list[str], prices: CostTable) -> list[list[Option]]:

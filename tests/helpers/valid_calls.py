@@ -237,7 +237,7 @@ ROWS = {
     "report": row(ht.report, {"path": "text"}, watched=recording, path=lambda: fresh() + ".html"),
     "advise": row(
         lambda model, batches, **options: ht.advise(model, batches, **options),
-        {"loss": "None function", "budget": "integer fraction"}, ("batches",),
+        {"budget": "integer fraction"}, ("batches",),
         model=lambda: nn.Linear(32, 32), batches=lambda: [torch.ones(4, 32)], formats=("bf16", "fp8"), budget="fp8",
         hardware="b200", loss=lambda: _total,
     ),
