@@ -1,0 +1,119 @@
+"""Lightning: precision plugins for Trainer and Fabric that convert a module and advance its state."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import precision as fabric
+from lightning.pytorch.plugins import precision as pytorch
+from torch import nn
+from torch.optim import Optimizer
+
+from hybridtensor.arguments import require_choice
+from hybridtensor.convert import quantize_
+from hybridtensor.dtensor import local
+from hybridtensor.selection import Recipe
+from hybridtensor.state.step import step_, step_after
+from hybridtensor.subclasses import is_converted
+
+
+_OF_THE_REST = (
+    "tensor_init_context",
+    "module_init_context",
+    "forward_context",
+    "convert_input",
+    "convert_output",
+)
+
+
+class _Converting:
+    """What both plugins do: convert, and leave the rest to Lightning's plugin for ``precision``."""
+
+    _kinds: Any = fabric
+
+    def __init__(self, recipe: Recipe, *, precision: str = "32-true", **options: Any) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        made = {
+            "32-true": lambda: self._kinds.Precision(),
+            "bf16-true": lambda: self._kinds.HalfPrecision(precision),
+            "bf16-mixed": lambda: self._kinds.MixedPrecision(precision, device),
+        }
+        require_choice(type(self).__name__, "precision", precision, made)
+        self.precision, self._rest = precision, made[precision]()
+        for name in _OF_THE_REST:
+            setattr(self, name, getattr(self._rest, name))
+        self._recipe, self._options = recipe, options
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a module, unless that was done before."""
+        module = self._rest.convert_module(module)
+        if not any(is_converted(local(p)) for p in module.parameters()):
+            quantize_(module, self._recipe, **self._options)
+        return module
+
+
+class HybridPrecision(_Converting, pytorch.Precision):  # type: ignore[misc]
+    """A plugin of Trainer that quantizes the module, and advances its state with its optimizers.
+
+    ::
+
+        Trainer(plugins=HybridPrecision("nvfp4", precision="bf16-mixed")).fit(module, data)
+
+    With several optimizers the state advances when all of them have stepped.
+
+    Args:
+        recipe: As for ``quantize_``. A module that is converted already keeps its recipes: what
+            shards in ``configure_model`` calls ``quantize_`` there, before.
+        precision: Of everything else: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``.
+        options: More arguments of ``quantize_``.
+
+    Raises:
+        ValueError: If ``precision`` is another.
+    """
+
+    _kinds = pytorch
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Have the optimizers advance the state; without any, as in a test, nothing does."""
+        if optimizers:
+            step_after(optimizers, model)
+        return model, optimizers, lr_schedulers
+
+
+class FabricHybridPrecision(_Converting, fabric.Precision):  # type: ignore[misc]
+    """A plugin of Fabric that quantizes the modules it sets up, and advances their state.
+
+    With several optimizers of one module its state advances with the one that stepped first.
+
+    Args:
+        recipe: As for ``HybridPrecision``.
+        precision: As for ``HybridPrecision``.
+        options: More arguments of ``quantize_``.
+
+    Raises:
+        ValueError: If ``precision`` is another.
+    """
+
+    def __init__(self, recipe: Recipe, **options: Any) -> None:
+        super().__init__(recipe, **options)
+        self._leaders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a module, unless that was done before, and remember it."""
+        self._leaders[super().convert_module(module)] = None
+        return module
+
+    def optimizer_step(self, optimizer: Optimizer, **arguments: Any) -> Any:
+        """Step, then advance the state of modules whose parameters the optimizer holds."""
+        result = super().optimizer_step(optimizer, **arguments)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module, leader in list(self._leaders.items()):
+            if leader is None and any(id(p) in held for p in module.parameters()):
+                self._leaders[module] = leader = weakref.ref(optimizer)
+            if leader is not None and leader() is optimizer:
+                step_(module)
+        return result

@@ -1,0 +1,150 @@
+"""Transformers: a recipe in ``config.json``, models converted when they load, state that advances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from safetensors import safe_open
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hybridtensor.arguments import require_items, require_kind, told, wrong
+from hybridtensor.convert import quantize_
+from hybridtensor.recipes import from_name
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state.layer import STATE
+from hybridtensor.state.step import step_
+from hybridtensor.state.watch import layer_states
+from hybridtensor.torchao_compat import FqnToConfig, config_from_dict, config_to_dict
+
+METHOD = "hybridtensor"
+
+
+class HasScalars(Protocol):
+    """Statistics that can be logged."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return numbers by name."""
+
+
+@register_quantization_config(METHOD)  # type: ignore[untyped-decorator]
+class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The recipe of a model, for ``from_pretrained(quantization_config=...)`` and ``config.json``.
+
+    Args:
+        recipe: A name or spec, a ``HybridConfig``, or torchao's ``FqnToConfig`` of such; also the
+            dictionary that ``config.json`` has of one of the latter.
+        keep_bf16: As for ``quantize_``.
+
+    Raises:
+        TypeError: If the recipe is another kind: a function cannot be written into ``config.json``.
+        ValueError: If a word of the recipe is unknown.
+    """
+
+    def __init__(
+        self,
+        recipe: str | HybridConfig | FqnToConfig | dict[str, Any],
+        keep_bf16: Iterable[str] = (),
+        **saved: Any,
+    ) -> None:
+        known = saved.pop("quant_method", METHOD)
+        if saved or known != METHOD:
+            raise ValueError(
+                f"HybridTensorConfig: recipe and keep_bf16 are required, got {told(saved or known)}; "
+                "drop the others"
+            )
+        self.quant_method = METHOD
+        self.recipe = recipe if isinstance(recipe, (str, dict)) else _written(recipe)
+        self.keep_bf16 = require_items("HybridTensorConfig", "a list of names as keep_bf16", keep_bf16)
+        self.read()
+
+    def read(self) -> HybridConfig | FqnToConfig:
+        """Return the recipe as ``quantize_`` takes it."""
+        if isinstance(self.recipe, str):
+            return from_name(self.recipe)
+        return config_from_dict(self.recipe)  # type: ignore[no-any-return]
+
+
+def _written(recipe: object) -> str | dict[str, Any]:
+    """Return a recipe as JSON has it: a spec if there is one, else torchao's dictionary."""
+    if isinstance(recipe, HybridConfig) and not str(recipe).startswith("HybridConfig("):
+        return str(recipe)
+    if isinstance(recipe, (HybridConfig, FqnToConfig)):
+        return config_to_dict(recipe)  # type: ignore[no-any-return]
+    raise TypeError(
+        f"HybridTensorConfig: a spec, HybridConfig or FqnToConfig is required, got {told(recipe)}; "
+        "others cannot be saved: load the model plain and call quantize_"
+    )
+
+
+@register_quantizer(METHOD)  # type: ignore[untyped-decorator]
+class HybridTensorQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Converts models whose weights were loaded as those of plain ones, which they are."""
+
+    is_trainable = True
+    is_qat_trainable = True
+    is_compileable = True
+
+    def is_serializable(self) -> bool:
+        """Return True: state dicts of converted models are plain, and have the state of recipes."""
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        self._files = [str(file) for file in checkpoint_files or ()]
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, rf"{STATE}\."}  # loaded by ourselves
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        config = self.quantization_config
+        quantize_(model, config.read(), keep_bf16=config.keep_bf16)
+        saved = {}
+        for file in self._files if layer_states(model) else ():
+            with safe_open(file, "pt") as tensors:
+                saved |= {name: tensors.get_tensor(name) for name in tensors.keys() if STATE in name}  # noqa: SIM118
+        if saved:
+            model.load_state_dict(saved, strict=False)
+        return model
+
+
+class StepCallback(TrainerCallback):  # type: ignore[misc]
+    """Advance the state of recipes after each step that Trainer's optimizer takes.
+
+    ::
+
+        Trainer(model, arguments, train_dataset=data, callbacks=[StepCallback()]).train()
+
+    Args:
+        watched: What has statistics by a method ``scalars()``; they are logged with the loss. What
+            reports logs (TensorBoard, W&B) is called before callbacks that Trainer is given, and
+            sees them after ``StepCallback(watched).attach(trainer)``.
+    """
+
+    def __init__(self, watched: HasScalars | None = None) -> None:
+        if watched is not None and not callable(getattr(watched, "scalars", None)):
+            raise wrong("StepCallback", "None, or an object with a method scalars()", watched)
+        self._watched = watched
+
+    def attach(self, trainer: Any) -> StepCallback:
+        """Put this callback before all others of a trainer, and return it."""
+        require_kind("StepCallback.attach", "a Trainer", trainer, Trainer)
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Advance, unless a gradient scaler skipped the step."""
+        if not getattr(optimizer, "step_was_skipped", False):
+            step_(model)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Add the statistics to what is logged of training."""
+        if self._watched is not None and "loss" in logs:
+            numbers = self._watched.scalars()
+            logs.update(numbers)
+            state.log_history[-1].update(numbers)
