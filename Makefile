@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-long test-frameworks test-gpu lint format bench docs dist clean
+.PHONY: demo test test-long test-frameworks test-integrations test-gpu lint format bench docs dist clean
 
 # torch comes first and alone: the pinned CPU build is then what every other package's requirement finds. Triton, which
 # that build does not bring, is for the tests: its interpreter runs the kernels on a machine without a GPU.
@@ -39,10 +39,18 @@ test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -q --long $(ARGS)
 
 # Other libraries' own ways with quantized models: the packages are installed into an environment of their own.
-test-frameworks: pyproject.toml constraints.txt
+test-frameworks: .venv-frameworks/.frameworks
+	.venv-frameworks/bin/python -m pytest -n $(JOBS) -q tests/integrations tests/frameworks $(ARGS)
+
+# hybridtensor.integrations with the real packages, and the scripts of examples/frameworks, in the same environment.
+test-integrations: .venv-frameworks/.frameworks
+	.venv-frameworks/bin/python -m pytest -n $(JOBS) -q tests/integrations $(ARGS)
+
+.venv-frameworks/.frameworks: pyproject.toml constraints.txt
 	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.test
-	.venv-frameworks/bin/pip install -c constraints.txt --editable ".[frameworks]"
-	.venv-frameworks/bin/python -m pytest -n $(JOBS) -q tests/frameworks $(ARGS)
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --editable ".[frameworks]"
+	touch $@
 
 # On a machine with a GPU and its own torch: PYTHON names the interpreter that has it. What takes time there is compiling
 # kernels, each of which is then there for all workers.

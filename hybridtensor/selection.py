@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -145,14 +146,9 @@ def _plan_by_name(
     ``_default``.
     """
     rules: dict[str, object] = dict(recipe.fqn_to_config)
-    patterns = {key: _pattern(key) for key in rules if key.startswith("re:")}
     used = set()
     for layer in layers_of(model, root):
-        name, parameter = layer.name, layer.parameter_name
-        matches = [key for key in (parameter, name) if key in rules and key not in patterns]
-        matches += [
-            key for text in (parameter, name) for key, p in patterns.items() if p.fullmatch(text)
-        ]
+        matches = matching(rules, layer.parameter_name, layer.name)
         if not matches and "_default" in rules and layer.why_skipped() is None:
             matches = ["_default"]
         used.update(matches)
@@ -170,6 +166,15 @@ def _plan_by_name(
         )
 
 
+def matching(rules: Iterable[str], *names: str) -> list[str]:
+    """Return the keys of ``FqnToConfig`` that match one of several names, in their precedence."""
+    keys = list(rules)
+    patterns = {key: _pattern(key) for key in keys if key.startswith("re:")}
+    exact = [name for name in names if name in keys and name not in patterns]
+    return exact + [key for name in names for key, p in patterns.items() if p.fullmatch(name)]
+
+
+@functools.cache
 def _pattern(key: str) -> re.Pattern[str]:
     """Return the regular expression after ``re:``.
 

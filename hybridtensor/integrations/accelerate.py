@@ -13,6 +13,7 @@ from hybridtensor.arguments import require_kind
 from hybridtensor.convert import quantize_
 from hybridtensor.selection import Recipe
 from hybridtensor.state.step import step_after
+from hybridtensor.state.watch import layer_states
 
 
 def prepare(
@@ -36,6 +37,7 @@ def prepare(
     Raises:
         TypeError: If the first argument is no accelerator.
         ValueError: If there is not one model, or as ``quantize_`` does.
+        NotImplementedError: If rank 0 alone is to load a model whose recipe keeps state.
     """
     require_kind("prepare", "an Accelerator", accelerator, Accelerator)
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
@@ -44,8 +46,14 @@ def prepare(
             f"prepare: one model is required, got {len(models)}; prepare each with its own optimizers"
         )
     quantize_(models[0], recipe, keep_bf16=keep_bf16)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "cpu_ram_efficient_loading", False) and layer_states(models[0]):
+        raise NotImplementedError(
+            "prepare: cpu_ram_efficient_loading=False is required for recipes with state, got True; "
+            "Accelerate takes every buffer for a part of a sharded parameter there"
+        )
     prepared = accelerator.prepare(*objects)
-    everything = prepared if isinstance(prepared, tuple) else (prepared,)
+    everything = (prepared,) if len(objects) == 1 else prepared
     # Accelerate wraps an optimizer in one that is asked to step for every microbatch: the inner one counts.
     stepping = [thing.optimizer for thing in everything if isinstance(thing, Optimizer)]
     if stepping:
