@@ -18,7 +18,7 @@ LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap",
     "state_dicts", "common_scales", "convert", "plain", "check", "explanation", "explain", "export", "inference",
-    "watching", "advising", "commands", "__main__", "verify", "former_names", "testing",
+    "watching", "advising", "integrations", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "record", "common_scale", "intercepting",
@@ -94,6 +94,9 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"safetensors"}
     if module.parts[1] in ("inference", "commands"):
         allowed |= {"safetensors", "transformers", "compressed_tensors"}
+    in_framework = module.parts[1] == "integrations"
+    if in_framework:  # each of these is imported by who uses its framework
+        allowed |= {module.parts[-1], *(["safetensors"] if module.parts[-1] == "transformers" else [])}
     if module.parts[-1] == "numpy_values":
         allowed |= {"numpy"}
     tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
@@ -108,6 +111,7 @@ def test_the_core_imports_only_torch_and_torchao(module):
             if (
                 name.startswith(("rich", "safetensors", "transformers", "compressed_tensors", "numpy"))
                 and module.parts[1] != "testing"
+                and not in_framework
             ):
                 assert node not in tree.body, f"{module} imports {name} when it is itself imported"
             assert "torchao.prototype" not in name
@@ -154,6 +158,16 @@ print("trained")
     assert run.returncode == 0, run.stderr
     assert run.stdout == "imported\ntrained\n"
     assert run.stderr == ""
+
+
+def test_importing_imports_no_framework():
+    program = """
+import sys, hybridtensor
+frameworks = {"accelerate", "lightning", "torchtitan", "transformers", "transformer_engine"}
+print(sorted(name for name in sys.modules if name.split(".")[0] in frameworks or "integrations" in name))
+"""
+    run = python(program)
+    assert run.stdout == "[]\n", run.stderr
 
 
 @tiers.long("shows of some errors what the test above says of all; torch is compiled anew for it")

@@ -55,7 +55,8 @@ def prepare(
     prepared = accelerator.prepare(*objects)
     everything = (prepared,) if len(objects) == 1 else prepared
     # Accelerate wraps an optimizer in one that is asked to step for every microbatch: the inner one counts.
-    stepping = [thing.optimizer for thing in everything if isinstance(thing, Optimizer)]
+    stepping: list[Any] = [thing for thing in everything if isinstance(thing, Optimizer)]
     if stepping:
-        step_after(stepping, next(t for t in everything if isinstance(t, nn.Module)))
+        inner = [optimizer.optimizer for optimizer in stepping]
+        step_after(inner, next(t for t in everything if isinstance(t, nn.Module)))
     return prepared

@@ -18,7 +18,6 @@ from hybridtensor.selection import Recipe
 from hybridtensor.state.step import step_, step_after
 from hybridtensor.subclasses import is_converted
 
-
 _OF_THE_REST = (
     "tensor_init_context",
     "module_init_context",

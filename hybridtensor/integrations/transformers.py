@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -30,7 +30,7 @@ class HasScalars(Protocol):
         """Return numbers by name."""
 
 
-@register_quantization_config(METHOD)  # type: ignore[untyped-decorator]
+@register_quantization_config(METHOD)
 class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The recipe of a model, for ``from_pretrained(quantization_config=...)`` and ``config.json``.
 
@@ -58,14 +58,16 @@ class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         self.quant_method = METHOD
         self.recipe = recipe if isinstance(recipe, (str, dict)) else _written(recipe)
-        self.keep_bf16 = require_items("HybridTensorConfig", "a list of names as keep_bf16", keep_bf16)
+        self.keep_bf16 = require_items(
+            "HybridTensorConfig", "a list of names as keep_bf16", keep_bf16
+        )
         self.read()
 
     def read(self) -> HybridConfig | FqnToConfig:
         """Return the recipe as ``quantize_`` takes it."""
         if isinstance(self.recipe, str):
             return from_name(self.recipe)
-        return config_from_dict(self.recipe)  # type: ignore[no-any-return]
+        return config_from_dict(self.recipe)
 
 
 def _written(recipe: object) -> str | dict[str, Any]:
@@ -80,7 +82,7 @@ def _written(recipe: object) -> str | dict[str, Any]:
     )
 
 
-@register_quantizer(METHOD)  # type: ignore[untyped-decorator]
+@register_quantizer(METHOD)
 class HybridTensorQuantizer(HfQuantizer):  # type: ignore[misc]
     """Converts models whose weights were loaded as those of plain ones, which they are."""
 
@@ -102,10 +104,11 @@ class HybridTensorQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         config = self.quantization_config
         quantize_(model, config.read(), keep_bf16=config.keep_bf16)
-        saved = {}
+        saved: dict[str, Tensor] = {}
         for file in self._files if layer_states(model) else ():
             with safe_open(file, "pt") as tensors:
-                saved |= {name: tensors.get_tensor(name) for name in tensors.keys() if STATE in name}  # noqa: SIM118
+                names = [name for name in tensors.keys() if STATE in name]  # noqa: SIM118  (no dict)
+                saved |= {name: tensors.get_tensor(name) for name in names}
         if saved:
             model.load_state_dict(saved, strict=False)
         return model
@@ -136,7 +139,13 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         return self
 
     def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         """Advance, unless a gradient scaler skipped the step."""
         if not getattr(optimizer, "step_was_skipped", False):
