@@ -143,7 +143,9 @@ def product(x: Decoded, weight: Decoded, bias: Tensor | None, dtype: torch.dtype
 
 def _sum_of_blocks(x: Decoded, weight: Decoded) -> Tensor:
     """Return the sum of the products of blocks of 128, each times its scales."""
-    total = torch.zeros(x.elements.shape[0], weight.elements.shape[0], device=x.elements.device)
+    total = torch.zeros(
+        x.elements.shape[0], weight.elements.shape[0], dtype=torch.float32, device=x.elements.device
+    )
     for i, begin in enumerate(range(0, x.elements.shape[1], _SIDE)):
         part = slice(begin, begin + _SIDE)
         of_block = torch.mm(x.elements[:, part], weight.elements[:, part].t())

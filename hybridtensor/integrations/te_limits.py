@@ -21,24 +21,24 @@ def check(config: HybridConfig) -> None:
         formats = [str(fmt) for fmt in config.formats(gemm)]
         if _family(left) != _family(right):
             raise _unable(
-                f"operands of one kind in {gemm.name}",
+                f"operands of one kind in {gemm.name} are",
                 " by ".join(formats),
                 "give both the same format",
             )
         if all("e5m2" in name for name in formats):
             raise _unable(
-                f"an E4M3 operand in {gemm.name}", "E5M2 by E5M2", "make one of them E4M3"
+                f"an E4M3 operand in {gemm.name} is", "E5M2 by E5M2", "make one of them E4M3"
             )
         if all("128x128" in name for name in formats):
             raise _unable(
-                f"a 1x128 operand in {gemm.name}", "128x128 by 128x128", "make one of them 1x128"
+                f"a 1x128 operand in {gemm.name} is", "128x128 by 128x128", "make one of them 1x128"
             )
     for flag, advice in (
         ("fast_accum", "drop it"),
         ("bf16_weight_values", "give its layers bf16 weights and drop it"),
     ):
         if getattr(config, flag):
-            raise _unable("a config without policies of our own products", flag, advice)
+            raise _unable("a config without policies of our own products is", flag, advice)
 
 
 def _check_face(face: Any, role: str, direction: str, *, in_hybrid: bool) -> None:
@@ -46,25 +46,31 @@ def _check_face(face: Any, role: str, direction: str, *, in_hybrid: bool) -> Non
     where = f"{role}.{direction}"
     if getattr(face, "granularity", "") == "row":
         raise _unable(
-            f"a scale per tensor or block in {where}", "one per row", "use fp8, fp8_block or mxfp8"
+            f"a scale per tensor or block in {where} is",
+            "one per row",
+            "use fp8, fp8_block or mxfp8",
         )
     if isinstance(face, ours.DelayedFloat8Quantizer):
         if in_hybrid:
             raise _unable(
-                f"current scaling in {where}", "delayed scaling of one direction", "use fp8 there"
+                f"current scaling in {where} is",
+                "delayed scaling of one direction",
+                "use fp8 there",
             )
         if role != "grad_output" and face.dtype != "e4m3":
-            raise _unable(f"delayed scaling to E4M3 in {where}", face.dtype, "drop its dtype")
+            raise _unable(f"delayed scaling to E4M3 in {where} is", face.dtype, "drop its dtype")
     if isinstance(face, ours.NVFP4Quantizer):
         if face.hadamard and direction == "rowwise":
             raise _unable(
-                f"rotation of columnwise faces only in {where}",
+                f"rotation of columnwise faces only in {where} is",
                 "hadamard",
                 "rotate both of grad_weight",
             )
         if face.row_scaled and (direction == "columnwise" or face.stochastic or face.hadamard):
             raise _unable(
-                f"rows scaled in the forward only in {where}", str(face), "drop row_scaled there"
+                f"rows scaled in the forward only, in {where}, are",
+                str(face),
+                "drop row_scaled there",
             )
 
 
@@ -77,5 +83,5 @@ def _family(face: ours.Quantizer) -> str:
 
 def _unable(required: str, got: str, advice: str) -> NotImplementedError:
     return NotImplementedError(
-        f"qfactory: {required} is required by TransformerEngine, got {got}; {advice}"
+        f"qfactory: {required} required by TransformerEngine, got {got}; {advice}"
     )

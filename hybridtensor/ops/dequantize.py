@@ -76,7 +76,7 @@ def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format)
     shift = torch.where(
         tensor_scale > _LARGE, _SMALLER, 1.0
     )  # powers of two, which change no rounding
-    unit = (1.0 / torch.tensor(fmt.tensor_scale_max, device="cpu")).item()
+    unit = (1.0 / torch.tensor(fmt.tensor_scale_max, dtype=torch.float32, device="cpu")).item()
     combined = (scale.float() * (tensor_scale * shift)) * unit
     return values * spread(combined, fmt.block, values.shape) / shift
 

@@ -287,9 +287,13 @@ class LayerState(nn.Module):
             self.encode_scale = self.amax_history = self.amax = self.layout = None
             return
         length = max(rule.history_length for rule in self.rules)
-        self.encode_scale = torch.ones(len(self.slots), device=device)
-        self.amax_history = torch.zeros(len(self.slots), length, device=device)
-        self.amax = torch.zeros(len(self.slots), device=device)
+        fp32 = {
+            "dtype": torch.float32,
+            "device": device,
+        }  # whatever the default is when a model is made
+        self.encode_scale = torch.ones(len(self.slots), **fp32)
+        self.amax_history = torch.zeros(len(self.slots), length, **fp32)
+        self.amax = torch.zeros(len(self.slots), **fp32)
         self.layout = torch.tensor([self._layout()], device=device)
 
     def _layout(self) -> int:

@@ -116,7 +116,7 @@ class CommonScale:
 
     def take(self, values: Sequence[Tensor]) -> None:
         """Take the amax of values, those of all the weights."""
-        amaxes = torch.zeros(len(values), _ALIGNED, device=values[0].device)
+        amaxes = torch.zeros(len(values), _ALIGNED, dtype=torch.float32, device=values[0].device)
         for matrix, out in zip(values, amaxes, strict=True):
             if matrix.numel():
                 ops.prepare(matrix, _OF_TENSOR).measure_into(matrix, out[:1])
@@ -126,7 +126,7 @@ class CommonScale:
         """Take the amaxes of all the weights, fp32, from which their largest follows."""
         with torch.inference_mode(False), torch.no_grad():
             if self.amax is None or self.amax.device != amaxes[0].device:
-                self.amax = torch.zeros(1, device=amaxes[0].device)
+                self.amax = torch.zeros(1, dtype=torch.float32, device=amaxes[0].device)
             self.amax.copy_(torch.stack(tuple(amaxes)).amax(0, keepdim=True))
         self.version += 1
 

@@ -118,8 +118,10 @@ REFUSED = {
     "mxfp8+bf16_weight_values": "got bf16_weight_values; give its layers bf16 weights",
     "fp8_delayed/fp8/fp8": "delayed scaling of one direction; use fp8 there",
     ht.HybridConfig(*[NV(hadamard=True)] * 3): "rotation of columnwise faces only in input.rowwise",
-    ht.HybridConfig(NV(row_scaled=True), NV(), NV()): "rows scaled in the forward only in input.columnwise",
-    ht.HybridConfig(ht.MXFP8Quantizer(), NV(), NV()): "operands of one kind in output, got mxfp8_e4m3 by nvfp4",
+    ht.HybridConfig(NV(row_scaled=True), NV(), NV()): "rows scaled in the forward only, in input.columnwise",
+    ht.HybridConfig(
+        ht.MXFP8Quantizer(), NV(), NV()
+    ): "in output are required by TransformerEngine, got mxfp8_e4m3 by nvfp4",
     ht.HybridConfig(Q8(dtype="e5m2"), Q8(), Q8(dtype="e5m2")): "an E4M3 operand in grad_weight",
     ht.HybridConfig(*[Q8(granularity="block", block="128x128")] * 3): "a 1x128 operand in output",
     ht.HybridConfig(D8(dtype="e5m2"), D8(), D8()): "delayed scaling to E4M3 in input.rowwise",

@@ -108,7 +108,7 @@ class Exchange:
         sizes = [math.prod(plan.amaxes) for plan in self._plans]
         begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
         self._all, self._order = (
-            torch.zeros(begins[-1], device=shards[0].sharded.device),
+            torch.zeros(begins[-1], dtype=torch.float32, device=shards[0].sharded.device),
             StreamOrder(),
         )
         self._parts = [

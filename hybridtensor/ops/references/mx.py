@@ -45,7 +45,8 @@ def e8m0_reciprocal(exponent: Tensor) -> Tensor:
 def quantize(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Return elements ``[M, K]`` and scale bytes ``[A, B]`` of ``x``; see ``ops.mx_quantize``."""
     exponent = e8m0_round_up(
-        block_amax(x, fmt.block) * (1.0 / torch.tensor(fmt.max, device="cpu")).item()
+        block_amax(x, fmt.block)
+        * (1.0 / torch.tensor(fmt.max, dtype=torch.float32, device="cpu")).item()
     )  # [A, B]
     factor = spread(e8m0_reciprocal(exponent), fmt.block, x.shape)
     scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)

@@ -110,7 +110,7 @@ def quantize(
         (amax == 0) | amax.isinf(), fmt.tensor_scale_max, amax
     )  # encodes with factor 1
     encode = (torch.full_like(amax, fmt.tensor_scale_max) / tensor_scale).clamp(max=FP32_MAX)
-    sixth = (1.0 / torch.tensor(fmt.max, device="cpu")).item()
+    sixth = (1.0 / torch.tensor(fmt.max, dtype=torch.float32, device="cpu")).item()
     scale = (block_amax(values, fmt.block) * (encode * sixth)).clamp(max=E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn)  # [A, B]
     factor = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)

@@ -1,0 +1,202 @@
+"""Transformers: recipes in ``config.json``, Trainer, PEFT on top; bitwise what ``quantize_`` and a loop by hand give."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hybridtensor as ht
+from hybridtensor.torchao_compat import FqnToConfig
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: make test-integrations")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate: make test-integrations")
+from hybridtensor.integrations.transformers import HybridTensorConfig, StepCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
+IDS = torch.arange(32).view(1, 32) % 96
+BY_NAME = FqnToConfig(OrderedDict({"re:.*q_proj": ht.HybridConfig.parse("fp8_rowwise"), "re:.*mlp.*": "mxfp8"}))
+NO_SPEC = ht.HybridConfig(ht.Float8Quantizer(), ht.Float8Quantizer(granularity="row"), ht.Float8Quantizer())
+RECIPES = {"fp8": "fp8", "fp8_delayed": "fp8_delayed", "nvfp4": "nvfp4", "by name": BY_NAME, "no spec": NO_SPEC}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small plain Llama on disk."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("plain")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def load(folder, recipe=None, **options):
+    config = None if recipe is None else HybridTensorConfig(recipe, **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return {"input_ids": IDS[0], "labels": IDS[0]}
+
+
+class Watched:
+    def scalars(self):
+        return {"layer.0/snr": 3.5}
+
+
+def trainer_of(model, folder, *callbacks, **options):
+    arguments = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
+        lr_scheduler_type="constant", max_grad_norm=0.0, **{"max_steps": 4, "save_steps": 2, **options},
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return transformers.Trainer(
+        model, arguments, train_dataset=Data(), callbacks=list(callbacks), optimizers=(optimizer, None)
+    )
+
+
+def assert_same(model, other):
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_loading_converts_as_quantize_does(recipe, folder):
+    model, expected = load(folder, recipe, keep_bf16=["model.layers.1"]), load(folder)
+    ht.quantize_(expected, recipe, keep_bf16=["model.layers.1"])
+    assert all(p.requires_grad for p in model.parameters())
+    assert [type(p) for p in model.parameters()] == [type(p) for p in expected.parameters()]
+    assert_same(model, expected)
+    assert torch.equal(logits(model), logits(expected))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_was_trained_is_saved_plain_and_loaded_with_its_recipe(recipe, folder, tmp_path):
+    model = load(folder, recipe)
+    trainer_of(model, tmp_path / "run", StepCallback()).train()
+    model.save_pretrained(tmp_path / "saved")
+    written = load_file(tmp_path / "saved" / "model.safetensors")
+    plain = {name for name in written if "quantization_state" not in name}
+    assert plain == load(folder).state_dict().keys()
+    assert (plain == written.keys()) == (recipe not in ("fp8_delayed", "nvfp4"))
+    told = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert told["quant_method"] == "hybridtensor"
+    assert told["recipe"] == recipe if isinstance(recipe, str) else isinstance(told["recipe"], dict)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same(again, model)
+    assert torch.equal(logits(again), logits(model))
+    configs = [str(p.config) for p in model.parameters() if isinstance(p, ht.MasterWeight)]
+    assert configs == [str(p.config) for p in again.parameters() if isinstance(p, ht.MasterWeight)] != []
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4"])
+def test_trainer_advances_state_once_a_step(recipe, folder, tmp_path):
+    """Two microbatches a step; bitwise a loop by hand."""
+    model, other = load(folder, recipe), load(folder, recipe)
+    trainer_of(model, tmp_path, StepCallback(), gradient_accumulation_steps=2).train()
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    other.train()
+    for _ in range(4):
+        for _ in range(2):
+            rows = IDS.expand(2, -1)
+            (other(input_ids=rows, labels=rows).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(other)
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_resuming_is_bitwise(recipe, folder, tmp_path):
+    model, other = load(folder, recipe), load(folder, recipe)
+    trainer_of(model, tmp_path / "a", StepCallback()).train()
+    trainer_of(other, tmp_path / "b", StepCallback(), max_steps=2).train()
+    resumed = load(folder, recipe)
+    trainer_of(resumed, tmp_path / "b", StepCallback()).train(resume_from_checkpoint=str(tmp_path / "b/checkpoint-2"))
+    assert_same(resumed, model)
+
+
+def test_without_the_callback_training_stops_with_advice(folder, tmp_path):
+    with pytest.raises(RuntimeError, match="keep state, which must advance"):
+        trainer_of(load(folder, "nvfp4"), tmp_path).train()
+
+
+def test_statistics_are_logged_also_by_what_reports(folder, tmp_path):
+    seen = []
+
+    class Reports(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trainer = trainer_of(load(folder, "nvfp4"), tmp_path, Reports())
+    StepCallback(Watched()).attach(trainer)
+    trainer.train()
+    of_training = [entry for entry in seen if "loss" in entry]
+    assert len(of_training) == 4
+    assert all(entry["layer.0/snr"] == 3.5 for entry in [*of_training, trainer.state.log_history[0]])
+    assert "layer.0/snr" not in seen[-1]  # the summary at the end
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_adapters_train_on_top(recipe, folder, tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft: make test-integrations")
+    model = load(folder, recipe)
+    base = model.model.layers[0].self_attn.q_proj.weight
+    before = base.dequantize().clone()
+    net = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    trainer_of(net, tmp_path, StepCallback()).train()
+    layer = net.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.base_layer.weight is base
+    assert torch.equal(base.dequantize(), before)
+    assert layer.lora_B["default"].weight.abs().sum() > 0
+    if recipe == "nvfp4":
+        assert int(layer.base_layer.quantization_state.rounding[1]) == 4
+
+
+def test_a_process_without_the_integration_loads_a_plain_model_and_says_so(folder, tmp_path):
+    model = load(folder, "fp8")
+    model.save_pretrained(tmp_path)
+    program = f"""
+from transformers import AutoModelForCausalLM
+import torch
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+print(type(model.model.layers[0].self_attn.q_proj.weight) is torch.nn.Parameter)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout == "True\n", run.stderr
+    assert "Unknown quantization type, got hybridtensor" in run.stderr
+
+
+def test_recipes_that_cannot_be_written_are_refused():
+    with pytest.raises(TypeError, match="got <function"):
+        HybridTensorConfig(lambda role: ht.Float8Quantizer())
+    with pytest.raises(TypeError, match="a spec, HybridConfig or FqnToConfig is required, got ByType"):
+        HybridTensorConfig(ht.recipes.by_type(linear="fp8"))
+    with pytest.raises(ValueError, match="unknown format 'fp9'"):
+        HybridTensorConfig("fp9")
+    with pytest.raises(ValueError, match="recipe and keep_bf16 are required, got {'bits': 4}"):
+        HybridTensorConfig("fp8", bits=4)
+    with pytest.raises(TypeError, match=r"a method scalars\(\) is required"):
+        StepCallback(3)
+    with pytest.raises(TypeError, match="a Trainer is required"):
+        StepCallback().attach(None)
