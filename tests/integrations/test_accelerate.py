@@ -23,8 +23,11 @@ STEPS, MICROBATCHES = 4, 2
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Accelerate keeps its state for the whole process."""
+    """Accelerate keeps its state for the whole process, and in its environment."""
+    before = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(before)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import hybridtensor as ht
 from hybridtensor.dtensor import local
@@ -78,7 +79,9 @@ def trained(way, recipe, tp=1):
     for step in range(STEPS):
         tokens = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(10 * step + part))
         with context():
-            loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+            logits = model(tokens[:, :-1])
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
         optimizers.step()
         optimizers.zero_grad()

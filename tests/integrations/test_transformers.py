@@ -1,4 +1,4 @@
-"""Transformers: recipes in ``config.json``, Trainer, PEFT on top; bitwise what ``quantize_`` and a loop by hand give."""
+"""Transformers: recipes in ``config.json``, Trainer, PEFT on top; bitwise what ``quantize_`` and plain loops give."""
 
 import json
 import logging
@@ -194,7 +194,7 @@ def test_recipes_that_cannot_be_written_are_refused():
         HybridTensorConfig(ht.recipes.by_type(linear="fp8"))
     with pytest.raises(ValueError, match="unknown format 'fp9'"):
         HybridTensorConfig("fp9")
-    with pytest.raises(ValueError, match="recipe and keep_bf16 are required, got {'bits': 4}"):
+    with pytest.raises(ValueError, match=r"recipe and keep_bf16 are required, got \{'bits': 4\}"):
         HybridTensorConfig("fp8", bits=4)
     with pytest.raises(TypeError, match=r"a method scalars\(\) is required"):
         StepCallback(3)
