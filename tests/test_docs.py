@@ -198,7 +198,15 @@ def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
 
 @pytest.mark.parametrize(
     "path",
-    ["docs/design.md", "docs/experts.md", "docs/inference.md", "docs/numerics.md", "CONTRIBUTING.md", "README.md"],
+    [
+        "docs/design.md",
+        "docs/experts.md",
+        "docs/frameworks.md",
+        "docs/inference.md",
+        "docs/numerics.md",
+        "CONTRIBUTING.md",
+        "README.md",
+    ],
 )
 def test_files_named_in_the_docs_exist(path):
     for name in re.findall(
