@@ -12,6 +12,7 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from hybridtensor.arguments import require_kind
 from hybridtensor.convert import quantize_
 from hybridtensor.distributed.mesh import set_mesh_
 from hybridtensor.selection import Recipe
@@ -65,7 +66,11 @@ def quantized(spec: ModelSpec, recipe: Recipe, **options: Any) -> ModelSpec:
         spec: What a model registry returns.
         recipe: As for ``quantize_``; any kind.
         options: More arguments of ``quantize_``.
+
+    Raises:
+        TypeError: If ``spec`` is none.
     """
+    require_kind("quantized", "a ModelSpec", spec, ModelSpec)
     parallelize = spec.parallelize_fn
 
     def convert_and_parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
@@ -79,7 +84,13 @@ def advancing(spec: ModelSpec) -> ModelSpec:
 
     Args:
         spec: What a model registry returns, with a ``HybridConverter`` among its converters.
+
+    Raises:
+        TypeError: If ``spec`` is none.
+        NotImplementedError: When training begins: if a recipe with state is to train experts that
+            are spread over ranks.
     """
+    require_kind("advancing", "a ModelSpec", spec, ModelSpec)
     build: Callable[..., None] | None = spec.post_optimizer_build_fn
 
     def build_and_advance(optimizers: Any, parts: list[nn.Module], parallel_dims: Any) -> None:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hybridtensor.arguments import require_items, require_kind, told, wrong
+from hybridtensor.arguments import require_items, require_kind, require_text, told, wrong
 from hybridtensor.convert import quantize_
 from hybridtensor.recipes import from_name
 from hybridtensor.recipes.config import HybridConfig
@@ -58,15 +58,22 @@ class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         self.quant_method = METHOD
         self.recipe = recipe if isinstance(recipe, (str, dict)) else _written(recipe)
-        self.keep_bf16 = require_items(
-            "HybridTensorConfig", "a list of names as keep_bf16", keep_bf16
-        )
+        who, what = "HybridTensorConfig", "a list of names as keep_bf16"
+        self.keep_bf16 = require_items(who, what, keep_bf16)
+        for name in self.keep_bf16:
+            require_text(who, **{"a name in keep_bf16": name})
         self.read()
 
     def read(self) -> HybridConfig | FqnToConfig:
         """Return the recipe as ``quantize_`` takes it."""
         if isinstance(self.recipe, str):
             return from_name(self.recipe)
+        if self.recipe.get("_type") not in ("HybridConfig", "FqnToConfig"):
+            raise wrong(
+                "HybridTensorConfig",
+                "a HybridConfig or FqnToConfig of torchao's config_to_dict",
+                self.recipe,
+            )
         return config_from_dict(self.recipe)
 
 

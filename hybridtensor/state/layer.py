@@ -287,13 +287,10 @@ class LayerState(nn.Module):
             self.encode_scale = self.amax_history = self.amax = self.layout = None
             return
         length = max(rule.history_length for rule in self.rules)
-        fp32 = {
-            "dtype": torch.float32,
-            "device": device,
-        }  # whatever the default is when a model is made
-        self.encode_scale = torch.ones(len(self.slots), **fp32)
-        self.amax_history = torch.zeros(len(self.slots), length, **fp32)
-        self.amax = torch.zeros(len(self.slots), **fp32)
+        count, fp32 = len(self.slots), torch.float32  # whatever the default is
+        self.encode_scale = torch.ones(count, dtype=fp32, device=device)
+        self.amax_history = torch.zeros(count, length, dtype=fp32, device=device)
+        self.amax = torch.zeros(count, dtype=fp32, device=device)
         self.layout = torch.tensor([self._layout()], device=device)
 
     def _layout(self) -> int:
