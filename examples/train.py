@@ -7,6 +7,7 @@ from there in a new process to show that the losses are bitwise the same.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -32,6 +33,7 @@ import hybridtensor as ht
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: reproducible cuBLAS
 DEFAULT_RECIPES = [BASELINE, "fp8", "fp8_rowwise", "fp8_dequantized_backward"]
 RESUMED_STEPS = 20
+WATCHED_STEPS = 8
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -114,21 +116,37 @@ def progress_bar(console: Console) -> Progress:
 def train(recipe: str, plan: Plan, data: Bytes, checkpoint: Path, progress: Progress) -> Result:
     """Train by one recipe, saving in the middle."""
     run, middle = Run(recipe, plan, data, measure=True), plan.steps // 2
+    watched = watching(run, plan)
     task = progress.add_task(recipe, total=plan.steps, loss=float("nan"), rate=0.0)
 
     def report(step: int, loss: float, rate: float) -> None:
         progress.update(task, completed=step + 1, loss=loss, rate=rate)
+        if watched is not None:
+            watched.note(loss, step=step)
         run.result.tokens_per_second = rate
         if progress.disable and (step + 1) % max(1, plan.steps // 10) == 0:
             line = f"{recipe:>26}  step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s"
             progress.console.print(line, soft_wrap=True)
 
-    run.train(0, middle, report)
-    run.save(checkpoint, middle)
-    run.validate(middle)
-    run.train(middle, plan.steps, report)
-    run.validate(plan.steps)
+    with watched or contextlib.nullcontext():
+        run.train(0, middle, report)
+        run.save(checkpoint, middle)
+        run.validate(middle)
+        run.train(middle, plan.steps, report)
+        run.validate(plan.steps)
+    if watched is not None and plan.rank.number == 0:
+        page = ht.report(watched, checkpoint.parent.parent / f"{checkpoint.name}.html")
+        progress.console.print(f"{recipe:>26}  wrote {page}: what the formats did", soft_wrap=True)
     return run.result
+
+
+def watching(run: Run, plan: Plan) -> ht.watch | None:
+    """Return what watches a run, in a few of its steps; None where nothing is quantized, or in compiled code, which
+    would run eagerly in these steps, and not resume bitwise.
+    """
+    if run.result.recipe == BASELINE or plan.compile:
+        return None
+    return ht.watch(run.model, every=max(1, plan.steps // WATCHED_STEPS))
 
 
 def resume(recipes: list[str], plan: Plan, data: Bytes, out: Path, console: Console) -> None:

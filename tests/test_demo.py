@@ -44,6 +44,10 @@ def test_trains_saves_resumes_and_reports(tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("bitwise") == 3
     assert (out / "losses.png").stat().st_size > 10_000
+    for recipe in ("fp8+dequantized", "fp8_rowwise"):
+        assert "smallest cosine" in (out / f"{recipe}.html").read_text()
+        assert f"{out / recipe}.html" in run.stdout
+    assert not (out / "bf16.html").exists()
     record = json.loads((out / "results.json").read_text())
     assert [r["recipe"] for r in record["results"]] == ["bf16", "fp8+dequantized", "fp8_rowwise"]
     assert record["results"][1]["fingerprint"] == ht.HybridConfig.parse("fp8+dequantized").fingerprint()

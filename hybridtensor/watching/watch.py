@@ -161,12 +161,19 @@ class watch:  # noqa: N801  (used as a function)
         self.steps += 1
         self._arm()
 
-    def note(self, loss: Tensor | float) -> None:
-        """Take note of the loss of the step under way, one number, for reports; nothing waits for it.
+    def note(self, loss: Tensor | float, *, step: int | None = None) -> None:
+        """Take note of a loss, one number, for reports; nothing waits for it.
+
+        Args:
+            loss: Of one step.
+            step: Which, as samples count them; by default the one under way.
 
         Raises:
-            ValueError: If it is more than one number.
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If the loss is more than one number, or the step below 0.
         """
+        if step is not None:
+            require_int("watch.note", at_least=0, step=step)
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             loss = torch.tensor(float(loss), device="cpu")
         require_tensor("watch.note: loss", loss)
@@ -175,7 +182,7 @@ class watch:  # noqa: N801  (used as a function)
             raise ValueError(
                 f"watch: a loss of one number is required, got shape {tuple(value.shape)}"
             )
-        self._losses.append((self.steps, value.reshape(()).clone()))
+        self._losses.append((self.steps if step is None else step, value.reshape(()).clone()))
 
     def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if is_traced() or not self._is_of_model(optimizer):

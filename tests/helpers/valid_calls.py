@@ -233,7 +233,10 @@ ROWS = {
         entered(ht.watch), {"every": "integer", "alarm": "None function", "saturated": "integer fraction"},
         model=linear, every=2, rows=128, sinks=(), alarm=None, saturated=1.0,
     ),
-    "watch.note": method(lambda: ht.watch(linear()), "note", {"loss": "integer negative fraction nan"}, loss=1.0),
+    "watch.note": method(
+        lambda: ht.watch(linear()), "note", {"loss": "integer negative fraction nan", "step": "None integer"},
+        loss=1.0, step=2,
+    ),
     "report": row(ht.report, {"path": "text"}, watched=recording, path=lambda: fresh() + ".html"),
     "advise": row(
         lambda model, batches, **options: ht.advise(model, batches, **options),

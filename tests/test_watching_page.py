@@ -1,0 +1,37 @@
+"""docs/watching.md: its code runs, it tells all numbers, its table is that of the results."""
+
+import json
+import re
+from pathlib import Path
+
+import hybridtensor as ht
+from hybridtensor.watching import NAMES, PRODUCT_NAMES
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "watching.md").read_text()
+
+
+def test_code_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(code, scope)
+    assert [sample.step for sample in scope["watched"].samples] == [0, 5]
+    assert "noisiest" in capsys.readouterr().out
+    assert (tmp_path / "run.html").is_file()
+    assert ht.watching.Recording.load("run.json").every == 5
+    assert type(scope["plain"][0].weight) is ht.MasterWeight
+
+
+def test_all_numbers_are_told():
+    for name in (*NAMES, *PRODUCT_NAMES):
+        assert f"`{name}`" in PAGE, name
+
+
+def test_table_of_costs():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "watch_nvidia_h200.json").read_text())["rows"]
+    lines = PAGE.split("<!-- table: watch_nvidia_h200 -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    assert [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines] == [
+        [row["mode"], row["recipe"], f"{row['measured / ms']:.2f}x", f"{row['overhead, one of 100']:+.1%}"]
+        for row in rows
+    ]
