@@ -36,7 +36,7 @@ from hybridtensor.watching.statistics import measure_product
 from hybridtensor.watching.statistics import part_of as stretch_of
 
 _ROWS = 256  # of each operand in a product that is measured
-_SIGNAL, _NOISE = 1, 3  # in the sums of a product
+_SIGNAL, _NOISE = 0, 2  # in the numbers of a product
 
 
 class Product(NamedTuple):
@@ -221,7 +221,7 @@ def _add(
         if config.formats(gemm) == (IDENTITY, IDENTITY):
             continue
         parts = [_part(config, gemm, i, operands) for i in (0, 1)]
-        found = measure_product(parts[0], parts[1])
+        found = measure_product(parts[0], parts[1]).square()
         known = one.sums.get((name, fmt))
         one.sums[name, fmt] = found if known is None else known + found
 

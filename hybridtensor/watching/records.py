@@ -11,14 +11,8 @@ from torch import Tensor
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS as PRODUCTS
-from hybridtensor.watching.sampling import GEMMS, OPERANDS, Sampler, Watched
-from hybridtensor.watching.statistics import (
-    FACE_SUMS,
-    face_statistics,
-    product_statistics,
-)
-
-_COUNT = FACE_SUMS.index("count")
+from hybridtensor.watching.sampling import GEMMS, OPERANDS, Numbers, Sampler, Watched
+from hybridtensor.watching.statistics import face_statistics, product_statistics
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(
-    step: int, sampler: Sampler, order: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
+    step: int, sampler: Sampler, order: Sequence[tuple[int, int]], numbers: Numbers, sizes: Tensor
 ) -> Sample:
     """Return what was measured.
 
@@ -100,23 +94,28 @@ def sample_of(
         step: Of the sample.
         sampler: What measured.
         order: Of the faces, as the sampler has them.
-        tensors: Its sums, maxima and products, on the host.
+        numbers: Of all layers, on the host.
+        sizes: Values and blocks, int64 ``[layers, faces, 2]``.
     """
-    sums, maxima, products = (tensor.tolist() for tensor in tensors)
+    counts, norms, maxima, products = (tensor.tolist() for tensor in numbers)
     layers = list(sampler.layers.values())
     faces, multiplied = [], []
     for layer in layers:
+        at = layer.place
         for place, (role, direction) in enumerate(OPERANDS):
-            of_face = sums[layer.place][place]
-            if of_face[_COUNT]:
+            values, blocks = sizes[at][place].tolist()
+            if values:
+                found = face_statistics(
+                    counts[at][place], norms[at][place], maxima[at][place], (values, blocks)
+                )
                 fmt = _format(layer.config, role, direction)
-                found = face_statistics(of_face, maxima[layer.place][place])
                 faces.append(FaceRow(step, layer.name, f"{role}.{direction}", fmt, found))
         for place, gemm in enumerate(GEMMS):
-            of_product = products[layer.place][place]
-            if any(of_product):
-                found = product_statistics(of_product)
-                multiplied.append(ProductRow(step, layer.name, gemm, _formats(layer, gemm), found))
+            if any(products[at][place]):
+                of_product = product_statistics(products[at][place])
+                multiplied.append(
+                    ProductRow(step, layer.name, gemm, _formats(layer, gemm), of_product)
+                )
     named = tuple((layers[layer].name, ".".join(OPERANDS[place])) for layer, place in order)
     return Sample(step, tuple(faces), tuple(multiplied), named, tuple(sampler.unseen.items()))
 

@@ -17,10 +17,12 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.wrapper import WrapperTensor
 from hybridtensor.watching.statistics import (
+    FACE_COUNTS,
     FACE_MAXIMA,
-    FACE_SUMS,
-    PRODUCT_SUMS,
+    FACE_NORMS,
+    PRODUCT_NORMS,
     Part,
+    face_sizes,
     measure_face,
     measure_product,
     part_of,
@@ -70,6 +72,66 @@ class Call:
         self.input_columns: tuple[Values, int] | None = None
 
 
+class OfFace(NamedTuple):
+    """Where the numbers of one face are added up."""
+
+    counts: Tensor
+    norms: Tensor
+    maxima: Tensor
+
+
+class OfLayer(NamedTuple):
+    """Where the numbers of one layer are added up: of its faces, as ``OPERANDS``, and products."""
+
+    faces: list[OfFace]
+    products: dict[str, Tensor]
+
+
+class Numbers(NamedTuple):
+    """The numbers of all layers.
+
+    Attributes:
+        counts: int64 ``[layers, faces, FACE_COUNTS]``.
+        norms: float64 ``[layers, faces, FACE_NORMS]``.
+        maxima: fp32 ``[layers, faces, FACE_MAXIMA]``.
+        products: float64 ``[layers, products, PRODUCT_NORMS]``.
+    """
+
+    counts: Tensor
+    norms: Tensor
+    maxima: Tensor
+    products: Tensor
+
+    @classmethod
+    def of(cls, layers: int, device: torch.device) -> Numbers:
+        """Return the numbers of layers, which are not measured yet."""
+        faces, double = len(OPERANDS), torch.float64
+        return cls(
+            torch.zeros(layers, faces, len(FACE_COUNTS), dtype=torch.int64, device=device),
+            torch.zeros(layers, faces, len(FACE_NORMS), dtype=double, device=device),
+            torch.full(
+                (layers, faces, len(FACE_MAXIMA)), -torch.inf, dtype=torch.float32, device=device
+            ),
+            torch.zeros(layers, len(GEMMS), len(PRODUCT_NORMS), dtype=double, device=device),
+        )
+
+    def clear(self) -> None:
+        """Begin again."""
+        for tensor in (self.counts, self.norms, self.products):
+            tensor.zero_()
+        self.maxima.fill_(-torch.inf)
+
+    def places(self) -> list[OfLayer]:
+        """Return views of each layer's numbers: taking them when they are needed costs more than adding."""
+        return [
+            OfLayer(
+                [OfFace(*one) for one in zip(*(t[layer].unbind() for t in self[:3]), strict=True)],
+                dict(zip(GEMMS, self.products[layer].unbind(), strict=True)),
+            )
+            for layer in range(self.counts.shape[0])
+        ]
+
+
 class Watched(NamedTuple):
     """A layer that is watched.
 
@@ -93,9 +155,8 @@ class Sampler:
 
     Attributes:
         layers: By the state that stands for them.
-        sums: float64 ``[layers, faces, FACE_SUMS]``.
-        maxima: float64 ``[layers, faces, FACE_MAXIMA]``.
-        products: float64 ``[layers, products, PRODUCT_SUMS]``.
+        tensors: The numbers; see ``Numbers``.
+        sizes: Values and blocks that were measured, by layer and face.
         order: Faces in the order in which they were first used: places of layer and operand.
         unseen: Names of layers with products that are not measured, and why.
     """
@@ -110,11 +171,10 @@ class Sampler:
                     layer.name or "<root>", recipe.config, len(self.layers)
                 )
                 device = layer.weight.device
-        count, self._rows, self._turn = len(self.layers), rows, 0
-        new = {"dtype": torch.float64, "device": device}
-        self.sums = torch.zeros(count, len(OPERANDS), len(FACE_SUMS), **new)  # type: ignore[call-overload]
-        self.maxima = torch.full((count, len(OPERANDS), len(FACE_MAXIMA)), -torch.inf, **new)  # type: ignore[call-overload]
-        self.products = torch.zeros(count, len(GEMMS), len(PRODUCT_SUMS), **new)  # type: ignore[call-overload]
+        self._rows, self._turn = rows, 0
+        self.tensors = Numbers.of(len(self.layers), device)
+        self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._places = self.tensors.places()
         self.order: dict[tuple[int, int], None] = {}
         self.unseen: dict[str, str] = {}
         self._calls: dict[int, Call] = {}
@@ -123,9 +183,8 @@ class Sampler:
     def begin(self, turn: int) -> None:
         """Begin another step."""
         self._turn = turn
-        self.sums.zero_()
-        self.maxima.fill_(-torch.inf)
-        self.products.zero_()
+        self.tensors.clear()
+        self.sizes.clear()
         self.order.clear()
         self.end()
 
@@ -175,7 +234,7 @@ class Sampler:
         b = self._measured(watched, now, second, right)
         product = None if a is None or b is None else _aligned(now, gemm, a, b)
         if product is not None:
-            self.products[watched.place, list(GEMMS).index(gemm)] += measure_product(*product)
+            self._places[watched.place].products[gemm].add_(measure_product(*product).square_())
         if gemm == "output":
             now.operands.pop("input", None)
             self._now = None
@@ -197,10 +256,15 @@ class Sampler:
             return None
         part = self._part(now, role, direction, known, face)
         if part is not None and face.scale is not None:
-            sums, maxima = measure_face(part, known.amax)
-            self.sums[watched.place, place] += sums
-            target = self.maxima[watched.place, place]
-            torch.maximum(target, maxima, out=target)  # NaN stays
+            numbers, target = (
+                measure_face(part, known.amax),
+                self._places[watched.place].faces[place],
+            )
+            target.counts.add_(numbers.counts)
+            target.norms.add_(numbers.norms.square_())
+            torch.maximum(target.maxima, numbers.maxima, out=target.maxima)  # NaN stays
+            before, sizes = self.sizes.get((watched.place, place), (0, 0)), face_sizes(part)
+            self.sizes[watched.place, place] = before[0] + sizes[0], before[1] + sizes[1]
             self.order.setdefault((watched.place, place))
         return part
 

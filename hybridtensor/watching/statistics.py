@@ -10,12 +10,12 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Face
-from hybridtensor.ops.references.blocks import block_amax, spread
 from hybridtensor.ops.references.hadamard import rotate
 
 NAMES = {
@@ -27,7 +27,7 @@ NAMES = {
     "dynamic_range": "log2 of the largest over the smallest magnitude that is not zero (TransformerEngine)",
     "scale_inv_min": "smallest scale: element times scale is the value (TransformerEngine)",
     "scale_inv_max": "largest scale (TransformerEngine)",
-    "wasted_blocks%": "blocks of which a scale half as large would hold all elements, or whose values all became zero",
+    "wasted_blocks%": "blocks of which a scale half as large would hold all values, but for those of zeros",
     "nonfinite": "1 if a value or a scale is NaN or Inf",
 }
 PRODUCT_NAMES = {
@@ -35,15 +35,13 @@ PRODUCT_NAMES = {
     "sqnr": "signal to quantization noise of the product, dB",
 }
 
-FACE_SUMS = ("count", "signal", "noise", "underflows", "overflows", "blocks", "wasted")
-FACE_MAXIMA = (
-    "cur_amax",
-    "scale_inv_max",
-    "negated scale_inv_min",
-    "negated smallest",
-    "nonfinite",
-)
-PRODUCT_SUMS = ("dot", "signal", "quantized", "noise")
+FACE_COUNTS = ("values", "quantized", "beyond", "wasted")
+"""Integers: values and elements that are not zero, values beyond the largest element, wasted blocks."""
+FACE_NORMS = ("signal", "noise")
+"""Sums of squares."""
+FACE_MAXIMA = ("cur_amax", "scale_inv_max", "negated scale_inv_min", "negated smallest")
+PRODUCT_NORMS = ("signal", "quantized", "noise")
+"""Sums of squares of the product of values, of that of what the operands hold, and of their difference."""
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits; others, E2M1, have one
 
@@ -93,8 +91,22 @@ def _unrotated(fmt: Format) -> Format:
     return get_format(fmt.name.replace("_hadamard", "")) if fmt.hadamard else fmt
 
 
-def measure_face(part: Part, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums and maxima of a part of a face, float64, in the order of ``FACE_SUMS`` and ``FACE_MAXIMA``.
+class FaceNumbers(NamedTuple):
+    """What is measured of a part of a face.
+
+    Attributes:
+        counts: int64, in the order of ``FACE_COUNTS``.
+        norms: float64, roots of ``FACE_NORMS``.
+        maxima: fp32, in the order of ``FACE_MAXIMA``; NaN where there is one.
+    """
+
+    counts: Tensor
+    norms: Tensor
+    maxima: Tensor
+
+
+def measure_face(part: Part, amax: Tensor) -> FaceNumbers:
+    """Return the numbers of a part of a face, all on its device: as few operations as they take.
 
     Args:
         part: What is measured.
@@ -103,49 +115,53 @@ def measure_face(part: Part, amax: Tensor) -> tuple[Tensor, Tensor]:
     x, quantized, fmt = part.values, part.quantized, part.face.format
     magnitudes = x.abs()
     scales = _scales(part.face)
-    limit = scales * fmt.max
-    stored = (magnitudes.t(), quantized.t()) if part.turned else (magnitudes, quantized)
-    if stored[0].shape[1] % (fmt.block[1] or 1):  # a last block that is filled up with zeros
-        limit = limit[:, : -(-stored[0].shape[1] // (fmt.block[1] or 1))]
-    largest = block_amax(stored[1], fmt.block)
-    wasted = (largest < limit / 2) & (block_amax(stored[0], fmt.block) > 0)
-    beyond = stored[0] > spread(limit, fmt.block, stored[0].shape) * (1 + _half_step(fmt) / fmt.max)
-    smallest = (
-        torch.where(magnitudes > 0, magnitudes, math.inf).amin()
-        if x.numel()
-        else x.new_tensor(math.inf)
-    )
-    sums = [
-        x.new_tensor(x.numel(), dtype=torch.float64),
-        _square(x),
-        _square(x - quantized),
-        x.count_nonzero() - quantized.count_nonzero(),
-        beyond.count_nonzero(),
-        x.new_tensor(largest.numel(), dtype=torch.float64),
-        wasted.count_nonzero(),
+    blocks = _blocked(magnitudes.t() if part.turned else magnitudes, fmt.block)
+    limit = (scales[:, : blocks.shape[2]] * fmt.max)[:, None, :, None]
+    largest = blocks.amax(dim=(1, 3), keepdim=True)
+    counts = [
+        x.count_nonzero(),
+        quantized.count_nonzero(),
+        (blocks > limit * (1 + _half_step(fmt) / fmt.max)).count_nonzero(),
+        ((largest > 0) & (largest <= limit / 2)).count_nonzero(),
     ]
+    norms = [_norm(x), _norm(x - quantized)]
     low, high = scales.aminmax()
-    nonfinite = ~(amax.isfinite() & low.isfinite() & high.isfinite())
-    maxima = [amax, high, -low, -smallest, nonfinite]
-    return torch.stack([s.double() for s in sums]), torch.stack([m.double() for m in maxima])
+    smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin()
+    return FaceNumbers(
+        torch.stack(counts), torch.stack(norms), torch.stack([amax.float(), high, -low, -smallest])
+    )
+
+
+def face_sizes(part: Part) -> tuple[int, int]:
+    """Return how many values and blocks a part has."""
+    other, contraction = part.values.shape[::-1] if part.turned else part.values.shape
+    across, along = part.face.format.scale_shape(other, contraction)
+    return part.values.numel(), across * along
 
 
 def measure_product(left: Part, right: Part) -> Tensor:
-    """Return the sums of a product ``left @ right.T``, float64, in the order of ``PRODUCT_SUMS``: of what the
+    """Return the numbers of a product ``left @ right.T``, float64, roots of ``PRODUCT_NORMS``: of what the
     operands hold, against what they stand for.
     """
     exact = left.values.double() @ right.values.double().t()
     quantized = left.quantized.double() @ right.quantized.double().t()
-    dot = (exact * quantized).sum()
-    return torch.stack(
-        [dot, exact.square().sum(), quantized.square().sum(), (exact - quantized).square().sum()]
+    return torch.stack([_norm(exact), _norm(quantized), _norm(exact - quantized)])
+
+
+def _blocked(matrix: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """Return a matrix by blocks, ``[blocks, rows, blocks, columns]``; partial ones are filled up with zeros."""
+    rows, columns = (
+        extent if b is None else b for extent, b in zip(matrix.shape, block, strict=True)
     )
+    pad = -matrix.shape[1] % columns, -matrix.shape[0] % rows
+    if any(pad):
+        matrix = F.pad(matrix, (0, pad[0], 0, pad[1]))
+    return matrix.reshape(-1, rows, matrix.shape[1] // columns, columns)
 
 
-def _square(x: Tensor) -> Tensor:
-    """Return the sum of squares, float64."""
+def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-    return norm.square()
+    return norm
 
 
 def _scales(face: Face) -> Tensor:
@@ -164,35 +180,43 @@ def _half_step(fmt: Format) -> float:
     return float(2.0 ** (math.floor(math.log2(fmt.max)) - bits - 1))
 
 
-def face_statistics(sums: list[float], maxima: list[float]) -> dict[str, float]:
-    """Return what sums and maxima of a face come to, by ``NAMES``."""
-    found, most = (
-        dict(zip(FACE_SUMS, sums, strict=True)),
-        dict(zip(FACE_MAXIMA, maxima, strict=True)),
-    )
-    count, blocks = max(found["count"], 1.0), max(found["blocks"], 1.0)
-    smallest, amax = -most["negated smallest"], most["cur_amax"]
-    bounded = 0 < smallest < math.inf and 0 < amax < math.inf
+def face_statistics(
+    counts: list[int], norms: list[float], maxima: list[float], sizes: tuple[int, int]
+) -> dict[str, float]:
+    """Return what the numbers of a face come to, by ``NAMES``.
+
+    Args:
+        counts: Added up, as ``FACE_COUNTS``.
+        norms: Added up, as ``FACE_NORMS``.
+        maxima: As ``FACE_MAXIMA``; infinite where something is not finite.
+        sizes: Values and blocks that were measured.
+    """
+    known = dict(zip(FACE_COUNTS, counts, strict=True))
+    signal, noise = norms
+    amax, high, low, smallest = maxima[0], maxima[1], -maxima[2], -maxima[3]
+    values, blocks = (max(size, 1) for size in sizes)
     return {
-        "sqnr": _decibel(found["signal"], found["noise"]),
-        "underflows%": 100 * found["underflows"] / count,
-        "overflows%": 100 * found["overflows"] / count,
-        "mse": found["noise"] / count,
+        "sqnr": _decibel(signal, noise),
+        "underflows%": 100 * (known["values"] - known["quantized"]) / values,
+        "overflows%": 100 * known["beyond"] / values,
+        "mse": noise / values,
         "cur_amax": amax,
-        "dynamic_range": math.log2(amax / smallest) if bounded else math.nan,
-        "scale_inv_min": -most["negated scale_inv_min"],
-        "scale_inv_max": most["scale_inv_max"],
-        "wasted_blocks%": 100 * found["wasted"] / blocks,
-        "nonfinite": most["nonfinite"],
+        "dynamic_range": math.log2(amax / smallest)
+        if 0 < smallest <= amax < math.inf
+        else math.nan,
+        "scale_inv_min": low,
+        "scale_inv_max": high,
+        "wasted_blocks%": 100 * known["wasted"] / blocks,
+        "nonfinite": float(any(math.isinf(number) for number in (amax, high, low))),
     }
 
 
-def product_statistics(sums: list[float]) -> dict[str, float]:
-    """Return what the sums of a product come to, by ``PRODUCT_NAMES``."""
-    found = dict(zip(PRODUCT_SUMS, sums, strict=True))
-    norms = math.sqrt(found["signal"]) * math.sqrt(found["quantized"])
-    cosine = found["dot"] / norms if norms else math.nan
-    return {"cosine": cosine, "sqnr": _decibel(found["signal"], found["noise"])}
+def product_statistics(norms: list[float]) -> dict[str, float]:
+    """Return what the numbers of a product come to, by ``PRODUCT_NAMES``."""
+    signal, quantized, noise = norms
+    lengths = math.sqrt(signal) * math.sqrt(quantized)
+    cosine = (signal + quantized - noise) / 2 / lengths if lengths else math.nan
+    return {"cosine": cosine, "sqnr": _decibel(signal, noise)}
 
 
 def _decibel(signal: float, noise: float) -> float:

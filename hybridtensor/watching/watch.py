@@ -28,7 +28,7 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.recording import Recording, machine
 from hybridtensor.watching.records import FaceRow, Sample, sample_of
-from hybridtensor.watching.sampling import Sampler
+from hybridtensor.watching.sampling import OPERANDS, Numbers, Sampler
 from hybridtensor.watching.sinks import sink_of
 
 Alarm = str | Callable[[str], object] | None
@@ -40,13 +40,15 @@ class _Pending(NamedTuple):
     Attributes:
         step: Of the sample.
         order: Of its faces.
-        tensors: Sums, maxima, products.
+        numbers: Of all layers.
+        sizes: Values and blocks of all faces.
         there: When they are on the host; None on a CPU.
     """
 
     step: int
     order: list[tuple[int, int]]
-    tensors: list[Tensor]
+    numbers: Numbers
+    sizes: Tensor
     there: torch.cuda.Event | None
 
 
@@ -244,15 +246,19 @@ class watch:  # noqa: N801  (used as a function)
         sampler = self._sampler
         if sampler is None:
             return
-        # NaN would get lost in a maximum; ``nonfinite`` tells of it
-        maxima = sampler.maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        tensors = [sampler.sums, maxima, sampler.products]
-        if not self._alone:
-            operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.SUM)
-            for tensor, operation in zip(tensors, operations, strict=True):
-                dist.all_reduce(tensor, operation, group=self._group)
+        own = sampler.tensors
+        sizes = torch.zeros(len(sampler.layers), len(OPERANDS), 2, dtype=torch.int64, device="cpu")
+        for place, measured in sampler.sizes.items():
+            sizes[place] = torch.tensor(measured, device="cpu")
+        sizes = sizes.to(own.counts.device)
+        # NaN would get lost in a maximum of ranks
+        maxima = own.maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        tensors = [own.counts, own.norms, maxima, own.products, sizes]
+        for tensor in () if self._alone else tensors:
+            operation = dist.ReduceOp.MAX if tensor is maxima else dist.ReduceOp.SUM
+            dist.all_reduce(tensor, operation, group=self._group)
         there = None
-        if sampler.sums.is_cuda:
+        if own.counts.is_cuda:
             tensors = [
                 torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
                 for t in tensors
@@ -260,8 +266,9 @@ class watch:  # noqa: N801  (used as a function)
             there = torch.cuda.Event()
             there.record()
         else:
-            tensors = [t.clone() for t in tensors]
-        self._pending.append(_Pending(self.steps, list(sampler.order), tensors, there))
+            tensors = [tensor.clone() for tensor in tensors]
+        order = list(sampler.order)
+        self._pending.append(_Pending(self.steps, order, Numbers(*tensors[:4]), tensors[4], there))
 
     def _flush(self) -> None:
         """Read the samples that are on their way; give them to the sinks, and look for what alarms."""
@@ -271,7 +278,7 @@ class watch:  # noqa: N801  (used as a function)
                 one.there.synchronize()  # of a step ago
             if self._sampler is None:
                 continue
-            sample = sample_of(one.step, self._sampler, one.order, one.tensors)
+            sample = sample_of(one.step, self._sampler, one.order, one.numbers, one.sizes)
             self._samples.append(sample)
             for sink in self._sinks if self._first_rank else ():
                 sink(sample)
