@@ -31,8 +31,9 @@ $(VENV)/.dist: $(VENV)/.core
 demo: $(VENV)/.core
 	$(BIN)/python examples/train.py $(ARGS)
 
+# Those of integrations are in `make test-integrations`, where all frameworks are installed.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -q --ignore tests/integrations $(ARGS)
 
 # All combinations where `make test` takes a few that have every pair, and ten times as many random examples.
 test-long: $(VENV)/.test

@@ -56,7 +56,7 @@ def built(tmp_path_factory):
 
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     in_wheel, _, metadata, scripts = built
-    package = {name for name in tracked("hybridtensor") if name.endswith((".py", "py.typed"))}
+    package = {name for name in tracked("hybridtensor") if name.endswith((".py", "py.typed", ".html"))}
     assert len(package) > 150
     assert "hybridtensor/py.typed" in package
     assert {name for name in in_wheel if ".dist-info/" not in name} == package
