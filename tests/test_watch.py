@@ -386,6 +386,13 @@ def test_wrong_arguments(error, options, match):
         ht.watch(model_of("fp8"), **options)
 
 
+def test_models_on_several_devices():
+    model = model_of("fp8")
+    model.blocks[1].to("meta")
+    with pytest.raises(NotImplementedError, match="a model on one device is required"), ht.watch(model):
+        pass
+
+
 def test_wrong_models():
     with pytest.raises(TypeError, match="a module is required"):
         ht.watch(3)

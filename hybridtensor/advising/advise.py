@@ -160,6 +160,7 @@ def advise(
         TypeError: If an argument is of the wrong kind, or the loss no scalar.
         ValueError: If there is no batch, no layer ran, a spec is unknown or has state, the budget cannot be met, or
             there is no GPU to measure.
+        NotImplementedError: If the model is sharded.
     """
     require_module("advise", model)
     require_function("advise", "loss", loss)

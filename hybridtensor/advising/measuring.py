@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.formats import IDENTITY
@@ -105,11 +106,20 @@ def measure(
 
     Raises:
         ValueError: If a loss depends on no parameter.
+        NotImplementedError: If the model is sharded.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
     layers = [
         _Layer(layer, _block_of(model, layer)) for layer in layers_of(model) if _is_wanted(layer)
     ]
+    sharded = next(
+        (one.layer.name for one in layers if isinstance(one.layer.weight, DTensor)), None
+    )
+    if sharded is not None:
+        raise NotImplementedError(
+            f"advise: a model that no ranks share is required, got {sharded} as a DTensor; advise before "
+            "fully_shard and parallelize_module"
+        )
     blocks = {one.block: _Block() for one in layers if one.block is not None}
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:

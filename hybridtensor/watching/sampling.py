@@ -163,14 +163,19 @@ class Sampler:
 
     def __init__(self, model: torch.nn.Module, rows: int) -> None:
         self.layers: dict[int, Watched] = {}
-        device = torch.device("cpu")
+        devices: dict[torch.device, None] = {}
         for layer in layers_of(model):
             recipe = layer.recipe
             if recipe is not None and id(recipe.state) not in self.layers:
-                self.layers[id(recipe.state)] = Watched(
-                    layer.name or "<root>", recipe.config, len(self.layers)
-                )
-                device = layer.weight.device
+                known = Watched(layer.name or "<root>", recipe.config, len(self.layers))
+                self.layers[id(recipe.state)] = known
+                devices[layer.weight.device] = None
+        if len(devices) > 1:
+            raise NotImplementedError(
+                f"watch: a model on one device is required, got {[str(device) for device in devices]}; watch its "
+                "parts by themselves"
+            )
+        device = next(iter(devices), torch.device("cpu"))
         self._rows, self._turn = rows, 0
         self.tensors = Numbers.of(len(self.layers), device)
         self.sizes: dict[tuple[int, int], tuple[int, int]] = {}

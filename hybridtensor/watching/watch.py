@@ -90,6 +90,7 @@ class watch:  # noqa: N801  (used as a function)
         TypeError: If an argument is of the wrong kind.
         ValueError: If a number is too small, or no layer of the model is converted.
         RuntimeError: On all ranks, if they watch otherwise.
+        NotImplementedError: If the model is on several devices.
     """
 
     def __init__(

@@ -128,3 +128,13 @@ def otherwise(rank):
 
 def test_ranks_that_watch_otherwise_and_sinks(two):
     two.run(otherwise)
+
+
+def advice(rank):
+    model = shard(ht.plain_(make("fp8").to(here())), mesh_of(rank, 2))
+    with pytest.raises(NotImplementedError, match=r"a model that no ranks share is required, got 0\.up as a DTensor"):
+        ht.advise(model, [batch(0)], loss=lambda m, x: m(x.to(here())).sum(), hardware="b200")
+
+
+def test_sharded_models_are_not_advised(two):
+    two.run(advice)
