@@ -76,8 +76,9 @@ bench: $(VENV)/.core
 	$(BIN)/python benchmarks/linear_details.py $(ARGS)
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
+# The site is build/docs/index.html. A warning, such as a link that leads nowhere, is an error.
 docs: $(VENV)/.docs
-	$(BIN)/pdoc --output-directory build/docs hybridtensor
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
 
 # A wheel and an sdist in dist/, checked; the wheel, of the sdist, is tried in an environment that has torch only.
 dist: $(VENV)/.dist
