@@ -1,48 +1,31 @@
-"""The README's code runs, and its tables are those of the result files."""
+"""The README and the pages in ``docs``: their tables are those of the result files, their links lead somewhere."""
 
 import json
 import re
+import types
 from pathlib import Path
 
 import pytest
-import torch
 
 import hybridtensor as ht
+from hybridtensor.commands.recipes import MODIFIERS as TOLD
 from hybridtensor.inference import LAYOUTS
+from hybridtensor.recipes.named import TABLE
 from hybridtensor.recipes.spec import MODIFIERS, POLICIES, WORDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_code_runs(capsys):
-    scope = {"steps": 10}
-    first, with_blocks, last = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(first, scope)
-    assert "Quantized layers" in capsys.readouterr().out
-    small = scope["model"]
-    scope["model"] = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
-    exec(with_blocks, scope)
-    assert [str(layer.weight.config) for layer in scope["model"][1:2]] == ["bf16/nvfp4/nvfp4"]
-    assert type(scope["model"][0].weight) is torch.nn.Parameter
-    exec(last, scope | {"model": small})
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 
 
-def test_code_of_the_checkpoints_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    scope = {}
-    exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)[0], scope)
-    assert scope["step"] == 200
-    assert (tmp_path / "runs" / "model.safetensors").exists()
+def test_the_readme_is_short():
+    assert len(README.split()) < 900
 
 
-def test_the_number_of_recipes_and_all_words_are_told():
-    assert f"{['sixteen', 'seventeen', 'eighteen'][len(ht.recipes.RECIPES) - 16]} named recipes" in README
-    for word in [*WORDS, *MODIFIERS, *POLICIES]:
-        assert re.search(rf"`[^`]*\b{word}\b[^`]*`", README), word
-
-
-def table(name, text=README):
+def table(name, text=BENCHMARKS):
     """Return the cells of the table behind a marker, header excluded."""
     lines = text.split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
@@ -196,20 +179,85 @@ def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
         assert run["gap_percent"] is None or run["gap_percent"] < 1
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "docs/design.md",
-        "docs/experts.md",
-        "docs/frameworks.md",
-        "docs/inference.md",
-        "docs/numerics.md",
-        "CONTRIBUTING.md",
-        "README.md",
-    ],
-)
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def test_every_word_of_recipes_is_told():
+    text = page("recipes")
+    count = ["sixteen", "seventeen", "eighteen", "nineteen", "twenty"][len(ht.recipes.RECIPES) - 16]
+    assert f"{count} named recipes" in text
+    assert table("recipes", text) == [[r.name, r.spec, r.promise.replace("``", "`")] for r in TABLE]
+    assert [row[0] for row in table("recipes", text)] == list(ht.recipes.RECIPES)
+    assert table("modifiers", text) == [list(one) for one in TOLD.items()]
+    assert {row[0] for row in table("modifiers", text)} == {*MODIFIERS, *POLICIES}
+    for word in WORDS:
+        assert re.search(rf"^\| `\"{word}\"` \|", text, re.MULTILINE), word
+
+
+def test_the_choice_is_of_recipes_that_there_are():
+    rows = table("choice", README)
+    assert len(rows) == 6
+    assert rows == table("choice", page("choosing-a-recipe"))
+    for *_, recipe in rows:
+        ht.recipes.from_name(recipe)
+
+
+def test_the_results_of_the_readme_are_those_of_the_benchmarks():
+    speeds = {(r["mode"], r["recipe"]): f"{r['speedup']:.2f}x" for r in results("end_to_end_nvidia_h200")["rows"]}
+    losses = {r["recipe"]: f"{r['gap %']:+.2f} %" for r in results("convergence_nvidia_h200")["rows"]}
+    assert table("results", README) == [
+        [recipe, speeds.get(("eager", recipe), ""), speeds.get(("compiled", recipe), ""), losses.get(recipe, "")]
+        for recipe in dict.fromkeys(recipe for _, recipe in speeds)
+    ]
+    (noise,) = {
+        f"{r['noise %']:.2f} %" for r in results("convergence_nvidia_h200")["rows"] if r["recipe"].startswith("fp8")
+    }
+    assert f"noise is {noise}" in README
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_named_in_the_docs_exist(path):
-    for name in re.findall(
-        r"`((?:hybridtensor|tests|docs|benchmarks|examples)/[\w/.]+\.\w+)`", (ROOT / path).read_text()
-    ):
+    names = re.findall(r"`((?:hybridtensor|tests|docs|benchmarks|examples)/[\w/.-]+\.\w+)`", path.read_text())
+    for name in names:
         assert (ROOT / name).exists(), name
+
+
+def anchors(text):
+    """Return what GitHub, and the site, call the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        there = path.parent / name if name else path
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there.read_text()), target
+
+
+def test_the_site_has_every_page():
+    """In the list for readers, and in the one that makes the menu."""
+    text = page("index")
+    listed = re.findall(r"^\| \[[^\]]+\]\((.+)\.md\)", text, re.MULTILINE)
+    menu = text.split("```{toctree}")[1].split("```")[0].split("\n\n")[1].split()
+    pages = {path.stem for path in ROOT.glob("docs/*.md")} - {"index"}
+    assert set(listed) == set(menu) == pages
+    assert all(f"docs/{name}.md" in README for name in pages - {"api"})
+
+
+def test_the_api_has_every_public_name():
+    text = page("api")
+    for name in ht.__all__:
+        if name == "__version__":
+            continue
+        if isinstance(getattr(ht, name), types.ModuleType):
+            assert f".. automodule:: hybridtensor.{name}\n   :members:" in text, name
+        else:
+            assert re.search(rf"^\.\. auto(class|function):: {name}$", text, re.MULTILINE), name

@@ -1,4 +1,4 @@
-"""The scripts of ``examples/frameworks`` run as they are, and so does the code of ``docs/frameworks.md``."""
+"""The scripts of ``examples/frameworks`` run as they are; so does the code of ``docs/frameworks.md`` and the README."""
 
 import importlib.util
 import os
@@ -41,10 +41,12 @@ def test_scripts_run(name):
     assert re.search(SAYS[name], run([SCRIPTS / f"{name}.py"], *needs))
 
 
-def test_the_code_of_the_docs_is_that_of_the_scripts():
+@pytest.mark.parametrize(("page", "count"), [("docs/frameworks.md", len(SAYS)), ("README.md", 3)])
+def test_the_code_of_the_docs_is_that_of_the_scripts(page, count):
     """Every line of a snippet is one of a script that runs, in that order."""
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "frameworks.md").read_text(), re.DOTALL)
-    assert len(snippets) >= len(SAYS)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    snippets = [snippet for snippet in snippets if "hybridtensor.integrations" in snippet]
+    assert len(snippets) == count
     scripts = [path.read_text().splitlines() for path in SCRIPTS.glob("*.py")]
     for snippet in snippets:
         lines = [line for line in snippet.splitlines() if line.strip() and line.strip() != "..."]

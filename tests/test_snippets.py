@@ -1,0 +1,175 @@
+"""Every Python snippet of the README and of the pages in ``docs`` runs.
+
+Snippets of frameworks are lines of scripts that run: see ``integrations/test_examples.py``.
+"""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts import Experts
+from torch import nn
+from torch._inductor import config as inductor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import hybridtensor as ht
+
+ROOT = Path(__file__).parent.parent
+FENCED = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+
+
+def snippets(path):
+    """Return the Python of a page, block by block, but for that of frameworks."""
+    found = [textwrap.dedent(code) for _, code in FENCED.findall((ROOT / path).read_text())]
+    return [code for code in found if "hybridtensor.integrations" not in code]
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
+EVERY = [(path, number) for path in PAGES for number in range(len(snippets(path)))]
+
+
+class Blocks(nn.Module):
+    """A model that has the names that snippets use."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Projections(nn.Module):
+    """Layers of which engines make one."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj = (nn.Linear(64, 64) for _ in range(5))
+
+
+class Mixture(nn.Module):
+    """A linear layer and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.experts = nn.Linear(64, 64), Experts()
+
+
+def small(tmp_path):
+    """Return what a snippet takes for granted: a model, an optimizer, data, a loop's length."""
+    model = ht.quantize_(Blocks(), "fp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(32, 64)
+    data = [batch] * 3
+    return {"model": model, "optimizer": optimizer, "batch": batch, "batches": data, "data": data, "steps": 10}
+
+
+def several_gpus(tmp_path):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    torch_s = {
+        "fully_shard": fully_shard,
+        "parallelize_module": parallelize_module,
+        "SequenceParallel": SequenceParallel,
+        "Shard": Shard,
+        "Replicate": Replicate,
+    }
+    plan = {"blocks.0": ht.distributed.ColwiseParallel(), "blocks.1": ht.distributed.RowwiseParallel()}
+    return {"model": Blocks(), "mesh": mesh, "plan": plan, **torch_s}
+
+
+def experts(tmp_path):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
+    model = Mixture().bfloat16()
+    return {"model": model, "block": model, "mesh": mesh, "parallelize_module": parallelize_module}
+
+
+def engines(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model, other = (transformers.LlamaForCausalLM(config).bfloat16() for _ in range(2))
+    ht.quantize_(model, "fp8_rowwise")
+    ht.quantize_(other, "fp8_rowwise", persistent=True)
+    return {"model": model, "other_model": other, "engine_weights": {}, "folder": tmp_path / "exported"}
+
+
+def common_scales(tmp_path):
+    return {"model": nn.ModuleList([Projections()])}
+
+
+SCOPES = {
+    "docs/distributed.md": several_gpus,
+    "docs/experts.md": experts,
+    "docs/inference.md": engines,
+    ("docs/inference.md", 1): common_scales,
+    "docs/recipes.md": small,
+    ("docs/recipes.md", 0): lambda tmp_path: small(tmp_path) | {"model": Blocks()},
+}
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    """A group of one rank; snippets write where nothing is."""
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with inductor.patch(_micro_pipeline_tp=False):  # which one sets
+        yield
+    dist.destroy_process_group()
+
+
+def run(path, number, tmp_path):
+    """Run one snippet, and return its names."""
+    make = SCOPES.get((path, number), SCOPES.get(path, small))
+    scope = {"ht": ht, "torch": torch, "nn": nn}
+    if path != "README.md":
+        scope |= make(tmp_path)
+    exec(snippets(path)[number], scope)
+    return scope
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:`enable_symm_mem_for_group` is deprecated:FutureWarning")  # torch 2.11 needs it
+@pytest.mark.parametrize(("path", "number"), EVERY)
+def test_snippets_run(path, number, tmp_path):
+    torch.manual_seed(0)
+    run(path, number, tmp_path)
+
+
+def test_the_pages_have_snippets():
+    assert len(EVERY) >= 13
+    text = "\n".join((ROOT / path).read_text() for path in PAGES)
+    blocks = len(re.findall(r"^ *```python$", text, re.MULTILINE))
+    assert blocks == len(FENCED.findall(text))
+
+
+def test_the_first_example_needs_nothing_else(tmp_path, capsys):
+    scope = run("README.md", 0, tmp_path)
+    assert "Quantized layers" in capsys.readouterr().out
+    assert all(str(scope["model"][i].weight.config) == "fp8/fp8_rowwise/bf16" for i in (0, 2))
+    assert scope["optimizer"].state
+
+
+def test_the_first_example_has_ten_lines():
+    assert len([line for line in snippets("README.md")[0].splitlines() if line.strip()]) <= 10
+
+
+def test_a_schedule_changes_the_recipes_of_inner_blocks(tmp_path):
+    blocks = run("docs/recipes.md", 0, tmp_path)["model"].blocks
+    assert [str(block.weight.config) for block in blocks[1:2]] == ["bf16/nvfp4/nvfp4"]
+    assert all(type(blocks[i].weight) is nn.Parameter for i in (0, 2, 3))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_code_of_the_checkpoints_leaves_what_it_says(tmp_path):
+    assert run("docs/checkpoints.md", 0, tmp_path)["step"] == 200
+    assert (tmp_path / "runs" / "model.safetensors").exists()
