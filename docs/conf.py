@@ -1,5 +1,6 @@
 """How Sphinx makes a site of these pages: ``make docs``."""
 
+import re
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -17,7 +18,7 @@ html_copy_source = False
 myst_heading_anchors = 3  # links to headings, by the names that they have on GitHub
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["accelerate", "lightning", "safetensors", "torchtitan", "transformer_engine", "transformers"]
-autodoc_type_aliases = {"Recipe": "Recipe", "RecipeName": "RecipeName"}  # not their members, each time
+autodoc_type_aliases = {name: name for name in ("Recipe", "RecipeName")}  # not their members, each time
 napoleon_use_ivar = True  # attributes are fields of their class
 
 
@@ -26,5 +27,11 @@ def is_field(app: Sphinx, what: str, name: str, member: Any, skip: bool, options
     return True if type(member).__name__ == "_tuplegetter" else None
 
 
+def with_names(app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any) -> Any:
+    """Write aliases in unions as their names."""
+    return signature and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature), returns
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", is_field)
+    app.connect("autodoc-process-signature", with_names)

@@ -203,6 +203,29 @@ def test_the_choice_is_of_recipes_that_there_are():
         ht.recipes.from_name(recipe)
 
 
+def test_speeds_in_the_choice_are_those_of_the_benchmarks():
+    text = page("choosing-a-recipe")
+    steps = {(r["mode"], r["recipe"]): f"{r['speedup']:.2f}x" for r in results("end_to_end_nvidia_h200")["rows"]}
+    for recipe in ("fp8", "fp8_delayed", "fp8_rowwise", "fp8_block"):
+        said = re.search(rf"^- \*\*`{recipe}`\*\*: (.*?)(?=^- )", text, re.DOTALL | re.MULTILINE).group(1)
+        assert re.findall(r"\d\.\d\dx", said) == [steps["eager", recipe], steps["compiled", recipe]]
+    rows = results("linear_nvidia_h200")["rows"]
+    alone = {r["recipe"]: f"{r['speed over BF16']:.2f}x" for r in rows if r["tokens x out x in"] == "geometric mean"}
+    assert f"`mxfp8` {alone['mxfp8']}, `nvfp4` {alone['nvfp4']};" in text
+    backward = alone["fp8_dequantized_backward"], alone["fp8_high_precision_backward"]
+    assert f"one linear layer: {', '.join(backward)}" in text
+
+
+def test_no_other_gpu_or_torch_was_measured():
+    names = [path.stem for path in (ROOT / "benchmarks" / "results").glob("*_nvidia_*.json")]
+    assert len(names) > 10
+    for name in names:
+        record = results(name)
+        found = record.get("environment") or {"device": record["device"], **record["versions"]}
+        assert (found["device"], found["torch"].partition("+")[0]) == ("NVIDIA H200", "2.11.0")
+    assert "Never run: GPUs other than the H200, CUDA with torch above 2.11" in README
+
+
 def test_the_results_of_the_readme_are_those_of_the_benchmarks():
     speeds = {(r["mode"], r["recipe"]): f"{r['speedup']:.2f}x" for r in results("end_to_end_nvidia_h200")["rows"]}
     losses = {r["recipe"]: f"{r['gap %']:+.2f} %" for r in results("convergence_nvidia_h200")["rows"]}

@@ -72,6 +72,10 @@ def small(tmp_path):
     return {"model": model, "optimizer": optimizer, "batch": batch, "batches": data, "data": data, "steps": 10}
 
 
+def plain(tmp_path):
+    return small(tmp_path) | {"model": Blocks()}
+
+
 def several_gpus(tmp_path):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     torch_s = {
@@ -112,8 +116,8 @@ SCOPES = {
     "docs/experts.md": experts,
     "docs/inference.md": engines,
     ("docs/inference.md", 1): common_scales,
-    "docs/recipes.md": small,
-    ("docs/recipes.md", 0): lambda tmp_path: small(tmp_path) | {"model": Blocks()},
+    ("docs/recipes.md", 0): plain,
+    "docs/choosing-a-recipe.md": plain,
 }
 
 
