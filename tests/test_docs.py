@@ -265,6 +265,13 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(there.read_text()), target
 
 
+def test_the_readme_names_every_command():
+    text = README.split("On the command line: ")[1].split("\n\n")[0]
+    said = [word.split()[0] for word in re.findall(r"`(?:hybridtensor )?([^`]+)`", text)]
+    files = {path.stem for path in (ROOT / "hybridtensor" / "commands").glob("*.py")}
+    assert set(said) == files - {"__init__", "common"}
+
+
 def test_the_site_has_every_page():
     """In the list for readers, and in the one that makes the menu."""
     text = page("index")
