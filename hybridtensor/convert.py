@@ -145,7 +145,7 @@ def _convert_all(
     configs = {layer.module: config for layer, config in plan}
     converted = {m: _values_of(m) for m in changed if isinstance(_part(m), HybridTensor)}
     for scale in dict.fromkeys(scales.values()) if persistent else ():
-        fresh = [m for m in scale.modules if m is not None and m not in converted]
+        fresh = [m for m in scale.modules if m in configs and m not in converted]
         if fresh and measures_tensor(configs[fresh[0]].weight):
             scale.take([weight_values(configs[m], _values_of(m)) for m in fresh])
     for layer, config in plan:

@@ -170,6 +170,34 @@ def test_models_are_as_before_and_may_be_converted():
     assert [row.layer for row in converted.table] == [row.layer for row in plain.table]
 
 
+def test_frozen_layers_and_products_that_never_run():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    advice = ht.advise(model, [torch.randn(64, 64)], loss=lambda m, x: m(x).square().mean(), hardware="b200")
+    shares = {(row.layer, row.gemm): (row.share, row.weight) for row in advice.table}
+    third = pytest.approx(1 / 3)
+    assert shares["0", "grad_input"][0] == shares["0", "grad_weight"][0] == shares["1", "grad_input"][0] == 0
+    assert shares["0", "output"][0] == shares["1", "output"][0] == shares["1", "grad_weight"][0] == third
+    assert shares["1", "grad_weight"][1] == 1
+
+
+def test_layers_that_formats_do_not_fit_and_tokens_that_are_no_whole_blocks():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    options = {"loss": lambda m, x: m(x).square().mean(), "hardware": "b200", "budget": 1.0}
+    advice = ht.advise(model, [torch.randn(33, 64)], **options)
+    assert advice.specs["0"].startswith("nvfp4/")
+    assert "nvfp4" not in advice.specs["1"]
+    ht.quantize_(model, advice.recipe)
+    with pytest.raises(ValueError, match=r"a format that fits layer .* is required, got nvfp4"):
+        ht.advise(nn.Linear(64, 10), [torch.randn(32, 64)], formats=["nvfp4"], **options)
+
+
+def test_compiled_models_have_the_names_of_plain_ones():
+    model = model_of()
+    advice = advise(torch.compile(model))
+    ht.quantize_(model, advice.recipe)
+
+
 def test_tables_are_shown(capsys):
     from rich.console import Console
 
@@ -217,6 +245,7 @@ def test_options_that_are_not_worth_it_are_left_out():
         (ValueError, {"budget": -1.0}, "budget"),
         (ValueError, {"budget": "fp8_delayed"}, "without delayed scales"),
         (ValueError, {"formats": ["fp8_delayed"]}, "without delayed scales"),
+        (ValueError, {"formats": ["bf16/fp8/fp8"]}, "one format for all products"),
         (ValueError, {"formats": []}, "at least one format"),
         (TypeError, {"formats": 3}, "a list of specs"),
         (ValueError, {"hardware": "h1000"}, "h200"),

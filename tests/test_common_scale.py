@@ -12,6 +12,7 @@ import torch
 from siblings import GROUPS, ROWS, Model, inputs, model_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 from hybridtensor.optim import MasterWeights
@@ -236,6 +237,12 @@ def test_changes_of_recipe(persistent):
         ]
         same(mine_of(linear), own)
     ht.quantize_(model, "fp8", persistent=persistent, common_scale=GROUPS)
+    check(model)
+
+
+def test_one_layer_gets_the_recipe_that_its_siblings_have():
+    model = model_of("fp8", persistent=True)
+    ht.set_config_(model, FqnToConfig({"blocks.0.q": ht.HybridConfig.parse("fp8")}))
     check(model)
 
 

@@ -290,6 +290,36 @@ def test_a_loop_that_raises_leaves_nothing_behind():
     model(inputs()).sum().backward()
 
 
+@pytest.mark.parametrize("tokens", [33, 40])
+def test_tokens_that_are_no_whole_blocks(tokens):
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "nvfp4")
+    with ht.watch(model, every=1) as watched:
+        model(torch.randn(tokens, 64)).square().sum().backward()
+        watched.step()
+    cosines = [row.statistics["cosine"] for row in watched.samples[0].products]
+    assert len(cosines) == 5
+    assert min(cosines) > 0.95
+
+
+def test_recipes_that_change_while_watched():
+    model = model_of("mxfp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with ht.watch(model, every=1) as watched:
+        train(model, 1, optimizer=optimizer)
+        ht.set_config_(model, "fp8")
+        train(model, 1, optimizer=optimizer)
+    formats = [{row.format for row in sample.faces} for sample in watched.samples]
+    assert formats == [{"mxfp8_e4m3"}, {"fp8_e4m3_tensor", "fp8_e5m2_tensor"}]
+
+
+def test_losses_of_long_runs_are_packed():
+    watched = ht.watch(model_of("fp8"))
+    for step in range(2500):
+        watched.note(float(step), step=step)
+    assert len(watched._losses) < 1024
+    assert watched.recording().losses == tuple((step, float(step)) for step in range(2500))
+
+
 # -- where it goes
 
 
@@ -306,8 +336,8 @@ def test_sinks(tmp_path):
             self.seen = metrics, step
 
     class Run:
-        def log(self, metrics, step):
-            self.seen = metrics, step
+        def log(self, metrics):
+            self.seen = metrics
 
     model, writer, logger, run, given = model_of("nvfp4"), Writer(), Logger(), Run(), []
     with ht.watch(model, every=2, sinks=[tmp_path / "log.jsonl", writer, logger, run, given.append]) as watched:
@@ -315,7 +345,8 @@ def test_sinks(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2]
     assert given == list(watched.samples)
-    assert logger.seen == run.seen == (watched.scalars(), 2)
+    assert logger.seen == (watched.scalars(), 2)
+    assert run.seen == watched.scalars() | {"hybridtensor/step": 2}
     assert {name: value for (name, step), value in writer.seen.items() if step == 2} == watched.scalars()
     assert "blocks.0.q/grad_weight/cosine" in watched.scalars()
 
@@ -360,6 +391,20 @@ def test_alarms_warn_and_raise():
     with pytest.raises(RuntimeError, match="is not finite"), ht.watch(model, every=5, alarm="raise"):
         train(model, 2)
     assert not observers
+    model, raised = model_of("fp8"), []
+    with ht.watch(model, every=1, alarm="raise") as watched:
+        for step in range(5):
+            with torch.no_grad():
+                model.blocks[1].k.weight[3, 5] = float("nan") if step == 1 else 1.0
+            model(inputs()).sum().backward()
+            try:
+                watched.step()
+            except RuntimeError as error:
+                raised.append(str(error))
+    assert len(raised) == 1
+    assert raised[0].endswith("in step 1")
+    assert [sample.step for sample in watched.samples] == [0, 1, 2, 3, 4]
+    assert [bool([r for r in s.faces if r.statistics["nonfinite"]]) for s in watched.samples] == [0, 1, 0, 0, 0]
     with warnings.catch_warnings(), ht.watch(model_of("fp8"), every=1, alarm="warn") as watched:
         warnings.simplefilter("error")
         train(watched.model, 2)

@@ -179,7 +179,7 @@ def advise(
         raise ValueError(
             "advise: a linear layer that runs is required, got none; see explain(model)"
         )
-    allowed = sum(p.error(budget) for p in products) if isinstance(budget, str) else float(budget)
+    allowed = float(budget) if not isinstance(budget, str) else _error_of(products, budget)
     options = _options(products, specs, prices)
     steps = curve(options)
     best = cheapest(options, steps, allowed)
@@ -208,6 +208,8 @@ def _config(what: str, spec: object) -> HybridConfig:
     """
     require_text("advise", **{f"a {what}": spec})
     config = HybridConfig.parse(str(spec))
+    if "/" in str(spec):
+        raise ValueError(f"advise: one format for all products is required as {what}, got {spec!r}")
     if config.delayed_rules():
         raise ValueError(
             f"advise: a {what} without delayed scales is required, got {spec!r}, which knows none yet"
@@ -262,10 +264,25 @@ def _options(products: list[Product], specs: list[str], prices: CostTable) -> li
         for spec in specs
         for name, gemm in gemms.items()
     }
-    return [
-        [Option(spec, cost[spec, p.gemm] * p.operations / every, p.error(spec)) for spec in specs]
-        for p in products
-    ]
+    made = []
+    for p in products:
+        fitting = [spec for spec in specs if spec in p.noise]
+        if not fitting:
+            raise ValueError(
+                f"advise: a format that fits layer {p.layer} is required, got {', '.join(specs)}; allow {PLAIN!r}, too"
+            )
+        made.append(
+            [
+                Option(spec, cost[spec, p.gemm] * p.operations / every, p.error(spec))
+                for spec in fitting
+            ]
+        )
+    return made
+
+
+def _error_of(products: list[Product], spec: str) -> float:
+    """Return the error of a spec everywhere; layers that it does not fit stay as they are."""
+    return sum(p.error(spec) for p in products if spec in p.noise)
 
 
 def _advice(
@@ -283,9 +300,12 @@ def _advice(
         for p, fmt in zip(products, best.choice, strict=True)
     )
     points = [CurvePoint(step.cost, step.error, "") for step in steps]
-    for i, spec in enumerate(specs):
-        chosen = [one[i] for one in options]
-        points.append(CurvePoint(sum(o.cost for o in chosen), sum(o.error for o in chosen), spec))
+    for spec in specs:
+        known = [{option.fmt: option for option in of_product} for of_product in options]
+        chosen = [of_product.get(spec, of_product.get(PLAIN)) for of_product in known]
+        if None not in chosen:
+            total = [option for option in chosen if option is not None]
+            points.append(CurvePoint(sum(o.cost for o in total), sum(o.error for o in total), spec))
     points.append(CurvePoint(best.cost, best.error, "advised"))
     recipe = {
         layer: None

@@ -48,7 +48,8 @@ class Product(NamedTuple):
         gemm: ``output``, ``grad_input`` or ``grad_weight``.
         operations: Multiplications of it, over all batches.
         weight: What its noise counts by.
-        noise: Relative squared error of the product, by format.
+        noise: Relative squared error of the product, by format; without those that the layer's sizes do
+            not fit.
     """
 
     layer: str
@@ -65,10 +66,13 @@ class Product(NamedTuple):
 class _Layer:
     """What is known of a layer while the model runs."""
 
-    def __init__(self, layer: Layer, block: nn.Module | None) -> None:
+    def __init__(
+        self, layer: Layer, block: nn.Module | None, configs: dict[str, HybridConfig]
+    ) -> None:
         self.layer, self.block = layer, block
+        self.configs = {fmt: config for fmt, config in configs.items() if _fits(layer, config)}
         self.order = -1  # in forward
-        self.operations = 0.0
+        self.operations = dict.fromkeys((gemm.name for gemm in GEMMS), 0.0)
         self.gradient = 0.0  # sum of squares of the weight's gradient
         self.input: Tensor | None = None
         self.sums: dict[tuple[str, str], Tensor] = {}
@@ -109,8 +113,11 @@ def measure(
         NotImplementedError: If the model is sharded.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
+    plain = getattr(model, "_orig_mod", model)  # of torch.compile, whose names nobody quantizes by
     layers = [
-        _Layer(layer, _block_of(model, layer)) for layer in layers_of(model) if _is_wanted(layer)
+        _Layer(layer, _block_of(plain, layer), configs)
+        for layer in layers_of(plain)
+        if _is_wanted(layer)
     ]
     sharded = next(
         (one.layer.name for one in layers if isinstance(one.layer.weight, DTensor)), None
@@ -125,7 +132,7 @@ def measure(
     for parameter, _ in grads:
         parameter.grad = None  # else backward adds to what is there
     try:
-        with _hooked(layers, blocks, configs):
+        with _hooked(layers, blocks):
             for batch in batches:
                 value = run(model, batch)
                 if not value.requires_grad:
@@ -136,7 +143,7 @@ def measure(
     finally:
         for parameter, grad in grads:
             parameter.grad = grad
-    return _products(layers, blocks, list(configs))
+    return _products(layers, blocks)
 
 
 def _is_wanted(layer: Layer) -> bool:
@@ -162,16 +169,12 @@ def _block_of(model: nn.Module, layer: Layer) -> nn.Module | None:
 
 
 @contextlib.contextmanager
-def _hooked(
-    layers: list[_Layer], blocks: dict[nn.Module, _Block], configs: dict[str, HybridConfig]
-) -> Iterator[None]:
+def _hooked(layers: list[_Layer], blocks: dict[nn.Module, _Block]) -> Iterator[None]:
     """Have layers and blocks measured while the model runs, eagerly."""
     order = iter(range(10**9))
     with contextlib.ExitStack() as stack:
         for one in layers:
-            hook = one.layer.module.register_forward_hook(
-                _measuring(one, configs, order), with_kwargs=True
-            )
+            hook = one.layer.module.register_forward_hook(_measuring(one, order), with_kwargs=True)
             stack.callback(hook.remove)
         for module, block in blocks.items():
             for hook in (
@@ -184,9 +187,7 @@ def _hooked(
         yield
 
 
-def _measuring(
-    one: _Layer, configs: dict[str, HybridConfig], order: Iterator[int]
-) -> Callable[..., None]:
+def _measuring(one: _Layer, order: Iterator[int]) -> Callable[..., None]:
     """Return a hook that measures the products of a layer: that of forward, and those of backward when its gradient
     is there.
     """
@@ -196,38 +197,34 @@ def _measuring(
         x = given.detach().reshape(-1, given.shape[-1])
         weight = _values(one.layer)
         one.order = next(order) if one.order < 0 else one.order
-        one.operations += x.shape[0] * weight.numel()
         with torch.no_grad():
-            _add(one, configs, "output", {"input": x, "weight": weight})
+            _add(one, "output", {"input": x, "weight": weight})
         if output.requires_grad:
-            wants_input = given.requires_grad
-            output.register_hook(lambda grad: _backward(one, configs, x, weight, grad, wants_input))
+            needs = given.requires_grad, one.layer.weight.requires_grad
+            output.register_hook(lambda grad: _backward(one, x, weight, grad, needs))
 
     return hook
 
 
 @torch.no_grad()
 def _backward(
-    one: _Layer,
-    configs: dict[str, HybridConfig],
-    x: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    wants_input: bool,
+    one: _Layer, x: Tensor, weight: Tensor, grad: Tensor, needs: tuple[bool, bool]
 ) -> None:
+    """Measure the products of backward that run: for an input, and for a weight that asks for a gradient."""
     grad = grad.reshape(-1, grad.shape[-1])
-    if wants_input:
-        _add(one, configs, "grad_input", {"grad_output": grad, "weight": weight})
-    _add(one, configs, "grad_weight", {"grad_output": grad, "input": x})
-    one.gradient += float((grad.float().t() @ x.float()).square().sum())
+    if needs[0]:
+        _add(one, "grad_input", {"grad_output": grad, "weight": weight})
+    if needs[1]:
+        _add(one, "grad_weight", {"grad_output": grad, "input": x})
+        one.gradient += float((grad.float().t() @ x.float()).square().sum())
 
 
-def _add(
-    one: _Layer, configs: dict[str, HybridConfig], name: str, operands: dict[str, Tensor]
-) -> None:
-    """Add up the noise that each format makes in a product."""
+def _add(one: _Layer, name: str, operands: dict[str, Tensor]) -> None:
+    """Add up the noise that each format makes in a product, and its operations."""
+    tokens = operands.get("input", operands.get("grad_output"))
+    one.operations[name] += (0 if tokens is None else tokens.shape[0]) * one.layer.weight.numel()
     gemm = next(gemm for gemm in GEMMS if gemm.name == name)
-    for fmt, config in configs.items():
+    for fmt, config in one.configs.items():
         if config.formats(gemm) == (IDENTITY, IDENTITY):
             continue
         parts = [_part(config, gemm, i, operands) for i in (0, 1)]
@@ -297,9 +294,16 @@ def _values(layer: Layer) -> Tensor:
     return values.detach()
 
 
-def _products(
-    layers: list[_Layer], blocks: dict[nn.Module, _Block], formats: list[str]
-) -> list[Product]:
+def _fits(layer: Layer, config: HybridConfig) -> bool:
+    """Return whether a layer's weight is of whole blocks."""
+    try:
+        config.check_sizes(*layer.size(tuple(layer.weight.shape)), layer.name)
+    except ValueError:
+        return False
+    return True
+
+
+def _products(layers: list[_Layer], blocks: dict[nn.Module, _Block]) -> list[Product]:
     ran = sorted((one for one in layers if one.order >= 0), key=lambda one: one.order)
     whole = sum(one.gradient for one in ran) or 1.0
     before, made = 0.0, []
@@ -312,8 +316,8 @@ def _products(
         }
         before += one.gradient
         for gemm, weight in weights.items():
-            noise = {fmt: _relative(one.sums.get((gemm, fmt))) for fmt in formats}
-            made.append(Product(one.layer.name, gemm, one.operations, weight, noise))
+            noise = {fmt: _relative(one.sums.get((gemm, fmt))) for fmt in one.configs}
+            made.append(Product(one.layer.name, gemm, one.operations[gemm], weight, noise))
     return made
 
 

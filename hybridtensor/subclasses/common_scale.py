@@ -94,8 +94,12 @@ class CommonScale:
         return [_part(module.weight) for module in modules if module is not None]  # type: ignore[arg-type]
 
     def renew(self) -> None:
-        """Measure master weights that were written since the last time."""
+        """Measure master weights that were written since the last time; FSDP2's parts are left to its
+        gathers, which do that over all ranks.
+        """
         weights = self.parts
+        if any(getattr(weight, "record", None) and weight.record.shard for weight in weights):
+            return
         if not any(measures_tensor(weight.recipe.weight) for weight in weights):
             return
         others = {type(weight).__name__ for weight in weights} - {"MasterWeight"}

@@ -95,7 +95,7 @@ class Recording:
         for row in faces[:_SHOWN]:
             numbers = [f"{row.statistics[name]:.3g}" for name in names]
             table.add_row(row.layer, row.operand, row.format, *numbers)
-        worst = min(last.products, key=lambda row: row.statistics["cosine"], default=None)
+        worst = min(last.products, key=lambda row: _badness(row.statistics["cosine"]), default=None)
         if worst is not None:
             cosine = worst.statistics["cosine"]
             table.caption = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS as PRODUCTS
-from hybridtensor.watching.sampling import GEMMS, OPERANDS, Numbers, Sampler, Watched
+from hybridtensor.watching.sampling import GEMMS, OPERANDS, Numbers, Watched
 from hybridtensor.watching.statistics import face_statistics, product_statistics
 
 
@@ -86,19 +86,24 @@ class Sample(NamedTuple):
 
 
 def sample_of(
-    step: int, sampler: Sampler, order: Sequence[tuple[int, int]], numbers: Numbers, sizes: Tensor
+    step: int,
+    layers: Sequence[Watched],
+    order: Sequence[tuple[int, int]],
+    unseen: Sequence[tuple[str, str]],
+    numbers: Numbers,
+    sizes: Tensor,
 ) -> Sample:
     """Return what was measured.
 
     Args:
         step: Of the sample.
-        sampler: What measured.
+        layers: Those that are watched, with the recipes of the step.
         order: Of the faces, as the sampler has them.
+        unseen: Layers that are not measured, and why.
         numbers: Of all layers, on the host.
         sizes: Values and blocks, int64 ``[layers, faces, 2]``.
     """
     counts, norms, maxima, products = (tensor.tolist() for tensor in numbers)
-    layers = list(sampler.layers.values())
     faces, multiplied = [], []
     for layer in layers:
         at = layer.place
@@ -117,7 +122,7 @@ def sample_of(
                     ProductRow(step, layer.name, gemm, _formats(layer, gemm), of_product)
                 )
     named = tuple((layers[layer].name, ".".join(OPERANDS[place])) for layer, place in order)
-    return Sample(step, tuple(faces), tuple(multiplied), named, tuple(sampler.unseen.items()))
+    return Sample(step, tuple(faces), tuple(multiplied), named, tuple(unseen))
 
 
 def _formats(layer: Watched, gemm: str) -> tuple[str, str]:

@@ -176,7 +176,7 @@ class Sampler:
                 "parts by themselves"
             )
         device = next(iter(devices), torch.device("cpu"))
-        self._rows, self._turn = rows, 0
+        self._model, self._rows, self._turn = model, rows, 0
         self.tensors = Numbers.of(len(self.layers), device)
         self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
         self._places = self.tensors.places()
@@ -192,6 +192,15 @@ class Sampler:
         self.sizes.clear()
         self.order.clear()
         self.end()
+
+    def measured(self) -> list[Watched]:
+        """Return the layers with the recipes that they have now, which may have changed since the last step."""
+        for layer in layers_of(self._model):
+            recipe = layer.recipe
+            known = None if recipe is None else self.layers.get(id(recipe.state))
+            if known is not None and recipe is not None:
+                self.layers[id(recipe.state)] = known._replace(config=recipe.config)
+        return list(self.layers.values())
 
     def end(self) -> None:
         """Let go of what was kept for a backward."""

@@ -34,7 +34,8 @@ def sink_of(target: Any) -> Sink:
     if hasattr(target, "log_metrics"):
         return lambda sample: target.log_metrics(sample.scalars(), step=sample.step)
     if hasattr(target, "log"):
-        return lambda sample: target.log(sample.scalars(), step=sample.step)
+        # W&B drops what is logged for a step behind the present one: the step is a number beside the others
+        return lambda sample: target.log({**sample.scalars(), "hybridtensor/step": sample.step})
     if callable(target):
         return target  # type: ignore[no-any-return]
     raise wrong("watch", "a path, a writer, a logger or a function as sink", target)

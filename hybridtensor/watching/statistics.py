@@ -82,7 +82,9 @@ def part_of(face: Face, values: Tensor, first: int, count: int) -> Part:
             cut.qdata.contiguous(), cut.scale, cut.tensor_scale, format=fmt, dtype=torch.float32
         )
         if cut.format.hadamard:
-            values = rotate(values.to(torch.bfloat16)).float()
+            # whole groups of 16, filled up with zeros as casts do
+            padded = F.pad(values, (0, -values.shape[1] % 16))
+            values = rotate(padded.to(torch.bfloat16)).float()
     quantized = quantized.t() if turned else quantized
     return Part(cut, values, quantized[:, : values.shape[1]], turned)
 

@@ -28,8 +28,10 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.recording import Recording, machine
 from hybridtensor.watching.records import FaceRow, Sample, sample_of
-from hybridtensor.watching.sampling import OPERANDS, Numbers, Sampler
+from hybridtensor.watching.sampling import OPERANDS, Numbers, Sampler, Watched
 from hybridtensor.watching.sinks import sink_of
+
+_LOSSES = 1024  # that are kept each in memory of its own
 
 Alarm = str | Callable[[str], object] | None
 
@@ -39,14 +41,18 @@ class _Pending(NamedTuple):
 
     Attributes:
         step: Of the sample.
+        layers: Those that are watched, with their recipes.
         order: Of its faces.
+        unseen: Layers that are not measured, and why.
         numbers: Of all layers.
         sizes: Values and blocks of all faces.
         there: When they are on the host; None on a CPU.
     """
 
     step: int
+    layers: list[Watched]
     order: list[tuple[int, int]]
+    unseen: list[tuple[str, str]]
     numbers: Numbers
     sizes: Tensor
     there: torch.cuda.Event | None
@@ -121,6 +127,7 @@ class watch:  # noqa: N801  (used as a function)
         self._samples: list[Sample] = []
         self._pending: list[_Pending] = []
         self._losses: list[tuple[int, Tensor]] = []
+        self._packed: list[tuple[list[int], Tensor]] = []
         self._sampler: Sampler | None = None
         self._armed = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
@@ -132,12 +139,13 @@ class watch:  # noqa: N801  (used as a function)
     # -- the loop
 
     def __enter__(self) -> Self:
-        self._sampler = Sampler(self.model, self.rows)
-        if not self._sampler.layers:
-            raise ValueError(
-                "watch: a model with weights of this library is required, got none; call quantize_ first"
-            )
-        self._agree([f"{w.name} {w.config}" for w in self._sampler.layers.values()])
+        sampler, error = None, None
+        try:
+            sampler = Sampler(self.model, self.rows)
+        except NotImplementedError as found:
+            error = found
+        self._agree([] if sampler is None else list(sampler.layers.values()), error)
+        self._sampler = sampler
         handle = register_optimizer_step_post_hook(self._after_optimizer)
         self._hooks.callback(handle.remove)
         self._arm()
@@ -152,17 +160,19 @@ class watch:  # noqa: N801  (used as a function)
         self._hooks.close()
         self._armed.close()
         if kind is None:
-            self._flush()
+            before, self._pending = self._pending, []
+            self._flush(before)
 
     def step(self) -> None:
         """End a step: where no optimizer of torch does."""
         sampled = self._sampler is not None and self.steps % self.every == 0
         self._armed.close()
-        self._flush()
+        before, self._pending = self._pending, []
         if sampled:
             self._take()
         self.steps += 1
         self._arm()
+        self._flush(before)  # last: alarms may raise
 
     def note(self, loss: Tensor | float, *, step: int | None = None) -> None:
         """Take note of a loss, one number, for reports; nothing waits for it.
@@ -185,7 +195,16 @@ class watch:  # noqa: N801  (used as a function)
             raise ValueError(
                 f"watch: a loss of one number is required, got shape {tuple(value.shape)}"
             )
-        self._losses.append((self.steps if step is None else step, value.reshape(()).clone()))
+        self._losses.append((self.steps if step is None else step, value.reshape(()).float()))
+        if len(self._losses) >= _LOSSES:
+            self._pack_losses()
+
+    def _pack_losses(self) -> None:
+        """Put the losses that were noted into one tensor, where they are."""
+        if self._losses:
+            packed = torch.stack([value for _, value in self._losses])
+            self._packed.append(([step for step, _ in self._losses], packed))
+            self._losses = []
 
     def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if is_traced() or not self._is_of_model(optimizer):
@@ -215,29 +234,43 @@ class watch:  # noqa: N801  (used as a function)
 
     # -- ranks
 
-    def _agree(self, layers: list[str]) -> None:
+    def _agree(self, layers: list[Watched], error: Exception | None) -> None:
         """Find the ranks that have the same layers.
 
         Raises:
-            RuntimeError: If they sample other steps; on all of them.
+            Exception: ``error``, on its rank.
+            ValueError: If no rank has any.
+            RuntimeError: If ranks sample other steps, or another one has an error; on all of them.
         """
+        names = tuple(f"{layer.name} {layer.config}" for layer in layers)
         self._alone = not (
             dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         )
+        mine = ((self.every, self.rows, self.steps), names, None if error is None else str(error))
+        every: list[Any] = [mine]
+        if not self._alone:
+            every = [None] * dist.get_world_size()
+            dist.all_gather_object(every, mine)
+        if error is not None:
+            raise error
+        failed = next((text for _, _, text in every if text is not None), None)
+        if failed is not None:
+            raise RuntimeError(f"watch: another rank cannot watch: {failed}")
+        if len({how for how, _, _ in every}) > 1:
+            raise RuntimeError(
+                f"watch: the same every, rows and steps are required on all ranks, got {[how for how, _, _ in every]}"
+            )
+        if not any(known for _, known, _ in every):
+            raise ValueError(
+                "watch: a model with weights of this library is required, got none; call quantize_ first"
+            )
         if self._alone:
             return
-        mine = ((self.every, self.rows, self.steps), tuple(layers))
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        if len({how for how, _ in every}) > 1:
-            raise RuntimeError(
-                f"watch: the same every, rows and steps are required on all ranks, got {[how for how, _ in every]}"
-            )
         ranks: dict[object, list[int]] = {}
-        for rank, (_, names) in enumerate(every):
-            ranks.setdefault(names, []).append(rank)
+        for rank, (_, known, _) in enumerate(every):
+            ranks.setdefault(known, []).append(rank)
         if len(ranks) > 1:
-            groups = {names: dist.new_group(members) for names, members in ranks.items()}
+            groups = {known: dist.new_group(members) for known, members in ranks.items()}
             self._group = groups[mine[1]]
         members = ranks[mine[1]]
         self._first_rank, self._alone = dist.get_rank() == members[0], len(members) == 1
@@ -268,18 +301,24 @@ class watch:  # noqa: N801  (used as a function)
             there.record()
         else:
             tensors = [tensor.clone() for tensor in tensors]
-        order = list(sampler.order)
-        self._pending.append(_Pending(self.steps, order, Numbers(*tensors[:4]), tensors[4], there))
+        self._pending.append(
+            _Pending(
+                self.steps,
+                sampler.measured(),
+                list(sampler.order),
+                list(sampler.unseen.items()),
+                Numbers(*tensors[:4]),
+                tensors[4],
+                there,
+            )
+        )
 
-    def _flush(self) -> None:
-        """Read the samples that are on their way; give them to the sinks, and look for what alarms."""
-        pending, self._pending = self._pending, []
+    def _flush(self, pending: list[_Pending]) -> None:
+        """Read samples that are on their way; give them to the sinks, and look for what alarms."""
         for one in pending:
             if one.there is not None:
                 one.there.synchronize()  # of a step ago
-            if self._sampler is None:
-                continue
-            sample = sample_of(one.step, self._sampler, one.order, one.numbers, one.sizes)
+            sample = sample_of(*one[:-1])
             self._samples.append(sample)
             for sink in self._sinks if self._first_rank else ():
                 sink(sample)
@@ -323,14 +362,11 @@ class watch:  # noqa: N801  (used as a function)
 
     def recording(self) -> Recording:
         """Return all that was watched so far, for reports and files."""
-        noted, self._losses = self._losses, []
-        values = (
-            torch.stack([value.to("cpu", torch.float64) for _, value in noted]).tolist()
-            if noted
-            else []
-        )
-        self._read += zip((step for step, _ in noted), values, strict=True)
-        layers = [] if self._sampler is None else list(self._sampler.layers.values())
+        self._pack_losses()
+        for steps, values in self._packed:
+            self._read += zip(steps, values.tolist(), strict=True)
+        self._packed = []
+        layers = [] if self._sampler is None else self._sampler.measured()
         recipes = {layer.name: str(layer.config) for layer in layers}
         return Recording(self.every, recipes, machine(), tuple(self._read), self.samples)
 

@@ -127,6 +127,20 @@ def test_compiled_blocks(two):
     two.run(compiled)
 
 
+def read_by_compiled_code(rank):
+    """A graph that reads a part of a sharded weight asks for its common scale, which is that of all ranks."""
+    model = shard(model_of("fp8").to(here()), mesh_of(rank, 2))
+    with torch.no_grad():
+        before = model(inputs(device=here()))
+        model.blocks[0].reshard()
+        torch.compile(lambda p: (p * 2).sum())(model.blocks[0].q.weight)
+        assert torch.equal(model(inputs(device=here())), before)
+
+
+def test_graphs_that_read_parts(two):
+    two.run(read_by_compiled_code)
+
+
 def apart(rank):
     """Siblings under different roots would not learn of each other's writes."""
     model = model_of("fp8").to(here())

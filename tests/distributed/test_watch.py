@@ -111,6 +111,25 @@ def test_stages(two):
     two.run(stages)
 
 
+def only_one_rank_has_layers(rank):
+    model = make("fp8").to(here()) if rank == 0 else nn.Linear(64, 64).to(here())
+    samples = watched(model, batch(0))
+    assert len(samples) == 2
+    assert bool(samples[0].faces) == (rank == 0)
+    with pytest.raises(ValueError, match="weights of this library is required, got none"), ht.watch(nn.Linear(4, 4)):
+        pass
+    broken = make("fp8").to(here())
+    if rank == 1:
+        broken[1].to("meta")
+    match = "on one device" if rank == 1 else "another rank cannot watch: .*on one device"
+    with pytest.raises((RuntimeError, NotImplementedError), match=match), ht.watch(broken):
+        pass
+
+
+def test_stages_without_layers(two):
+    two.run(only_one_rank_has_layers)
+
+
 def otherwise(rank):
     model = make("fp8").to(here())
     with (
