@@ -39,17 +39,20 @@ test: $(VENV)/.test
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -q --long $(ARGS)
 
-# Other libraries' own ways with quantized models: the packages are installed into an environment of their own.
-test-frameworks: .venv-frameworks/.frameworks
-	.venv-frameworks/bin/python -m pytest -n $(JOBS) -q tests/integrations tests/frameworks $(ARGS)
+# Other libraries' own ways with quantized models: the packages are installed into an environment of their own, unless
+# FRAMEWORKS names another one.
+FRAMEWORKS ?= .venv-frameworks
+
+test-frameworks: $(FRAMEWORKS)/.frameworks
+	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations tests/frameworks $(ARGS)
 
 # hybridtensor.integrations with the real packages, and the scripts of examples/frameworks, in the same environment.
-test-integrations: .venv-frameworks/.frameworks
-	.venv-frameworks/bin/python -m pytest -n $(JOBS) -q tests/integrations $(ARGS)
+test-integrations: $(FRAMEWORKS)/.frameworks
+	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations $(ARGS)
 
-.venv-frameworks/.frameworks: pyproject.toml constraints.txt
-	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.test
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+$(FRAMEWORKS)/.frameworks: pyproject.toml constraints.txt
+	$(MAKE) VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.test
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --editable ".[frameworks]"
 	touch $@
 
