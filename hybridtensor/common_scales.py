@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtensor.arguments import require_items, require_text
+from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.layers import Layer
 from hybridtensor.linear.layer_forward import recipe_of
-from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.selection import Plan
-from hybridtensor.subclasses.common_scale import CommonScale
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.common_scale import CommonScale, measures_tensor
 
 Siblings: TypeAlias = Iterable[str]
 """Patterns of names, one per layer of a common scale; what stands for ``*`` and ``?`` is equal in all."""
@@ -143,3 +145,47 @@ def check_common_scales(plan: Plan) -> None:
                     f"set_config_: one recipe for the weights of {layer.name} and {recipe.state.name} is required, "
                     f"which have a common scale, got {config} and {other}"
                 )
+
+
+def common_scales_of(plan: Plan) -> dict[nn.Module, CommonScale]:
+    """Return the common scale of each layer that has one."""
+    known = (
+        (layer, None if layer.recipe is None else layer.recipe.state.common) for layer, _ in plan
+    )
+    return {layer.module: scale for layer, scale in known if isinstance(scale, CommonScale)}
+
+
+def forget_common_scales(plan: Plan) -> list[nn.Module]:
+    """Give layers scales of their own again, those that had one with a layer of the plan, too; return
+    them all.
+    """
+    scales = [layer.recipe.state.common for layer, _ in plan if layer.recipe is not None]
+    modules = [m for scale in scales if scale is not None for m in scale.modules if m is not None]
+    for module in modules:
+        recipe = recipe_of(module)
+        if recipe is not None:
+            recipe.state.common = None
+    return modules
+
+
+def take_amaxes(scales: dict[nn.Module, CommonScale], plan: Plan) -> None:
+    """Have common scales take the amaxes of the weights of a plan, which are to be quantized now."""
+    configs = {layer.module: config for layer, config in plan}
+    for scale in dict.fromkeys(scales.values()):
+        modules = [module for module in scale.modules if module in configs]
+        if modules and measures_tensor(configs[modules[0]].weight):
+            scale.take([weight_values(configs[m], values_of(m)) for m in modules if m is not None])
+
+
+def local_part(module: nn.Module) -> Any:
+    """Return the weight of a linear layer, or this rank's part of it."""
+    return part_of(module.weight)  # type: ignore[arg-type]
+
+
+def values_of(module: nn.Module) -> Tensor:
+    """Return the best values that there are of a linear layer's weight."""
+    part: Any = local_part(module)
+    if isinstance(part, HybridTensor):
+        current = part.high_precision.current
+        return part.dequantize() if current is None else current
+    return part.plain if isinstance(part, MasterWeight) else part.detach()

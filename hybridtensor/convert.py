@@ -20,22 +20,31 @@ from hybridtensor.arguments import (
     require_module,
     require_text,
 )
-from hybridtensor.common_scales import Siblings, check_common_scales, common_scales
+from hybridtensor.common_scales import (
+    Siblings,
+    check_common_scales,
+    common_scales,
+    common_scales_of,
+    forget_common_scales,
+    local_part,
+    take_amaxes,
+    values_of,
+)
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
-from hybridtensor.linear.layer_forward import recipe_of, set_recipe
+from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
-from hybridtensor.recipes.config import HybridConfig, weight_values
+from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
 from hybridtensor.state import LayerState
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
-from hybridtensor.subclasses.common_scale import CommonScale, measures_tensor
+from hybridtensor.subclasses.common_scale import CommonScale
 from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight, refresh_all_
 from hybridtensor.swap import swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
@@ -106,25 +115,12 @@ def quantize_(
     plan = _with_layouts(plan, transposed)
     _check_plan(plan, model, root, persistent)  # before anything changes
     scales = common_scales(plan, common_scale)
-    _convert_all(plan, persistent, scales, _forget_common_scales(plan))
+    _convert_all(plan, persistent, scales, forget_common_scales(plan))
     _share_inputs(model, plan, root)
     watch(model)
     _give_plain_values_to_all(model)
     _tell_what_is_left(model)
     return model
-
-
-def _forget_common_scales(plan: Plan) -> list[nn.Module]:
-    """Give layers scales of their own again, those that had one with a layer of the plan, too; return
-    them all.
-    """
-    scales = [layer.recipe.state.common for layer, _ in plan if layer.recipe is not None]
-    modules = [m for scale in scales if scale is not None for m in scale.modules if m is not None]
-    for module in modules:
-        recipe = recipe_of(module)
-        if recipe is not None:
-            recipe.state.common = None
-    return modules
 
 
 def _convert_all(
@@ -142,29 +138,12 @@ def _convert_all(
         others: Layers that had one.
     """
     changed = dict.fromkeys([*scales, *others])
-    configs = {layer.module: config for layer, config in plan}
-    converted = {m: _values_of(m) for m in changed if isinstance(_part(m), HybridTensor)}
-    for scale in dict.fromkeys(scales.values()) if persistent else ():
-        fresh = [m for m in scale.modules if m in configs and m not in converted]
-        if fresh and measures_tensor(configs[fresh[0]].weight):
-            scale.take([weight_values(configs[m], _values_of(m)) for m in fresh])
+    converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
+    if persistent:
+        take_amaxes(scales, [step for step in plan if step[0].module not in converted])
     for layer, config in plan:
         _convert(layer, config, persistent, scales.get(layer.module))
-    refresh_all_([(_part(module), values) for module, values in converted.items()])
-
-
-def _part(module: nn.Module) -> Any:
-    """Return the weight of a linear layer, or this rank's part of it."""
-    return part_of(module.weight)  # type: ignore[arg-type]
-
-
-def _values_of(module: nn.Module) -> Tensor:
-    """Return the best values that there are of a linear layer's weight."""
-    part: Any = _part(module)
-    if isinstance(part, HybridTensor):
-        current = part.high_precision.current
-        return part.dequantize() if current is None else current
-    return part.plain if isinstance(part, MasterWeight) else part.detach()
+    refresh_all_([(local_part(module), values) for module, values in converted.items()])
 
 
 def _with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
@@ -282,17 +261,9 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         of_kind = [
             step for step in plan if isinstance(part_of(step[0].weight), HybridTensor) == persistent
         ]
-        _convert_all(of_kind, persistent, _common_scales_of(of_kind))
+        _convert_all(of_kind, persistent, common_scales_of(of_kind))
     watch(model)
     return model
-
-
-def _common_scales_of(plan: Plan) -> dict[nn.Module, CommonScale]:
-    """Return the common scale of each layer that has one."""
-    known = (
-        (layer, None if layer.recipe is None else layer.recipe.state.common) for layer, _ in plan
-    )
-    return {layer.module: scale for layer, scale in known if isinstance(scale, CommonScale)}
 
 
 def _checked_name(name: str | None) -> str:
