@@ -73,6 +73,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.core
+	$(BIN)/python benchmarks/saved.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/cast.py $(ARGS)
 	$(BIN)/python benchmarks/linear.py $(ARGS)

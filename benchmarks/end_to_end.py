@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from common import arguments, report, time_alternating
 from llama import Llama, Size
+from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 
 BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
 SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
+OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
 RECIPES = {
-    "eager": ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise"],
-    "compiled": ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise", "torchao rowwise"],
+    "eager": [*OURS, "torchao tensorwise"],
+    "compiled": [*OURS, "torchao tensorwise", "torchao rowwise"],
 }
 
 
@@ -30,16 +33,30 @@ def convert(model: Llama, recipe: str) -> bool:
     return recipe == "fp8_delayed"
 
 
-def training(recipe: str, mode: str, device: str) -> Callable[[], None]:
-    """Return one training step."""
+ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+
+
+def training(
+    recipe: str, mode: str, device: str, make_optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+) -> Callable[[], None]:
+    """Return one training step.
+
+    Args:
+        recipe: See ``convert``.
+        mode: ``eager``, ``compiled`` (by block) or ``checkpointed`` (by block).
+        device: Where.
+        make_optimizer: Called with parameters and ``lr``.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(SIZES[torch.device(device).type]).bfloat16()
     stateful = convert(model, recipe)
-    if mode == "compiled":
-        for block in model.blocks:
+    for block in model.blocks:
+        if mode == "compiled":
             block.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        elif mode == "checkpointed":
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    optimizer = make_optimizer(model.parameters(), lr=1e-5)
     tokens = torch.randint(model.size.vocab, BATCH[torch.device(device).type], device=device)
 
     def step() -> None:

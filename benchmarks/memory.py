@@ -1,70 +1,83 @@
-"""Bytes saved for backward by linear layers of an MLP stack, against BF16 in the same run; and the peak of a step."""
+"""Peak memory of whole training steps, against BF16 and torchao in the same run.
+
+On several GPUs, with FSDP2: ``torchrun --nproc-per-node=2 benchmarks/memory.py``.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Callable
 from typing import Any
 
+import end_to_end
+import fsdp
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from common import arguments, report
-from torch import Tensor, nn
 
-import hybridtensor as ht
-from hybridtensor.testing import saved_by
-
-SIZES = {"cuda": (8, 4096, 14336, 8192), "cpu": (2, 128, 448, 512)}  # blocks, width, hidden, tokens
-RECIPES = [None, "fp8", "fp8_rowwise", "fp8_rowwise_hp_grad_weight", "fp8_high_precision_backward",
-           "fp8_dequantized_backward", "fp8+save_original_input"]  # fmt: skip
+GIB = 2**30
+STEPS = 3  # what is used once between two writes is known by then
+RECIPES = ["bf16", "fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
+OTHERS = {"compiled": ["torchao tensorwise", "torchao rowwise"]}
+MODES = ["eager", "compiled", "checkpointed", "eager, AdamW in 8 bits"]
 
 
-class Block(nn.Module):
-    """Two linear layers with an activation that saves only its input."""
+def optimizer_of(mode: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes the optimizer of a mode."""
+    if "8 bits" not in mode:
+        return end_to_end.ADAMW
+    from torchao.optim import AdamW8bit
 
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[tokens, width]`` to the same."""
-        return self.down(F.relu(self.up(x)))
+    return AdamW8bit  # type: ignore[no-any-return]
 
 
-def measure(recipe: str | None, device: str) -> dict[str, Any]:
-    """Return the bytes that one forward pass saves, and the peak of forward and backward."""
-    blocks, width, hidden, tokens = SIZES[torch.device(device).type]
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width, hidden) for _ in range(blocks))).to(device, torch.bfloat16)
-    if recipe is not None:
-        ht.quantize_(model, recipe)
-    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-
-    def step() -> None:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight[0, 0].add_(1e-3)  # as an optimizer does
-                weight.grad = None
-        x.grad = None
-        model(x).sum().backward()
-
-    step()
-    step()  # what is used once between two writes is known from now on
-    with saved_by(m for m in model.modules() if isinstance(m, nn.Linear)) as saved:
-        model(x)
-    linear = saved.nbytes(without=model.parameters())
-    del saved
-    step()
-    step()
-    peak = 0
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
+def peak(step: Callable[[], None], device: str) -> dict[str, float]:
+    """Return what is allocated before a step in steady state, and the most while it runs, in GiB."""
+    for _ in range(STEPS - 1):
         step()
-        peak = torch.cuda.max_memory_allocated()
-    return {"recipe": recipe or "bf16 (plain)", "saved MB": linear / 1e6, "peak MB": peak / 1e6}
+    if not device.startswith("cuda"):
+        step()
+        return {"before GiB": 0.0, "peak GiB": 0.0}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return {"before GiB": before / GIB, "peak GiB": torch.cuda.max_memory_allocated() / GIB}
+
+
+def measure(mode: str, device: str, *, sharded: bool) -> list[dict[str, Any]]:
+    """Return one row per recipe; only one model is there at a time."""
+    rows: list[dict[str, Any]] = []
+    for recipe in [*RECIPES, *OTHERS.get(mode, [])]:
+        torch._dynamo.reset()
+        gc.collect()
+        if sharded:
+            step = fsdp.training(recipe, mode, torch.device(device).type)
+        else:
+            step = end_to_end.training(recipe, mode, device, optimizer_of(mode))
+        rows.append({"mode": mode, "recipe": recipe, **peak(step, device)})
+        del step
+        rows[-1]["of BF16"] = rows[-1]["peak GiB"] / (rows[0]["peak GiB"] or 1.0)
+        if not sharded or dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+    return rows
 
 
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
-    rows = [measure(recipe, options.device) for recipe in RECIPES]
-    for row in rows:
-        row["saved, of BF16"] = row["saved MB"] / rows[0]["saved MB"]
-    report("memory", rows, options)
+    sharded, kind = "LOCAL_RANK" in os.environ, torch.device(options.device).type
+    torch._dynamo.config.recompile_limit = 64
+    if sharded:
+        if kind == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    modes = MODES[:2] if sharded else MODES
+    rows = [row for mode in modes for row in measure(mode, options.device, sharded=sharded)]
+    if not sharded:
+        report("memory", rows, options)
+    else:
+        if dist.get_rank() == 0:
+            report(f"memory_{dist.get_world_size()}_ranks", rows, options)
+        dist.destroy_process_group()

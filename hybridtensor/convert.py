@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import logging
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import (
+    require_choice,
     require_flag,
     require_function,
     require_items,
@@ -38,7 +40,8 @@ from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
-from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.quantizers import IdentityQuantizer
+from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
 from hybridtensor.state import LayerState
 from hybridtensor.state.watch import watch
@@ -62,6 +65,7 @@ def quantize_(
     name: str | None = None,
     transposed: Iterable[str] = (),
     common_scale: Iterable[Siblings] = (),
+    keep_faces: str | None = None,
 ) -> nn.Module:
     """Swap the weights of the linear layers and experts of ``model``, in place, for weights that
     quantize their products.
@@ -97,6 +101,8 @@ def quantize_(
             scale, as engines have it that fuse them: for each such group a pattern of each layer's name,
             ``[("*.q_proj", "*.k_proj", "*.v_proj"), ("*.gate_proj", "*.up_proj")]``. Layers belong
             together where ``*`` and ``?`` stand for the same text. Layers that are in none get scales of their own.
+        keep_faces: How long faces of weights in high precision live, ``"auto"``, ``"always"`` or ``"never"``: see
+            ``HybridConfig``. None leaves it to the recipe, which has ``"auto"`` if it does not say.
 
     Returns:
         ``model``.
@@ -113,6 +119,9 @@ def quantize_(
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
     plan = _with_layouts(plan, transposed)
+    if keep_faces is not None:
+        require_choice("quantize_", "keep_faces", keep_faces, KEEP_FACES)
+        plan = [(layer, _keeping(config, keep_faces)) for layer, config in plan]
     _check_plan(plan, model, root, persistent)  # before anything changes
     scales = common_scales(plan, common_scale)
     _convert_all(plan, persistent, scales, forget_common_scales(plan))
@@ -194,6 +203,17 @@ def _check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> No
     for layer, config in plan:
         _check_weight(layer, persistent)
         _check_sizes(layer, config)
+        if persistent and config.keep_faces != KEEP_FACES[0]:
+            raise ValueError(
+                f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
+                "persistent=True, whose faces are the weight; drop one"
+            )
+
+
+def _keeping(config: HybridConfig, keep_faces: str) -> HybridConfig:
+    """Return a recipe that keeps faces of weights so, if it makes any."""
+    quantizes = config.weight != IdentityQuantizer()
+    return dataclasses.replace(config, keep_faces=keep_faces) if quantizes else config
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:

@@ -110,7 +110,7 @@ def held_by(tensor: Tensor) -> list[Tensor]:
     """
     plain, _ = flatten(tensor)
     if isinstance(tensor, MasterWeight):
-        for face in tensor.record.kept_faces():
+        for face in tensor.record.kept.faces():
             plain += face.tensors()
     return plain
 

@@ -9,7 +9,7 @@ from tiers import long
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.filterwarnings("default")  # compiling, torch warns of its own ways
-SLOW = ["imports", "linear", "linear_details", "end_to_end", "memory"]
+SLOW = ["imports", "linear", "linear_details", "end_to_end", "saved", "memory"]
 
 
 @pytest.fixture

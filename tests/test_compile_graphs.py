@@ -10,6 +10,7 @@ from torch import nn
 
 import hybridtensor as ht
 from hybridtensor.ops.cast.request import parse_request
+from hybridtensor.quantizers.base import measured
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 QUANTIZE = torch.ops.hybridtensor.quantize.default
@@ -47,23 +48,28 @@ def test_siblings_quantize_their_input_once(recipe):
     of_input, of_weights = {
         "bf16": (0, 0),
         "fp8_delayed": (3, 3),
-        "high_precision_fwd_mxfp8_bwd": (1, 0),  # the weights' columnwise faces are made in backward
+        "high_precision_fwd_mxfp8_bwd": (1, 0),
     }.get(recipe, (1, 3))
-    assert graphs.count("forward", QUANTIZE) == of_input + of_weights
+    assert graphs.count("forward", QUANTIZE) == of_input + of_weights  # these make rowwise faces of the weights
+
+
+def _measured(weight):
+    """Return the amaxes of both faces; in eager code casts with powers of two go by what the layer remembers."""
+    context = weight.context._replace(state=None) if weight.config.delayed_rules() == {} else weight.context
+    return measured(weight.config.weight, weight.plain, torch.bfloat16, context).amaxes
 
 
 @pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
 def test_compiled_siblings_save_the_faces_of_one_eager_layer(recipe):
-    """And the columnwise faces of the weights, which in eager training belong to the weights."""
+    """And what weights are scaled by, of which backward makes the columnwise faces."""
     net, x, graphs = compiled(recipe)
     with saved_for_backward() as eager:
         net.q(x)
     of_input = eager.nbytes(without=[net.q.weight]) * (3 if recipe == "fp8_delayed" else 1)
-    of_weights = 0
-    for layer in (net.q, net.k, net.v):
-        row, column = layer.weight.faces(rowwise=True, columnwise=True, dtype=torch.bfloat16)
-        made_in_forward = row.scale is not None and column.scale is not None
-        of_weights += nbytes(column.tensors()) if made_in_forward else 0
+    quantizer = ht.recipes.from_name(recipe).weight
+    of_rowwise = getattr(quantizer, "columnwise_source", "") == "rowwise_dequantized"
+    amaxes = [_measured(layer.weight)[0 if of_rowwise else 1] for layer in (net.q, net.k, net.v)]
+    of_weights = nbytes(amax for amax in amaxes if amax is not None)
     assert nbytes(graphs.saved(outputs=3)) == of_input + of_weights
 
 
@@ -82,7 +88,9 @@ def test_weights_and_states_stay_where_they_are(recipe):
     "recipe", ["fp8", "fp8+pow2_scale", "nvfp4_1d_weight", "nvfp4_fwd_mxfp8_bwd", "fp8_rowwise", "mxfp8"]
 )
 def test_what_has_one_scale_is_measured_by_operations_that_can_be_fused(recipe):
-    """So that a compiler measures a tensor where it makes it, if that is all that has to be measured; not weights."""
+    """So that a compiler measures a tensor where it makes it, if that is all that has to be measured; a weight is
+    measured once for both faces.
+    """
     net, _, graphs = compiled(recipe)
     weights = {tuple(parameter.shape) for parameter in net.parameters()}
     for name in ("forward", "backward"):
@@ -92,11 +100,17 @@ def test_what_has_one_scale_is_measured_by_operations_that_can_be_fused(recipe):
         for node in casts:
             row, column, source, _ = parse_request(node.args[1])
             of_x = row or source, None if source else column
-            amaxes = dict(zip(of_x, (*node.args[6:], None, None)[:2], strict=True))
+            amaxes = dict(zip(of_x, (*node.args[6:8], None, None)[:2], strict=True))
             amaxes.pop(None, None)
             whole = {cast for cast in amaxes if cast.measures is False}
-            plain = node in made and not any(cast.format.hadamard or cast.measures for cast in amaxes)
-            assert {cast for cast, amax in amaxes.items() if amax is not None} == (whole if plain else set())
+            if node in made:
+                plain = not any(cast.format.hadamard or cast.measures for cast in amaxes)
+                expected = whole if plain else set()
+            else:
+                expected = {cast for cast in amaxes if cast.measures is not None}
+            assert {cast for cast, amax in amaxes.items() if amax is not None} == expected
+    assert graphs.count("forward", torch.ops.hybridtensor.measure.default) == (0 if recipe == "mxfp8" else 3)
+    assert not graphs.count("backward", torch.ops.hybridtensor.measure.default)
     assert bool(graphs.count("forward", torch.ops.aten.amax.default)) == (
         recipe in ("fp8", "fp8+pow2_scale", "nvfp4_fwd_mxfp8_bwd")
     )

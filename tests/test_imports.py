@@ -21,9 +21,9 @@ LAYERS = [
     "watching", "advising", "integrations", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "observing", "wrapper", "structure", "high_precision", "record", "common_scale", "intercepting",
-    "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor", "followers", "master_tensor",
-    "quantizing", "operators",
+    "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "common_scale",
+    "intercepting", "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor", "followers",
+    "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]
 

@@ -296,82 +296,156 @@ def test_a_quantized_batch_keeps_its_shape(spec):
         assert torch.equal(converted(hybrid), converted(x))
 
 
+class Casts:
+    """Counts how often faces of a layer's weight are made."""
+
+    def __init__(self, converted, monkeypatch):
+        self.made, cls = [], type(converted.weight.config.weight)
+        original = cls.faces
+
+        def counting(quantizer, x, **kwargs):
+            if x is converted.weight.plain:
+                self.made.append("both" if kwargs["rowwise"] and kwargs["columnwise"] else "one")
+            return original(quantizer, x, **kwargs)
+
+        monkeypatch.setattr(cls, "faces", counting)
+
+    def take(self):
+        made, self.made = self.made, []
+        return made
+
+
+def written(converted):
+    with torch.no_grad():
+        converted.weight.mul_(0.5)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_gradient_accumulation_quantizes_the_weight_once(spec, monkeypatch):
     converted, _ = layer(spec)
-    made = []
-    cls = type(HybridConfig.parse(spec).weight)
-    original = cls.faces
-
-    def counting(self, x, **kwargs):
-        if x is converted.weight.plain:
-            made.append(kwargs)
-        return original(self, x, **kwargs)
-
-    monkeypatch.setattr(cls, "faces", counting)
-    for _ in range(4):
-        run(converted, random_tensor(6, 32), random_tensor(6, 48))
-    assert len(made) == 1
-    with torch.no_grad():
-        converted.weight.mul_(0.5)
-    run(converted, random_tensor(6, 32), random_tensor(6, 48))
-    assert len(made) == 2
-
-
-def test_faces_go_once_backward_has_used_them(monkeypatch):
-    """But for a weight that is seen to be used again before it is written: it is not quantized twice."""
-    converted, _ = layer("fp8")
-    made, original = [], ht.Float8Quantizer.faces
-
-    def counting(self, x, **kwargs):
-        made.extend([1] if x is converted.weight.plain else [])
-        return original(self, x, **kwargs)
-
-    monkeypatch.setattr(ht.Float8Quantizer, "faces", counting)
-
-    def step(backwards):
-        made.clear()
-        for _ in range(backwards):
+    casts = Casts(converted, monkeypatch)
+    for made in (["one", "one", "both"], ["both"], ["both"]):  # the first step learns that it goes on
+        for _ in range(4):
             run(converted, random_tensor(6, 32), random_tensor(6, 48))
-        kept = bool(converted.weight.record.kept_faces())
-        with torch.no_grad():
-            converted.weight.mul_(0.5)
-        return len(made), kept
-
-    assert step(1) == (1, True)  # nobody knows yet
-    assert step(1) == (1, False)
-    assert step(1) == (1, False)
-    assert step(3) == (2, True)  # found at the second
-    assert step(3) == (1, True)
-    assert step(1) == (1, True)
-    assert step(1) == (1, False)
+        assert casts.take() == made
+        written(converted)
 
 
-def test_a_rowwise_face_goes_after_forward_where_nothing_uses_it_again():
-    """Not that of a weight that activation checkpointing or another microbatch uses twice."""
-    converted, _ = layer("fp8_rowwise")
-    record = converted.weight.record
+def test_faces_go_once_nothing_needs_them(monkeypatch):
+    """But for a weight that is used again before it is written: it is not quantized twice."""
+    converted, _ = layer("fp8")
+    casts = Casts(converted, monkeypatch)
 
-    def kept(forward, backwards=1):
-        for _ in range(backwards):
-            y = forward(random_tensor(6, 32).requires_grad_())
-            found = [None if face is None else face.format for face in next(iter(record._faces.values()))]
+    def step(microbatches):
+        for _ in range(microbatches):
+            run(converted, random_tensor(6, 32), random_tensor(6, 48))
+        kept = len(converted.weight.record.kept.faces())
+        written(converted)
+        assert not converted.weight.record.kept.faces()
+        return len(casts.take()), kept
+
+    assert step(1) == (2, 0)
+    assert step(1) == (2, 0)
+    assert step(3) == (3, 2)  # found at the second
+    assert step(3) == (1, 0)  # the third is known to be the last
+    assert step(4) == (2, 2)  # there may be more
+    assert step(1) == (1, 2)
+    assert step(1) == (2, 0)
+
+
+def test_weights_that_nothing_writes_keep_their_faces(monkeypatch):
+    converted, _ = layer("fp8")
+    converted.weight.requires_grad_(False)
+    casts = Casts(converted, monkeypatch)
+    for _ in range(5):
+        converted(random_tensor(6, 32).requires_grad_()).backward(random_tensor(6, 48))
+    assert casts.take() == ["one", "one", "both"]
+    with torch.no_grad():
+        for _ in range(5):
+            converted(random_tensor(6, 32))
+    assert casts.take() == []
+
+
+@pytest.mark.parametrize(("keep", "plain", "twice", "recomputed"), [
+    ("auto", [0, 0], [2, 2], [0, 0]), ("always", [2, 2], [2, 2], [2, 2]), ("never", [0, 0], [0, 0], [0, 0]),
+])  # fmt: skip
+def test_how_long_faces_live(keep, plain, twice, recomputed):
+    """How many are kept after the first forward of the third step, and after its backward."""
+    assert held_faces(keep) == plain
+    assert held_faces(keep, microbatches=2) == twice
+    assert held_faces(keep, call=lambda module, x: checkpoint(module, x, use_reentrant=False)) == recomputed
+
+
+def held_faces(keep, microbatches=1, call=lambda module, x: module(x)):
+    converted = ht.quantize_(nn.Linear(32, 48, bias=False).bfloat16(), "fp8_rowwise", keep_faces=keep)
+    held = []
+    for _ in range(3):
+        counts = []
+        for _ in range(microbatches):
+            y = call(converted, random_tensor(6, 32).requires_grad_())
+            counts.append(len(converted.weight.record.kept.faces()))
             y.backward(random_tensor(6, 48))
-        with torch.no_grad():
-            converted.weight.mul_(0.5)
-        return [fmt is not None for fmt in found]
+            counts.append(len(converted.weight.record.kept.faces()))
+        held = counts[:2]
+        written(converted)
+    return held
 
-    def recomputed(x):
-        return checkpoint(converted, x, use_reentrant=False)
 
-    assert kept(converted) == [True, True]  # nobody knows yet
-    assert kept(converted) == [False, True]
-    assert kept(recomputed) == [False, True]
-    assert kept(recomputed) == [True, True]
-    assert kept(converted) == [True, True]
-    assert kept(converted) == [False, True]
-    assert kept(converted, 2) == [True, True]
-    assert kept(converted, 2) == [True, True]
+@pytest.mark.parametrize("keep", ["auto", "always", "never"])
+@pytest.mark.parametrize("spec", [*SPECS, "nvfp4", "mxfp8/nvfp4/bf16"])
+def test_how_long_faces_live_changes_no_bit(spec, keep, device):
+    """Against faces that were always made together: two steps of two microbatches, the second recomputed."""
+
+    def gradients(policy):
+        torch.manual_seed(0)
+        model = ht.quantize_(nn.Linear(64, 96, bias=False).to(device, torch.bfloat16), spec, keep_faces=policy)
+        found = []
+        for step in range(2):
+            x, g = (random_tensor(32, n, seed=step, device=device) for n in (64, 96))
+            for call in (model, lambda x, module=model: checkpoint(module, x, use_reentrant=False)):
+                x = x.detach().requires_grad_()
+                call(x).backward(g)
+                found.append(x.grad)
+            found.append(model.weight.grad.clone())
+            written(model)
+            ht.step_(model)
+        return found
+
+    policy = keep if ht.HybridConfig.parse(spec).weight != ht.IdentityQuantizer() else None
+    for got, expected in zip(gradients(policy), gradients(policy and "always"), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("spec", ["fp8", "fp8_rowwise", "fp8_delayed", "nvfp4", "fp8+dequantized"])
+def test_a_weight_is_measured_once(spec, device, monkeypatch):
+    """Backward scales the face that it makes by what forward measured."""
+    converted = ht.quantize_(nn.Linear(64, 96, bias=False).to(device, torch.bfloat16), spec)
+    found, original = [], MasterWeight.quantized
+
+    def noting(weight, *args, **kwargs):
+        found.append(kwargs.get("amaxes", (None, None)))
+        return original(weight, *args, **kwargs)
+
+    monkeypatch.setattr(MasterWeight, "quantized", noting)
+    run(converted, random_tensor(32, 64, device=device), random_tensor(32, 96, device=device))
+    (row, column), again = found[0], found[-1]
+    if spec in ("fp8", "fp8_rowwise", "nvfp4"):
+        assert again[1] is column
+        plain = converted.weight.plain.float().abs()
+        assert torch.equal(row, plain.amax(1) if spec == "fp8_rowwise" else plain.amax().view(1))
+        assert torch.equal(column, plain.amax(0) if spec == "fp8_rowwise" else plain.amax().view(1))
+    elif spec == "fp8+dequantized":
+        assert torch.equal(row, converted.weight.plain.float().abs().amax().view(1))
+    else:
+        assert row is None
+
+
+def test_a_weight_that_is_written_before_backward_is_told():
+    converted, _ = layer("fp8")
+    y = converted(random_tensor(6, 32).requires_grad_())
+    written(converted)
+    with pytest.raises(RuntimeError, match="grad_input: a weight that is as forward used it is required"):
+        y.backward(random_tensor(6, 48))
 
 
 @pytest.mark.parametrize(
@@ -437,7 +511,7 @@ def test_low_precision_really_runs():
     with Spy():
         got = run(converted, x, g)
     assert calls.count("scaled_mm") == 3
-    assert calls.count("quantize") == 3  # the weight's cache, the input and the gradient; transposed as bytes
+    assert calls.count("quantize") == 4  # the input, the gradient and each face of the weight
     assert all(not torch.equal(a, b) for a, b in zip(got[:3], expected[:3], strict=True))
 
 

@@ -135,7 +135,9 @@ def multiplied(
     )
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:
-        return _forward(input, weight, bias, call)[0]
+        out, _, w = _forward(input, weight, bias, call)
+        w.save()  # lets go of faces that nothing uses again
+        return out
     return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -116,6 +116,7 @@ class Backward(NamedTuple):
         note_operand(self.layer, "grad_output", grad, self.input)
         grad_input = grad_weight = None
         if row is not None:
+            self.weight.begin(saved[count:], row.qdata)
             right = self.weight.columnwise(saved[count:])
             note_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast)

@@ -2,12 +2,15 @@
 
 | class | from |
 |---|---|
-| ``Operand`` | a persistent weight, whose faces are the parameter; in graphs any weight |
-| ``KeptWeight`` | a weight whose faces are kept with it until backward has used them |
+| ``Operand`` | a persistent weight, whose faces are the parameter |
+| ``MasterOperand`` | a weight in high precision, which keeps its faces, or makes them when they are needed |
+| ``TracedMaster`` | the same in a graph, where each face is made where it is used |
 | ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,30 +21,87 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 
-class KeptWeight(Operand):
-    """A weight that keeps its faces until backward has used them.
+class MasterOperand(Operand):
+    """A weight in high precision: backward asks it for the columnwise face, which it kept, or makes.
 
     Args:
         weight: The weight.
-        row: Its rowwise face.
-        column: Its columnwise face, or None if backward will not use it.
+        needs: Which gradients backward will be asked for.
+        dtype: Dtype of the computation.
     """
 
-    __slots__ = ("_record",)
+    __slots__ = ("_config", "_dtype", "_kept", "_weight", "_written")
 
-    def __init__(self, weight: MasterWeight, row: Face | None, column: Face | None) -> None:
-        super().__init__(row, column)
-        self._record = weight.record
+    def __init__(self, weight: MasterWeight, needs: Needs, dtype: torch.dtype) -> None:
+        row, _ = weight.faces(rowwise=True, columnwise=False, dtype=dtype, later=needs.input)
+        super().__init__(row, None)
+        self._weight: MasterWeight | None = weight
+        self._dtype, self._written, self._config = dtype, weight.written, weight.config
+        self._kept = weight.record.kept
 
     def save(self) -> list[Tensor]:
-        """See ``Operand.save``."""
-        saved = super().save()
-        self._record.release_rowwise()
-        return saved
+        """See ``Operand.save``: backward needs no tensor but the weight."""
+        self._row = None
+        self._kept.end_forward(self._config.keep_faces)
+        return []
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``.
+
+        Raises:
+            RuntimeError: If the weight was written since forward, or a backward has been here before.
+        """
+        weight = self._weight
+        if weight is None:
+            raise RuntimeError(
+                "grad_input: a graph that is retained is required for a second backward, got one that is not; "
+                "call backward(retain_graph=True) first"
+            )
+        if weight.written != self._written:
+            raise RuntimeError(
+                f"grad_input: a weight that is as forward used it is required, got {_name_of(weight)} written since; "
+                "run backward before the optimizer's step"
+            )
+        if weight.config == self._config:
+            column = weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
+        else:  # another recipe was set since forward
+            column = weight.quantized(False, True, self._dtype, config=self._config)[1]
+        return required_face(column, "columnwise", "grad_input")
 
     def release(self) -> None:
         """See ``Operand.release``."""
-        self._record.release_faces()
+        self._kept.end_backward(self._config.keep_faces)
+        if not _is_retained():
+            self._weight = None  # as autograd lets go of what it saved, though the loss lives on
+
+
+class TracedMaster(Operand):
+    """A weight in high precision in a graph: forward and backward make one face each of it.
+
+    Args:
+        weight: The weight.
+        needs: Which gradients backward will be asked for.
+        dtype: Dtype of the computation.
+    """
+
+    __slots__ = ("_after", "_amaxes", "_dtype", "_weight")
+
+    def __init__(self, weight: MasterWeight, needs: Needs, dtype: torch.dtype) -> None:
+        self._weight, self._dtype = weight, dtype
+        self._after: Tensor | None = None
+        self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
+        super().__init__(weight.quantized(True, False, dtype, amaxes=self._amaxes)[0], None)
+
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
+        self._after = grad
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``."""
+        _, column = self._weight.quantized(
+            False, True, self._dtype, amaxes=self._amaxes, after=self._after
+        )
+        return required_face(column, "columnwise", "grad_input")
 
 
 class GatheredWeight(Operand):
@@ -67,10 +127,22 @@ class GatheredWeight(Operand):
 
 def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:
     """Return the operand that a weight is: quantized now, kept from before, persistent or gathered."""
+    if isinstance(weight, MasterWeight):
+        if not is_traced():
+            return MasterOperand(weight, needs, dtype)
+        if weight.config.keep_faces != "always":
+            return TracedMaster(weight, needs, dtype)
     gathered = isinstance(weight, HybridTensor) and weight.is_gathered
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
     if gathered and isinstance(weight, HybridTensor):
         return GatheredWeight(weight, row, dtype)
-    if isinstance(weight, MasterWeight) and not is_traced():
-        return KeptWeight(weight, row, column)
     return Operand(row, column)
+
+
+# Whether the backward that runs now retains its graph: private, and what AOTAutograd asks, too.
+_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def _name_of(weight: MasterWeight) -> str:
+    state = weight.state
+    return "one" if state is None or not state.name else f"that of {state.name}"

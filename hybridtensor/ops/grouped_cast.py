@@ -42,7 +42,15 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
     if x.is_cuda and runs_directly(x):
         made = by_kernels(x, groups, request, inputs)
     else:
-        made = _OP(x, groups.ends, groups.num_groups, groups.step, str(request), *inputs[:4])
+        made = _OP(
+            x,
+            groups.ends,
+            groups.num_groups,
+            groups.step,
+            str(request),
+            *inputs[:4],
+            after=inputs.after,
+        )
     marks = None if groups.ends is None else groups
     faces: list[Face | None] = []
     for cast in request[:2]:
@@ -137,7 +145,7 @@ def _operator(
     def on_arguments(
         x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: Any
     ) -> list[Tensor]:
-        return run(x, Groups(count, ends, step), parse_request(request), CastInputs(*inputs))
+        return run(x, Groups(count, ends, step), parse_request(request), CastInputs(*inputs[:4]))
 
     return on_arguments
 
@@ -163,7 +171,7 @@ def _fake(
 # As ``quantize``, silent about the write to ``noted_amax``.
 _OP = define(
     "quantize_groups(Tensor x, Tensor? ends, int count, int step, str request, Tensor? encode_scale, "
-    "Tensor? noted_amax, Tensor? rounding, SymInt first_row) -> Tensor[]",
+    "Tensor? noted_amax, Tensor? rounding, SymInt first_row, Tensor? after=None) -> Tensor[]",
     reference=_operator(reference),
     fake=_fake,
 )

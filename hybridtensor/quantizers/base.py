@@ -209,6 +209,35 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
     return context._replace(amaxes=(row, column))
 
 
+def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: Context) -> Context:
+    """Return the context with the amaxes that both faces of a matrix are scaled by, measured in one
+    pass, so that neither of two casts measures again.
+
+    It is the same where none is scaled by an amax that one pass finds, or casts know better: from a
+    common scale, or by what the layer remembers.
+    """
+    requests = (
+        quantizer.request(rowwise=True, columnwise=columnwise, dtype=dtype, context=context)
+        for columnwise in (True, False)
+    )
+    request = next((one for one in requests if one is not None), None)
+    if request is None or context.groups is not None or not matrix.numel():
+        return context
+    needs, state = _Needs(request) if is_traced() else _needs(request), context.state
+    if (needs.hint and not is_traced()) or (state is not None and state.common_amax is not None):
+        return context
+    of_matrix = (request.row, request.column if request.source is None else None)
+    found = [
+        cast is not None and cast.measures is not None and not cast.format.hadamard
+        for cast in of_matrix
+    ]
+    if not any(found):
+        return context
+    amaxes = ops.prepare(matrix, request, cast_inputs(matrix, request, context)).measure(matrix)
+    row, column = (amax if wanted else None for amax, wanted in zip(amaxes, found, strict=True))
+    return context._replace(amaxes=(row, column))
+
+
 def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastInputs:
     """Return the tensors that a cast needs beside the matrix.
 
@@ -220,7 +249,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
     if needs.whole_blocks:
         _check_matrix(matrix, request, context)
     state, (row_amax, column_amax) = context.state, _amaxes(needs, context)
-    if not needs.state and row_amax is None and column_amax is None:
+    if not needs.state and row_amax is None and column_amax is None and context.after is None:
         return NO_INPUTS
     rounding, first_row = None, 0
     if needs.draws:
@@ -233,6 +262,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
         row_amax=row_amax if needs.row else None,
         column_amax=column_amax if needs.column else None,
         hint=_hint(context) if needs.hint else None,
+        after=context.after,
     )
 
 

@@ -128,21 +128,22 @@ class HybridQuantizer(Quantizer):
     def request(
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> CastRequest | None:
-        """See ``Quantizer.request``: there is none where a direction is in high precision."""
+        """See ``Quantizer.request``: there is none where a face is in high precision."""
         if self._is_plain:
             return self.rowwise.request(
                 rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
-        if not isinstance(self.rowwise, OneFormatQuantizer) or not isinstance(
-            self.columnwise, OneFormatQuantizer
+        of_row, of_column = self.rowwise, self.columnwise if columnwise else self.rowwise
+        if not isinstance(of_row, OneFormatQuantizer) or not isinstance(
+            of_column, OneFormatQuantizer
         ):
             return None
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
         row = column = None
         if rowwise or of_rowwise:
-            row = self.rowwise.cast(context._replace(direction="rowwise"))
+            row = of_row.cast(context._replace(direction="rowwise"))
         if columnwise:
-            column = self.columnwise.cast(context._replace(direction="columnwise")).for_columnwise()
+            column = of_column.cast(context._replace(direction="columnwise")).for_columnwise()
         if not of_rowwise:
             return CastRequest(row, column)
         return CastRequest(row if rowwise else None, column, row, dtype)

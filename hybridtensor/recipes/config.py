@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,6 +22,9 @@ from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantize
 from hybridtensor.recipes.spec import FLAGS, GEMMS, Faces, Gemm, Spec, derive, simplified
 from hybridtensor.state import ROLES, DelayedRule
 from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
+
+KEEP_FACES = ("auto", "always", "never")
+"""How long faces of weights live; see ``HybridConfig``."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,12 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are
             not: the faces are then those of the model's bf16 export, which inference engines
             quantize.
+        keep_faces: How long faces of weights in high precision live; no bit depends on it.
+            ``"auto"``: until the next write where several forwards use a weight in between, as while
+            gradients accumulate, else the rowwise one while forward uses it, and the columnwise one,
+            which backward makes, while that does. ``"always"``: until the next write. ``"never"``: as if
+            nothing used a weight again. In graphs of ``torch.compile`` faces never outlive a backward,
+            and ``"always"`` only means that forward makes both.
 
     Raises:
         TypeError: If a role is not a quantizer.
@@ -87,6 +97,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
     save_original_input: bool = False
     fast_accum: bool = False
     bf16_weight_values: bool = False
+    keep_faces: str = "auto"
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -114,10 +125,15 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
                     f"HybridConfig: {gemm.name} multiplies {operands}: {error}"
                 ) from None
         self._check_fast_accum()
-        if self.bf16_weight_values and self.weight == IdentityQuantizer():
-            raise ValueError(
-                "HybridConfig: bf16_weight_values is for weights that are quantized, got none; drop it"
-            )
+        require_choice("HybridConfig", "keep_faces", self.keep_faces, KEEP_FACES)
+        for field, is_set in (
+            ("bf16_weight_values", self.bf16_weight_values),
+            ("keep_faces", self.keep_faces != KEEP_FACES[0]),
+        ):
+            if is_set and self.weight == IdentityQuantizer():
+                raise ValueError(
+                    f"HybridConfig: {field} is for weights that are quantized, got none; drop it"
+                )
 
     def _apply_override(self) -> None:
         """Rewrite the roles as ``backward_override`` says; doing it twice changes nothing."""
@@ -185,6 +201,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         save_original_input: bool = False,
         fast_accum: bool = False,
         bf16_weight_values: bool = False,
+        keep_faces: str = "auto",
     ) -> HybridConfig:
         """Build a config from the format of each product.
 
@@ -196,6 +213,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             save_original_input: See the class.
             fast_accum: See the class.
             bf16_weight_values: See the class.
+            keep_faces: See the class.
 
         Raises:
             ValueError: If a word is unknown.
@@ -207,6 +225,7 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             save_original_input=save_original_input,
             fast_accum=fast_accum,
             bf16_weight_values=bf16_weight_values,
+            keep_faces=keep_faces,
         )
 
     @classmethod
@@ -220,11 +239,11 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         Hadamard rotation in grad_weight, gradients rounded stochastically).
 
         Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
-        overrides), ``save_original_input``, ``fast_accum``,
-        ``bf16_weight_values``. Options: ``pow2_scale``, ``fp32_scale`` (of current
-        scaling), ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed
-        scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights),
-        ``nearest`` (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward),
+        overrides), ``save_original_input``, ``fast_accum``, ``bf16_weight_values``, ``keep_faces`` and
+        ``free_faces`` (always, never). Options: ``pow2_scale``, ``fp32_scale`` (of current scaling),
+        ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed scaling),
+        ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest``
+        (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward),
         ``rowwise_dequantized`` (columnwise faces of input and weight from what the forward saw),
         ``rowwise_dequantized_weight`` (of the weight only).
 
@@ -288,15 +307,22 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
     def fingerprint(self) -> str:
         """Return 16 hex digits that equal configs share, in every process and version."""
         fields = config_to_dict(self)
-        for added in ("fast_accum", "bf16_weight_values"):  # as before there were these fields
-            if not fields["_data"][added]:
-                del fields["_data"][added]
+        for added in _ADDED:  # as before there were these fields
+            if fields["_data"][added.name] == added.default:
+                del fields["_data"][added.name]
         text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _stable_hash_for_caching(self) -> str:
         """Let torch.compile's caches key on the value of this config."""
         return self.fingerprint()
+
+
+_ADDED = [
+    field
+    for field in dataclasses.fields(HybridConfig)
+    if field.name in ("fast_accum", "bf16_weight_values", "keep_faces")
+]
 
 
 def weight_values(config: HybridConfig, values: Tensor) -> Tensor:
@@ -319,7 +345,7 @@ def _columnwise_repeatable(quantizer: Quantizer) -> bool:
 def _spec_of(config: HybridConfig) -> str | None:
     """Return the shortest spec that ``parse`` turns into ``config``, or None."""
     quantizers = {role: getattr(config, role) for role in ROLES}
-    flags = {name: getattr(config, name) for name in FLAGS}
+    flags = {name: getattr(config, field) == value for name, (field, value) in FLAGS.items()}
     spec = derive(quantizers, config.backward_override, flags)
     if spec is None:
         return None

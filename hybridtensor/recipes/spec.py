@@ -86,8 +86,10 @@ POLICIES: dict[str, tuple[str, str | bool]] = {
     "save_original_input": ("save_original_input", True),
     "fast_accum": ("fast_accum", True),
     "bf16_weight_values": ("bf16_weight_values", True),
+    "keep_faces": ("keep_faces", "always"),
+    "free_faces": ("keep_faces", "never"),
 }
-FLAGS = tuple(name for name, (_, value) in POLICIES.items() if value is True)
+FLAGS = {name: to for name, to in POLICIES.items() if to[0] != "backward_override"}
 
 
 @dataclass

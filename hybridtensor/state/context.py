@@ -30,6 +30,7 @@ class Context(NamedTuple):
         groups: Which rows belong to which of several weights, or None; see ``ops.groups``.
         amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
             tensor is a part of one whose scales it gets; see ``ops.quantize``.
+        after: What a graph computes before it quantizes this; see ``ops.order``.
     """
 
     role: str = "input"
@@ -40,6 +41,7 @@ class Context(NamedTuple):
     section: Section | None = None
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
     groups: Groups | None = None
+    after: Tensor | None = None
 
     def __str__(self) -> str:
         return (
@@ -103,6 +105,7 @@ def require_context(who: str, context: object) -> None:
         require_int(who, at_least=0, first_row=context.first_row)
     require_kind(who, "a Section or None as section", context.section, (Section, type(None)))
     require_kind(who, "Groups or None as groups", context.groups, (Groups, type(None)))
+    require_kind(who, "a tensor or None as after", context.after, (Tensor, type(None)))
     amaxes = context.amaxes
     if not (isinstance(amaxes, tuple) and len(amaxes) == 2):
         raise wrong(who, "a pair of tensors or None as amaxes", amaxes)

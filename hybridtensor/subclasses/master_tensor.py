@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.quantizers.base import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Stamp
 from hybridtensor.subclasses.op_table import OpTable
-from hybridtensor.subclasses.record import Stamp, WeightRecord, version_of
+from hybridtensor.subclasses.record import WeightRecord, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
 
 
@@ -129,39 +131,87 @@ class MasterWeight(InterceptingTensor):
         if not self.plain.is_inference():
             torch.autograd.graph.increment_version(self.plain)
 
-    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+    def faces(
+        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, later: bool = False
+    ) -> Faces:
         """Return the faces asked for; those in high precision have ``dtype``.
 
-        A face is made once per write, recipe and dtype, and a face that was made for evaluation
-        does not stand in the way of training: what is missing is added. While compiling, faces are
-        made in the graph instead; while something records what runs, or replays what writes the
-        weight, they are made anew and not kept.
+        Faces are kept as the recipe's ``keep_faces`` says, and used as long as nothing was written; a
+        face that was made for evaluation does not stand in the way of training: what is missing is
+        added. While compiling, faces are made in the graph instead; while something records what runs,
+        or replays what writes the weight, they are made anew and not kept.
+
+        Args:
+            rowwise: Return the rowwise face, for a forward.
+            columnwise: Return the columnwise face.
+            dtype: Dtype of the computation.
+            later: A backward will ask for the columnwise face: one cast makes both, if they are kept.
         """
         if is_traced():
-            self._check_common_scale()
-            return self._quantized(rowwise, columnwise, dtype)
+            return self.quantized(rowwise, columnwise, dtype)
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
         self._renew_common_scale()
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             with torch.no_grad():
-                return self._quantized(rowwise, columnwise, dtype)
+                return self.quantized(rowwise, columnwise, dtype)
         self._count_graph_writes()
         record.count_others(plain)
-        row, column = record.faces(plain, self._stamp(dtype))
-        if (rowwise and row is None) or (columnwise and column is None):
-            with torch.no_grad():
-                row, column = self._quantized(True, columnwise or column is not None, dtype)
-            record.keep_faces(plain, (row, column))
-        return row if rowwise else None, column if columnwise else None
+        record.kept.begin_use(self._stamp(dtype), forward=rowwise)
+        kept = self._completed(record.kept.of(plain), rowwise, columnwise, later, dtype)
+        return kept.row if rowwise else None, kept.column if columnwise else None
 
-    def _quantized(
-        self, rowwise: bool, columnwise: bool, dtype: torch.dtype, record: bool = True
+    @torch.no_grad()
+    def _completed(
+        self, kept: Kept, rowwise: bool, columnwise: bool, later: bool, dtype: torch.dtype
+    ) -> Kept:
+        """Return what is kept, with what is missing."""
+        both = later and self.record.kept.outlast(self.config.keep_faces)
+        row_is_missing = rowwise and kept.row is None
+        column_is_missing = (columnwise or both) and kept.column is None
+        if not (row_is_missing or column_is_missing):
+            return kept
+        amaxes = kept.amaxes
+        if later and not both and amaxes == (None, None):
+            amaxes = self.amaxes(dtype)
+        row, column = self.quantized(row_is_missing, column_is_missing, dtype, amaxes=amaxes)
+        kept = Kept(row or kept.row, column or kept.column, amaxes)
+        self.record.kept.keep(self.plain, kept)
+        return kept
+
+    def amaxes(self, dtype: torch.dtype) -> Amaxes:
+        """Return what both faces are scaled by, measured at once, if they are to be made one by one."""
+        return measured(self.config.weight, self.source, dtype, self.context).amaxes
+
+    def quantized(
+        self,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        *,
+        record: bool = True,
+        amaxes: Amaxes = (None, None),
+        after: Tensor | None = None,
+        config: HybridConfig | None = None,
     ) -> Faces:
-        """Return faces that are made now."""
-        context = self.context._replace(record=record)
-        return self.config.weight.faces(
-            self.source, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+        """Return faces that are made now, and not kept.
+
+        Args:
+            rowwise: Make the rowwise face.
+            columnwise: Make the columnwise face.
+            dtype: Dtype of the computation.
+            record: Take note of amaxes.
+            amaxes: What they are scaled by, where that was measured before.
+            after: What a graph computes before.
+            config: A recipe instead of the weight's.
+        """
+        if is_traced():
+            self._check_common_scale()
+        context = self.context._replace(record=record, amaxes=amaxes, after=after)
+        config = self.config if config is None else config
+        values = weight_values(config, self.plain)
+        return config.weight.faces(
+            values, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
 
     @torch.no_grad()
@@ -172,8 +222,8 @@ class MasterWeight(InterceptingTensor):
         self._count_graph_writes()
         self.record.count_others(self.plain)
         self._renew_common_scale()
-        row = self.record.known_rowwise(self.plain, self._stamp(self.dtype))
-        made = self._quantized(True, False, self.dtype, record=False)[0] if row is None else row
+        row = self.record.kept.rowwise(self.plain, self._stamp(self.dtype))
+        made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
         return made

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state import LayerState, Section, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
+from hybridtensor.subclasses.kept_faces import KeptFaces
 
-_NO_FACES: Faces = (None, None)
 # The private counter by which autograd notices writes; its getter is faster than the attribute.
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
-
-
-class Stamp(NamedTuple):
-    """What faces depend on beside the memory they were made from; faces with another stamp are old.
-
-    Attributes:
-        writes: Writes that handlers of operators counted.
-        handed: Writes that others may have made, and those that torch counted.
-        state_version: Counter of changes of the layer's state, and of a common scale.
-        config: The recipe.
-        dtype: Dtype of faces in high precision.
-    """
-
-    writes: int
-    handed: int
-    state_version: int | tuple[int | None, int] | None
-    config: object
-    dtype: torch.dtype
 
 
 class Gathered(Protocol):
@@ -90,22 +71,17 @@ class WeightRecord:
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
+        kept: The faces that are kept.
     """
 
     __slots__ = (
         "__weakref__",
-        "_again",
-        "_faces",
         "_holders",
-        "_keeps",
         "_shared",
-        "_stamp",
-        "_used",
-        "_uses",
-        "_uses_before",
         "first",
         "gathered",
         "handed",
+        "kept",
         "layer",
         "replayed",
         "section",
@@ -123,11 +99,8 @@ class WeightRecord:
         self.first: int | None = None
         self.writes = self.handed = 0
         self.replayed = False
-        self._stamp: Stamp | None = None
-        self._shared = self._used = self._again = False
-        self._keeps = True
-        self._uses = self._uses_before = 0
-        self._faces: dict[tuple[object, ...], Faces] = {}
+        self._shared = False
+        self.kept = KeptFaces()
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:
@@ -148,8 +121,9 @@ class WeightRecord:
     # -------------------------------------------------------------------------------------------------------
 
     def note_write(self) -> None:
-        """Take note of a write, so that no face outlives it."""
+        """Take note of a write, which no face outlives."""
         self.writes += 1
+        self.kept.clear()
         self.replayed = self.replayed or is_captured()
 
     def hand_out(self, plain: Tensor) -> Tensor:
@@ -197,57 +171,6 @@ class WeightRecord:
         storage = plain.untyped_storage()
         count: int = torch._C._storage_Use_Count(storage._cdata)
         return count > len(self._holders) + 1
-
-    # -- faces
-    # --------------------------------------------------------------------------------------------------------
-
-    def faces(self, plain: Tensor, stamp: Stamp) -> Faces:
-        """Return the faces that are kept of ``plain`` and still hold."""
-        if self._stamp != stamp:
-            self._keeps = self._keeps and (self._again or not self._used)
-            self._stamp, self._used, self._again = stamp, False, False
-            self._uses_before, self._uses = self._uses, 1
-            self._faces.clear()
-            return _NO_FACES
-        self._uses += 1
-        if self._used:
-            self._again = self._keeps = True
-        return self._faces.get((plain.shape, plain.stride(), plain.storage_offset()), _NO_FACES)
-
-    def known_rowwise(self, plain: Tensor, stamp: Stamp) -> Face | None:
-        """Return the rowwise face that is kept of ``plain`` and still holds, of whatever dtype; this
-        does not count as a use.
-        """
-        if self._stamp is None or self._stamp._replace(dtype=stamp.dtype) != stamp:
-            return None
-        key = plain.shape, plain.stride(), plain.storage_offset()
-        return self._faces.get(key, _NO_FACES)[0]
-
-    def release_rowwise(self) -> None:
-        """Let go of the rowwise face, which a forward has used, if it was used once only between the
-        last two writes: no recomputation, and no further microbatch.
-        """
-        if self._uses == self._uses_before == 1:
-            for key, (_, column) in self._faces.items():
-                self._faces[key] = None, column
-
-    def release_faces(self) -> None:
-        """Let go of the faces, which a backward has used, unless they will be used again.
-
-        That is so for a weight whose faces were used after a backward before it was written, as while
-        gradients accumulate or if it is frozen. Nobody knows before the first write.
-        """
-        self._used = True
-        if not self._keeps:
-            self._faces.clear()
-
-    def keep_faces(self, plain: Tensor, faces: Faces) -> None:
-        """Keep faces that were made with the stamp of the last ``faces``."""
-        self._faces[plain.shape, plain.stride(), plain.storage_offset()] = faces
-
-    def kept_faces(self) -> list[Face]:
-        """Return all faces that are kept."""
-        return [face for faces in self._faces.values() for face in faces if face is not None]
 
 
 def version_of(tensor: Tensor) -> int:

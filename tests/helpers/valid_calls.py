@@ -218,9 +218,9 @@ ROWS = {
     # -- the front door
     "quantize_": row(
         ht.quantize_,
-        {"filter_fn": "None", "persistent": "flag", "name": "None text"},
+        {"filter_fn": "None", "persistent": "flag", "name": "None text", "keep_faces": "None"},
         model=lambda: nn.Linear(32, 32), recipe="fp8", filter_fn=None, keep_bf16=(), persistent=False, name=None,
-        transposed=(), common_scale=(),
+        transposed=(), common_scale=(), keep_faces="auto",
     ),
     "set_config_": row(ht.set_config_, model=linear, recipe="mxfp8"),
     "explain": row(ht.explain, {"model": "module", "show": "flag"}, model=linear, show=False),
@@ -292,9 +292,9 @@ ROWS = {
     "Context": row(
         in_context,
         {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer", "section": "None",
-         "groups": "None"},
+         "groups": "None", "after": "None integers complex sparse nested jagged meta quantized"},
         role="weight", state=None, direction=None, record=True, first_row=None, section=None, amaxes=(None, None),
-        groups=None,
+        groups=None, after=None,
     ),
     "Float8Quantizer": row(
         ht.Float8Quantizer, {"pow2_scale": "None flag", "block": "None"},
@@ -323,12 +323,12 @@ ROWS = {
     "HybridConfig": row(
         ht.HybridConfig, CONFIG_KINDS,
         input=FP8_TENSOR, weight=FP8_TENSOR, grad_output=FP8_TENSOR, backward_override=None, save_original_input=False,
-        fast_accum=False, bf16_weight_values=False,
+        fast_accum=False, bf16_weight_values=False, keep_faces="auto",
     ),
     "HybridConfig.by_gemm": row(
         ht.HybridConfig.by_gemm, CONFIG_KINDS,
         output="fp8", grad_input="fp8", grad_weight="fp8", backward_override=None, save_original_input=False,
-        fast_accum=False, bf16_weight_values=False,
+        fast_accum=False, bf16_weight_values=False, keep_faces="auto",
     ),
     "HybridConfig.parse": row(ht.HybridConfig.parse, spec="fp8"),
     "HybridConfig.formats": method(lambda: FP8, "formats", gemm=recipes.spec.GEMMS[0]),

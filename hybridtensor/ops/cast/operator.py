@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.cast.kernel import kernel_cast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
-from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
+from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs, CastRequest, parse_request
 from hybridtensor.ops.face import Face, FaceKind, face_layouts
 from hybridtensor.ops.library import define, implement
 from hybridtensor.ops.references.blocks import block_amax
@@ -25,10 +26,12 @@ _INPUTS = (
     "str request, Tensor? encode_scale, Tensor? noted_amax, Tensor? rounding, SymInt first_row, "
     "Tensor? row_amax=None, Tensor? column_amax=None"
 )
+_NUM_INPUTS = 6
+_AFTER = "Tensor? after=None"
 
 
 def _reference(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
-    return _tensors(define_faces(x, parse_request(request), CastInputs(*inputs)))
+    return _tensors(define_faces(x, parse_request(request), CastInputs(*inputs[:_NUM_INPUTS])))
 
 
 def _tensors(faces: Faces) -> list[Tensor]:
@@ -38,7 +41,7 @@ def _tensors(faces: Faces) -> list[Tensor]:
 def _on_a_gpu(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
     if x.numel() == 0:
         return _reference(x, request, *inputs)
-    parsed, taken = parse_request(request), CastInputs(*inputs)
+    parsed, taken = parse_request(request), CastInputs(*inputs[:_NUM_INPUTS])
     return _tensors(kernel_cast(x, parsed, taken).run(x, taken))
 
 
@@ -53,8 +56,43 @@ def _fake(x: Tensor, request: str, *_: object) -> list[Tensor]:
 # The schema is silent about the write to ``noted_amax``: a maximum that is noted twice, or in any
 # order, is the same, and nothing reads it before the step ends. Declared, compiling would turn it
 # into a copy of the parameter that carries it.
-_QUANTIZE = define(f"quantize(Tensor x, {_INPUTS}) -> Tensor[]", reference=_reference, fake=_fake)
+_QUANTIZE = define(
+    f"quantize(Tensor x, {_INPUTS}, {_AFTER}) -> Tensor[]", reference=_reference, fake=_fake
+)
 implement("quantize", _on_a_gpu)
+
+
+def _measure_reference(x: Tensor, request: str) -> list[Tensor]:
+    return _distinct(reference_cast(parse_request(request)).measure(x), parse_request(request))
+
+
+def _measure_on_a_gpu(x: Tensor, request: str) -> list[Tensor]:
+    parsed = parse_request(request)
+    return _distinct(kernel_cast(x, parsed, NO_INPUTS).measure(x), parsed)
+
+
+def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tensor]:
+    """Return the amaxes of both faces, or the one that they share."""
+    return list(amaxes[: 1 if _share_amax(request) else 2])
+
+
+def _share_amax(request: CastRequest) -> bool:
+    return not any(cast is not None and cast.measures for cast in request[:2])
+
+
+def _measure_fake(x: Tensor, request: str) -> list[Tensor]:
+    parsed = parse_request(request)
+    per_row = (cast is not None and cast.measures for cast in parsed[:2])
+    sizes = [extent if of_rows else 1 for extent, of_rows in zip(x.shape, per_row, strict=True)]
+    return [
+        x.new_empty(size, dtype=torch.float32) for size in sizes[: 1 if _share_amax(parsed) else 2]
+    ]
+
+
+_MEASURE = define(
+    "measure(Tensor x, str request) -> Tensor[]", reference=_measure_reference, fake=_measure_fake
+)
+implement("measure", _measure_on_a_gpu)
 
 
 def _reference_into(x: Tensor, out: list[Tensor], request: str, *inputs: Any) -> None:
@@ -118,7 +156,7 @@ class OperatorCast(ReferenceCast):
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         """See ``PreparedCast.run``."""
-        made = _QUANTIZE(x, self._text, *inputs[:6])
+        made = _QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
         row, column = self._kinds
         return (
             None if row is None else Face.of(made[: self._row_size], row),
@@ -127,7 +165,12 @@ class OperatorCast(ReferenceCast):
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""
-        _QUANTIZE_INTO(x, out, self._text, *inputs[:6])
+        _QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
+
+    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``PreparedCast.measure``."""
+        amaxes = _MEASURE(x, self._text)
+        return amaxes[0], amaxes[-1]
 
 
 def _amax_block(cast: Cast | None) -> tuple[int | None, None]:

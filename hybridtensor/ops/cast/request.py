@@ -126,6 +126,7 @@ class CastInputs(NamedTuple):
             None.
         column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
         hint: What the last matrix of this kind was scaled by; see ``Hint``.
+        after: What a graph computes before this cast, whose values do not matter; see ``ops.order``.
     """
 
     encode_scale: Tensor | None = None
@@ -135,6 +136,7 @@ class CastInputs(NamedTuple):
     row_amax: Tensor | None = None
     column_amax: Tensor | None = None
     hint: Hint | None = None
+    after: Tensor | None = None
 
 
 NO_INPUTS = CastInputs()

@@ -1,0 +1,146 @@
+"""The faces that are kept of a weight, and for how long.
+
+A face lives as long as it is needed. In a step with one microbatch the rowwise one goes when forward
+has used it; the columnwise one is made in backward, and goes when that has used it. Where a weight
+is used again before it is written, by further microbatches, keeping both costs memory and saves
+casts: what happened between the last two writes says so. A face that was made before a write is of
+no use, and goes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops import Face
+
+Amaxes = tuple[Tensor | None, Tensor | None]
+"""What the rowwise and the columnwise face are scaled by, where that was measured for both."""
+Place = tuple[object, ...]
+"""Which view of a weight's memory faces are of."""
+
+
+class Stamp(NamedTuple):
+    """What faces depend on beside the memory they were made from; faces with another stamp are old.
+
+    Attributes:
+        writes: Writes that handlers of operators counted.
+        handed: Writes that others may have made, and those that torch counted.
+        state_version: Counter of changes of the layer's state, and of a common scale.
+        config: The recipe.
+        dtype: Dtype of faces in high precision.
+    """
+
+    writes: int
+    handed: int
+    state_version: int | tuple[int | None, int] | None
+    config: object
+    dtype: torch.dtype
+
+
+class Kept(NamedTuple):
+    """What is kept of one view of a weight's memory."""
+
+    row: Face | None = None
+    column: Face | None = None
+    amaxes: Amaxes = (None, None)
+
+
+_NOTHING = Kept()
+
+
+class KeptFaces:
+    """The faces that are kept of one weight.
+
+    A forward inside of a backward recomputes, and does not count as a use.
+    """
+
+    __slots__ = ("_backwards", "_forwards", "_kept", "_last_forwards", "_stamp")
+
+    def __init__(self) -> None:
+        self._stamp: Stamp | None = None
+        self._kept: dict[Place, Kept] = {}
+        self._forwards = self._backwards = self._last_forwards = 0
+
+    def begin_use(self, stamp: Stamp, *, forward: bool) -> None:
+        """Let go of what does not hold any more, and count a forward."""
+        if self._stamp != stamp:
+            self._stamp = stamp
+            self._kept.clear()
+            if forward:  # a backward does not begin what follows a write
+                self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
+        if forward and not _recomputes():
+            self._forwards += 1
+
+    def of(self, plain: Tensor) -> Kept:
+        """Return what is kept of ``plain`` and holds, after ``begin_use``."""
+        return self._kept.get(_place(plain), _NOTHING)
+
+    def keep(self, plain: Tensor, kept: Kept) -> None:
+        """Keep what was made with the stamp of the last ``begin_use``."""
+        self._kept[_place(plain)] = kept
+
+    def outlast(self, policy: str) -> bool:
+        """Return whether both faces outlast one use, so that one cast makes both.
+
+        Args:
+            policy: ``keep_faces`` of the recipe. ``"auto"`` keeps them for a weight that more than one
+                forward uses, since the last write or before it, and from recomputing to the backward
+                that follows.
+        """
+        return policy == "always" or (policy == "auto" and (self._is_reused or _recomputes()))
+
+    def end_forward(self, policy: str) -> None:
+        """Let go of what a forward has used and nothing will use again."""
+        if policy == "never" or (policy == "auto" and not self._is_reused):
+            for place, kept in self._kept.items():
+                self._kept[place] = kept._replace(row=None)
+
+    def end_backward(self, policy: str) -> None:
+        """Let go of what a backward has used and nothing will use again.
+
+        A step of several microbatches is over when as many backwards have run as forwards before the
+        last write, if it has no more of them than that one.
+        """
+        self._backwards += 1
+        forwards, last = self._forwards, self._last_forwards
+        is_over = last > 1 and forwards <= last <= self._backwards
+        if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
+            self._kept.clear()
+
+    def clear(self) -> None:
+        """Let go of everything: the weight was written."""
+        self._kept.clear()
+
+    def rowwise(self, plain: Tensor, stamp: Stamp) -> Face | None:
+        """Return the rowwise face that is kept of ``plain`` and still holds, of whatever dtype; this
+        is no use of it.
+        """
+        if self._stamp is None or self._stamp._replace(dtype=stamp.dtype) != stamp:
+            return None
+        return self.of(plain).row
+
+    def faces(self) -> list[Face]:
+        """Return all faces that are kept."""
+        found = (face for kept in self._kept.values() for face in (kept.row, kept.column))
+        return [face for face in found if face is not None]
+
+    @property
+    def _is_reused(self) -> bool:
+        return self._forwards > 1 or self._last_forwards > 1
+
+
+def _place(plain: Tensor) -> Place:
+    return plain.shape, plain.stride(), plain.storage_offset()
+
+
+# The task of the autograd engine that runs now, -1 for none: private, and what FSDP2 asks, too.
+_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def _recomputes() -> bool:
+    """Return whether a forward that runs now is inside of a backward."""
+    return _task() != -1
