@@ -16,9 +16,10 @@ import hybridtensor as ht
 BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
 SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
 OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
+KEPT_INPUTS = ["fp8+save_original_input", "fp8_delayed+save_original_input", "fp8_rowwise+save_original_input"]
 RECIPES = {
     "eager": [*OURS, "torchao tensorwise"],
-    "compiled": [*OURS, "torchao tensorwise", "torchao rowwise"],
+    "compiled": [*OURS, *KEPT_INPUTS, "torchao tensorwise", "torchao rowwise"],
 }
 
 
@@ -30,7 +31,7 @@ def convert(model: Llama, recipe: str) -> bool:
         convert_to_float8_training(model.blocks, config=Float8LinearConfig.from_recipe_name(recipe.split()[1]))
     elif recipe != "bf16":
         ht.quantize_(model.blocks, recipe)
-    return recipe == "fp8_delayed"
+    return recipe.startswith("fp8_delayed")
 
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)

@@ -18,9 +18,12 @@ from common import arguments, report
 
 GIB = 2**30
 STEPS = 3  # what is used once between two writes is known by then
-RECIPES = ["bf16", "fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
-OTHERS = {"compiled": ["torchao tensorwise", "torchao rowwise"]}
-MODES = ["eager", "compiled", "checkpointed", "eager, AdamW in 8 bits"]
+RECIPES = {
+    "eager": end_to_end.OURS,
+    "compiled": end_to_end.RECIPES["compiled"],
+    "checkpointed": ["fp8"],
+    "eager, AdamW in 8 bits": ["fp8"],
+}
 
 
 def optimizer_of(mode: str) -> Callable[..., torch.optim.Optimizer]:
@@ -50,7 +53,7 @@ def peak(step: Callable[[], None], device: str) -> dict[str, float]:
 def measure(mode: str, device: str, *, sharded: bool) -> list[dict[str, Any]]:
     """Return one row per recipe; only one model is there at a time."""
     rows: list[dict[str, Any]] = []
-    for recipe in [*RECIPES, *OTHERS.get(mode, [])]:
+    for recipe in ["bf16", *RECIPES[mode]]:
         torch._dynamo.reset()
         gc.collect()
         if sharded:
@@ -73,7 +76,7 @@ if __name__ == "__main__":
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    modes = MODES[:2] if sharded else MODES
+    modes = list(RECIPES)[:2] if sharded else RECIPES
     rows = [row for mode in modes for row in measure(mode, options.device, sharded=sharded)]
     if not sharded:
         report("memory", rows, options)

@@ -118,10 +118,11 @@ class TestPoliciesThatNameOurOperators:
         gradients(make(spec), run, "cpu")
         torch._dynamo.reset()
         saved = NAMED[named] if then is CheckpointPolicy.MUST_SAVE else []
-        of_backward = [0, 0] if spec == "fp8+dequantized" else [2, 4]  # its products are in high precision
-        again = [0 if QUANTIZE in saved else 4, 0 if SCALED_MM in saved else 1]  # nothing needs the last output
-        for op, own, more in zip((QUANTIZE, SCALED_MM), of_backward, again, strict=True):
-            assert graphs.count("backward", op) == own + more
+        of_weights, of_gradients = [2, 0], [0, 0] if spec == "fp8+dequantized" else [2, 4]  # or in high precision
+        product = 0 if SCALED_MM in saved else 1  # nothing needs the last output
+        again = [0 if QUANTIZE in saved else 2 + product, product]
+        for op, *counts in zip((QUANTIZE, SCALED_MM), of_weights, of_gradients, again, strict=True):
+            assert graphs.count("backward", op) == sum(counts)
 
 
 def test_offload_moves_fp8_bytes():

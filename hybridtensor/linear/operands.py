@@ -121,7 +121,7 @@ class KeptInput(Operand):
         context: Which tensor this is.
     """
 
-    __slots__ = ("_config", "_context", "_dtype", "_x")
+    __slots__ = ("_after", "_config", "_context", "_dtype", "_x")
 
     def __init__(
         self,
@@ -133,6 +133,7 @@ class KeptInput(Operand):
     ) -> None:
         super().__init__(row, None)
         self._x: Tensor | None = x
+        self._after: Tensor | None = None
         self._config, self._dtype, self._context = config, dtype, context
 
     def save(self) -> list[Tensor]:
@@ -140,9 +141,14 @@ class KeptInput(Operand):
         x, self._x, self._row = self._x, None, None
         return [] if x is None else [x]
 
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
+        if is_traced() and not isinstance(grad, HybridTensor):
+            self._after = grad
+
     def columnwise(self, saved: list[Tensor]) -> Face:
         """See ``Operand.columnwise``."""
-        context = self._context._replace(record=True)
+        context = self._context._replace(record=True, after=self._after)
         column = self._config.input.faces(
             saved[0], rowwise=False, columnwise=True, dtype=self._dtype, context=context
         )[1]

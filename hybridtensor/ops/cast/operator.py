@@ -72,8 +72,11 @@ def _measure_on_a_gpu(x: Tensor, request: str) -> list[Tensor]:
 
 
 def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tensor]:
-    """Return the amaxes of both faces, or the one that they share."""
-    return list(amaxes[: 1 if _share_amax(request) else 2])
+    """Return the amaxes of both faces, or the one that they share: what an operator returns shares no
+    memory.
+    """
+    row, column = amaxes
+    return [row] if _share_amax(request) else [row, column.clone()]
 
 
 def _share_amax(request: CastRequest) -> bool:
