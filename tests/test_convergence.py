@@ -1,30 +1,29 @@
-"""The convergence benchmark, at its smallest: what it trains, skips, reports and refuses."""
+"""The convergence benchmark, at its smallest: what it trains, skips, carries on, reports and refuses."""
 
 import json
 import math
 import os
-import runpy
+import shutil
 import statistics
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import called, refused
-from tiers import long
+from tiers import few, long
+from torchao.core.config import config_to_dict
+from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "convergence.py"
-SMOKE = ["--device", "cpu", "--model", "tiny", "--steps", "4", "--min-mb", "0", "--max-mb", "1", "--per-gpu", "2"]
-SMOKE += ["--recipes", "bf16,fp8,nvfp4", "--repeat", "fp8", "--seeds", "2", "--replicas", "2"]
-RUNS = {"bf16-0", "bf16-1", "bf16-0-replica1", "bf16-0-replica2", "fp8-0", "fp8-1", "nvfp4-0"}
-
-
-def call(*arguments):
-    command = [sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
-    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environ)
+SMALL = ["--device", "cpu", "--model", "tiny", "--steps", "10", "--min-mb", "0", "--max-mb", "1"]
+WHOLE = [*SMALL, "--recipes", "bf16,fp8,bf16_disturbed", "--others", "nvfp4_last_tenth_bf16", "--seeds", "2"]
+RUNS = {"bf16-0", "bf16-1", "fp8-0", "fp8-1", "bf16_disturbed-0", "bf16_disturbed-1", "nvfp4_last_tenth_bf16-0"}
+DIGEST = 7  # "-" and six hex digits of the plan
 
 
 def folders(path):
@@ -33,7 +32,7 @@ def folders(path):
 
 
 def files(path):
-    return {file.stem: file for file in (path / "out").glob("*.json")}
+    return {file.stem[:-DIGEST]: file for file in (path / "out").glob("*.json")}
 
 
 def runs(path):
@@ -44,12 +43,25 @@ def record(path):
     return json.loads((path / "results" / "convergence_cpu.json").read_text())
 
 
+def written(path):
+    """Return when each run was."""
+    return {name: file.stat().st_mtime_ns for name, file in files(path).items()}
+
+
 def percent(value, base):
     return 100 * (value / base - 1)
 
 
 def close(value):
     return pytest.approx(value, abs=1e-9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_is_held_out():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(SCRIPT.parent))
+        patched.setattr("losses.training.VALIDATION_BATCHES", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,64 +74,284 @@ def text(tmp_path_factory):
     return folder
 
 
-of_a_whole_benchmark = long("training seven small models in processes of their own takes a minute")
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory, text):
     """The folder of one whole benchmark."""
     folder = tmp_path_factory.mktemp("smoke")
-    done = call(*SMOKE, "--data", text, *folders(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patched:
+        assert called(SCRIPT, [*WHOLE, "--data", text, *folders(folder)], patched) == 0
     return folder
 
 
-@of_a_whole_benchmark
-def test_every_run_leaves_a_file(smoke):
+@pytest.fixture
+def again(smoke, text, tmp_path, monkeypatch):
+    """Call the benchmark again, on a copy of the folder of one; return its exit code."""
+    shutil.copytree(smoke, tmp_path, dirs_exist_ok=True)
+    return lambda *options: called(SCRIPT, [*WHOLE, "--data", text, *folders(tmp_path), *options], monkeypatch)
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """The package that the benchmark is made of."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import losses
+    import losses.work
+
+    return losses
+
+
+# -- runs
+
+
+def test_every_run_leaves_a_small_file(smoke):
     assert set(files(smoke)) == RUNS
     for run in runs(smoke).values():
-        config = ht.recipes.from_name(run["recipe"])
-        assert (run["spec"], run["fingerprint"]) == (str(config), config.fingerprint())
-        assert run["plan"]["steps"] == len(run["losses"]) == 4
+        assert run["plan"]["steps"] == len(run["losses"]) == len(run["norms"]) == 10
+        assert (run["plan"]["tokens"], run["plan"]["compiled"]) == (256, False)
         assert run["losses"][-1] < run["losses"][0]
-        assert all(map(math.isfinite, [*run["losses"], run["validation"]]))
-        assert min(run["tokens_per_second"], run["seconds"], run["parameters"]) > 0
+        assert all(map(math.isfinite, [*run["losses"], *run["norms"], run["validation"]]))
+        assert min(*run["norms"], run["tokens_per_second"], run["seconds"], run["parameters"]) > 0
+    config = ht.recipes.from_name("fp8")
+    assert (runs(smoke)["fp8-0"]["spec"], runs(smoke)["fp8-0"]["fingerprint"]) == ("fp8", config.fingerprint())
 
 
-@of_a_whole_benchmark
+def test_a_run_of_a_thousand_steps_fits_into_20_kb(losses, tmp_path):
+    values = [torch.pi / (i + 1) for i in range(1000)]
+    plan = losses.training.Plan("113M", 1000, 32768, True, "0" * 16)
+    outcome = losses.training.Outcome(values, values, 1.0, 1.0, 1.0, 1.0)
+    losses.files.write(losses.files.record_of(outcome, plan, recipe="fp8", seed=0), tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size < 20_000
+    assert json.loads(file.read_text())["losses"] == [round(value, 5) for value in values]
+
+
 def test_runs_of_a_seed_share_weights_and_batches(smoke):
     found = runs(smoke)
     first = {name: run["losses"][0] for name, run in found.items()}
     assert first["bf16-0"] != pytest.approx(first["bf16-1"], rel=1e-3)
-    for name in ("fp8-0", "nvfp4-0", "fp8-1"):
+    for name in ("fp8-0", "nvfp4_last_tenth_bf16-0", "fp8-1"):
         baseline = f"bf16-{found[name]['seed']}"
         assert first[name] == pytest.approx(first[baseline], rel=1e-3)
         assert found[name]["losses"] != found[baseline]["losses"], "low precision really ran"
 
 
-@of_a_whole_benchmark
-def test_replicas_differ_by_next_to_nothing(smoke):
+def test_disturbed_runs_differ_by_next_to_nothing(smoke):
     found = runs(smoke)
-    losses = [found[name]["losses"] for name in ("bf16-0", "bf16-0-replica1", "bf16-0-replica2")]
-    assert len(set(map(tuple, losses))) == 3
-    for replica in losses[1:]:
-        assert replica == pytest.approx(losses[0], rel=1e-3)
+    for seed in (0, 1):
+        assert found[f"bf16_disturbed-{seed}"]["norms"] != found[f"bf16-{seed}"]["norms"]
+        assert found[f"bf16_disturbed-{seed}"]["losses"] == pytest.approx(found[f"bf16-{seed}"]["losses"], rel=1e-3)
 
 
-@of_a_whole_benchmark
 def test_text_has_no_file_twice_and_holds_some_out(smoke, text):
     parts = [(smoke / "out" / f"{name}.bin").read_bytes() for name in ("train", "validation")]
     assert sum(map(len, parts)) == sum(file.stat().st_size for file in text.glob("[0-9]*.txt"))
     assert parts[1]
     assert not set(parts[0].splitlines()) & set(parts[1].splitlines())
+    assert record(smoke)["text bytes"] == {"train": len(parts[0]), "validation": len(parts[1])}
 
 
-@of_a_whole_benchmark
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4_last_tenth_bf16"])
+def test_a_model_that_was_trained_before_begins_anew(name, losses, smoke):
+    """Bitwise, with all that its recipe remembers: scales, the counter of random rounding."""
+    plan, entry = losses.training.Plan("tiny", 10, 256, False, ""), losses.recipes.candidate(name)
+    trainers = [losses.training.Trainer(plan, smoke / "out", "cpu") for _ in range(2)]
+    trainers[0].train(entry, 1)
+    outcomes = [trainer.train(entry, 0) for trainer in trainers]
+    assert outcomes[0][:3] == outcomes[1][:3]  # losses, norms, validation
+
+
+# -- pieces
+
+
+def test_finished_runs_are_not_repeated(again, smoke, tmp_path):
+    before, rows = written(tmp_path), record(smoke)["rows"]
+    files(tmp_path)["fp8-0"].unlink()
+    assert again() == 0
+    after = written(tmp_path)
+    assert {name for name in RUNS if after[name] != before[name]} == {"fp8-0"}
+    gaps = [[row["gap %"] for row in made] for made in (rows, record(tmp_path)["rows"])]
+    assert gaps[0] == gaps[1], "a run repeats itself"
+
+
+def test_runs_of_another_machine_count_where_they_lie(again, smoke, tmp_path):
+    (tmp_path / "out").rename(tmp_path / "carried")
+    assert again("--runs", tmp_path / "carried") == 0
+    assert not files(tmp_path)
+    assert record(tmp_path)["rows"] == record(smoke)["rows"]
+
+
+def test_runs_of_another_plan_do_not_count_and_stay(again, tmp_path):
+    before = written(tmp_path)
+    assert again("--steps", 4, "--recipes", "", "--others", "", "--seeds", 1) == 0
+    assert record(tmp_path)["plan"]["steps"] == 4
+    assert [row["recipe"] for row in record(tmp_path)["rows"]] == ["bf16"]
+    assert len(list((tmp_path / "out").glob("bf16-0-*.json"))) == 2
+    assert {name: when for name, when in written(tmp_path).items() if name != "bf16-0"}.items() <= before.items()
+
+
+def test_a_report_trains_nothing_and_needs_no_text(again, smoke, tmp_path):
+    files(tmp_path)["fp8-1"].unlink()
+    for path in [*(tmp_path / "out").glob("*.bin"), tmp_path / "results" / "convergence_cpu.json"]:
+        path.unlink()
+    assert again("--report") == 0
+    rows = {row["recipe"]: row for row in record(tmp_path)["rows"]}
+    assert list(rows) == ["bf16", "fp8", "bf16_disturbed", "nvfp4_last_tenth_bf16"]
+    assert rows["fp8"]["gaps %"] == next(r["gaps %"][:1] for r in record(smoke)["rows"] if r["recipe"] == "fp8")
+    assert not list((tmp_path / "out").glob("*.bin"))
+    assert record(tmp_path)["text bytes"] == record(smoke)["text bytes"]
+
+
+def test_no_time_is_no_run(tmp_path, text, monkeypatch, capsys):
+    given = [*WHOLE, "--data", text, "--minutes", 0, *folders(tmp_path)]
+    assert called(SCRIPT, given, monkeypatch) == 0
+    assert not files(tmp_path)
+    assert "7 runs are left to do" in capsys.readouterr().out
+
+
+def test_a_run_that_would_end_too_late_is_given_up(losses, smoke, monkeypatch):
+    training, steps = losses.training, []
+    plan, entry = training.Plan("tiny", 1000, 256, False, ""), losses.recipes.candidate("bf16")
+    trainer, enter = training.Trainer(plan, smoke / "out", "cpu"), training.Learner.enter
+    monkeypatch.setattr(training.Learner, "enter", lambda self, step: (steps.append(step), enter(self, step)))
+    clock = types.SimpleNamespace(time=lambda: len(steps), perf_counter=lambda: len(steps))  # a step is a second
+    monkeypatch.setattr(training, "time", clock)
+    with pytest.raises(training.OutOfTime):
+        trainer.train(entry, 0, until=300)
+    assert len(steps) == 101, "after a tenth it is known"
+
+
+def finished(recipe, set_up, seconds):
+    return {"recipe": recipe, "set up seconds": set_up, "seconds": seconds}
+
+
+def test_only_runs_that_fit_are_begun(losses):
+    work = losses.work
+    records = [finished("bf16", 20, 30), finished("bf16", 1, 11), finished("fp8", 29, 37), finished("fp8", 2, 11)]
+    seconds = [work.seconds_of("bf16", records, known) for known in (True, False)]
+    assert seconds == [11, 30]
+    assert work.seconds_of("nvfp4", records, False) == 39, "as the slowest of all"
+    assert work.seconds_of("nvfp4", [], False) == 0, "nobody knows"
+    waiting = [work.Run("fp8", 1, 1), work.Run("nvfp4", 1, 1), work.Run("bf16", 2, 2)]
+    chosen = [work.choose(waiting, records, {"bf16"}.__contains__, left) for left in (50, 39.5, 38.5, 20, 10)]
+    assert chosen == [waiting[1], waiting[1], waiting[0], waiting[2], None]
+    assert work.choose(waiting, records, {"bf16", "fp8"}.__contains__, 50) == waiting[0], "what is compiled here"
+
+
+def test_rounds(losses):
+    order = [str(run) for run in losses.work.in_rounds(["a", "b"], 2, ["c"], 3)]
+    assert order == ["bf16-0", "a-0", "b-0", "bf16-1", "a-1", "b-1", "c-0", "c-1"]
+
+
+def test_a_run_that_fails_is_told_and_others_go_on(text, tmp_path, monkeypatch, capsys):
+    wrong = FqnToConfig({"blocks.7.mlp.up": ht.recipes.from_name("fp8")})
+    (tmp_path / "wrong.json").write_text(json.dumps(config_to_dict(wrong)))
+    given = [*SMALL, "--recipes", f"wrong={tmp_path / 'wrong.json'},fp8", "--seeds", "1", "--data", text]
+    assert called(SCRIPT, [*given, *folders(tmp_path)], monkeypatch) == 1
+    assert set(files(tmp_path)) == {"bf16-0", "fp8-0"}
+    (log,) = (tmp_path / "out").glob("wrong-0-*.log")
+    assert "FqnToConfig keys must match a layer, got blocks.7.mlp.up" in log.read_text()
+    assert f"failed: {log}" in capsys.readouterr().out
+
+
+@long("processes of their own take a while to start")
+def test_several_processes_share_the_runs(smoke, text, tmp_path):
+    command = [sys.executable, "-W", "error", str(SCRIPT), *WHOLE, "--per-gpu", "2", "--data", str(text)]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *map(str, folders(tmp_path))], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(files(tmp_path)) == RUNS
+    assert done.stdout.count(" tokens/s\n") == len(RUNS), "each was done once"
+    for name, run in runs(tmp_path).items():
+        assert run["losses"] == pytest.approx(runs(smoke)[name]["losses"], rel=1e-3)
+
+
+# -- what runs are trained by
+
+
+def learner(losses, text, steps=20):
+    plan = losses.training.Plan("tiny", steps, 256, False, "")
+    return losses.training.Learner(losses.recipes.candidate(text), plan, "cpu")
+
+
+def specs(model):
+    """Return the recipe of each layer."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name: str(getattr(m.weight, "config", "plain")) for name, m in layers.items()}
+
+
+def test_the_last_tenth_is_bf16(losses):
+    learning = learner(losses, "nvfp4_last_tenth_bf16")
+    seen = []
+    for step in range(20):
+        learning.enter(step)
+        seen.append(set(specs(learning.model).values()) - {"plain"})
+    assert seen == 18 * [{"nvfp4"}] + 2 * [{"bf16"}]
+    learning.begin(1)
+    assert set(specs(learning.model).values()) == {"nvfp4", "plain"}
+
+
+def test_the_first_and_the_last_block_are_bf16(losses):
+    found = specs(learner(losses, "nvfp4_edge_blocks_bf16").model)
+    assert {name.split(".")[1] for name, spec in found.items() if spec == "nvfp4"} == {"1"}
+    assert sum(spec == "nvfp4" for spec in found.values()) == 5
+
+
+def test_assignments_are_read_from_files_and_trained_anew_when_they_change(text, tmp_path, monkeypatch, losses):
+    path = tmp_path / "mine.json"
+    given = [*SMALL, "--recipes", f"mine={path}", "--seeds", "1", "--data", text, *folders(tmp_path)]
+    seen = []
+    for spec in ("fp8", "fp8", "nvfp4/mxfp8/mxfp8"):
+        rules = {"blocks.0.mlp.up": ht.HybridConfig.parse(spec), "blocks.1.mlp.up": None}
+        path.write_text(json.dumps(config_to_dict(FqnToConfig(rules))))
+        assert specs(learner(losses, f"mine={path}").model)["blocks.0.mlp.up"] == spec
+        assert called(SCRIPT, given, monkeypatch) == 0
+        seen.append((written(tmp_path)["mine-0"], record(tmp_path)["rows"][1]["allowed %"]))
+    assert seen[0] == seen[1]
+    assert seen[1][0] != seen[2][0]
+    assert [allowed for _, allowed in seen] == [0.25, 0.25, 1.0]
+
+
+def test_every_recipe_has_a_fingerprint_of_its_own(losses):
+    names = [*ht.recipes.RECIPES, *losses.recipes.VARIANTS]
+    model = losses.training.plain_model(losses.training.MODELS["tiny"], 0, "meta")
+    every = [losses.recipes.candidate(name) for name in names]
+    assert len({one.fingerprint(model, 100) for one in every}) == len(names)
+    assert [one.allowance(model, 100) for one in every] == [1.0 if "nvfp4" in name else 0.25 for name in names]
+
+
+COMPILED = ["nvfp4_last_tenth_bf16", "fp8_delayed", "nvfp4_edge_blocks_bf16", "bf16_disturbed", *ht.recipes.RECIPES]
+
+
+@pytest.mark.filterwarnings("default")  # compiling, torch warns of its own ways
+@pytest.mark.parametrize("name", few(dict.fromkeys(COMPILED), 1))
+@pytest.mark.parametrize("backend", few(["aot_eager", "inductor"], 1))
+def test_compiled_runs_are_those_of_eager_code(backend, name, losses, smoke, monkeypatch):
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain(self, backend=backend, **options))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    torch._dynamo.reset()
+    outcomes = []
+    for compiled in (False, True):
+        plan = losses.training.Plan("tiny", 10, 256, compiled, "")
+        trainer = losses.training.Trainer(plan, smoke / "out", "cpu")
+        outcomes.append(trainer.train(losses.recipes.candidate(name), 0))
+    if backend == "aot_eager":
+        assert outcomes[0][:3] == outcomes[1][:3]
+    assert outcomes[1].losses == pytest.approx(outcomes[0].losses, rel=5e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "it was compiled"
+    torch._dynamo.reset()
+
+
+# -- what gaps are worth
+
+
 def test_gaps_follow_from_the_losses(smoke):
     found, made = runs(smoke), record(smoke)
-    last = {name: run["losses"][-1] for name, run in found.items()}  # the last tenth of four steps is one
+    last = {name: run["losses"][-1] for name, run in found.items()}  # the last tenth of ten steps is one
     rows = {row["recipe"]: row for row in made["rows"]}
-    assert {name: row["seeds"] for name, row in rows.items()} == {"bf16": 2, "fp8": 2, "nvfp4": 1}
+    assert {name: row["seeds"] for name, row in rows.items()} == {
+        "bf16": 2, "fp8": 2, "bf16_disturbed": 2, "nvfp4_last_tenth_bf16": 1
+    }  # fmt: skip
     for recipe, row in rows.items():
         seeds = range(row["seeds"])
         gaps = [percent(last[f"{recipe}-{s}"], last[f"bf16-{s}"]) for s in seeds]
@@ -127,50 +359,79 @@ def test_gaps_follow_from_the_losses(smoke):
         assert row["gaps %"] == close(gaps)
         assert row["gap %"] == close(statistics.mean(gaps))
         assert row["validation gap %"] == close(statistics.mean(valid))
-        assert row["allowed %"] == (1.0 if recipe == "nvfp4" else 0.25)
-    replicas = [percent(last[f"bf16-0-replica{i}"], last["bf16-0"]) for i in (1, 2)]
-    assert sorted(made["gaps of replicas %"]) == close(sorted(replicas))
-    noise = statistics.stdev(rows["fp8"]["gaps %"])  # the one recipe that ran with several seeds
-    assert rows["nvfp4"]["noise %"] == made["noise of one run %"] == close(noise)
-    assert rows["fp8"]["noise %"] == close(noise / math.sqrt(2)), "the mean of two seeds"
+        assert row["allowed %"] == (1.0 if "nvfp4" in recipe else 0.25)
+    assert made["gaps of replicas %"] == close(rows["bf16_disturbed"]["gaps %"])
+    variances = [statistics.variance(rows[name]["gaps %"]) for name in ("fp8", "bf16_disturbed")]
+    deviation = math.sqrt(statistics.mean(variances))  # a degree of freedom each
+    assert made["noise of one run %"] == close(deviation)
+    for name, seeds in (("nvfp4_last_tenth_bf16", 1), ("fp8", 2)):
+        row = rows[name]
+        assert row["noise %"] == close(deviation / math.sqrt(seeds))
+        assert [row["low %"], row["high %"]] == close([row["gap %"] + s * 4.303 * row["noise %"] for s in (-1, 1)])
     assert set(made["curves"]) == RUNS
     assert (smoke / "plots" / "losses.png").stat().st_size > 10_000
 
 
-def test_a_verdict_is_above_only_beyond_the_noise(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    verdict = runpy.run_path(str(SCRIPT))["verdict"]
-    cases = [(0.2, 0.25, 0.01), (-3.0, 0.25, 0.01), (0.4, 0.25, 0.1), (0.4, 0.25, 0.01), (0.4, 0.25, None)]
-    made = [verdict(*case) for case in [*cases, (math.nan, 0.25, 0.1), (math.nan, 0.25, None)]]
-    assert made == ["within", "within", "noise", "above", "above", "above", "above"]
+def test_few_seeds_have_the_scatter_of_all_recipes_and_many_their_own(losses):
+    gaps = losses.gaps
+    of_each = {"a": [0.1, 0.3], "b": [0.0, 0.2, 0.4, 0.2, 0.7], "c": [0.5], "d": [0.1, math.nan]}
+    common = gaps.pooled(of_each)
+    squares = sum((x - statistics.mean(of)) ** 2 for of in (of_each["a"], of_each["b"]) for x in of)
+    assert common == close((math.sqrt(squares / 5), 5))  # 1 + 4 degrees of freedom; what is no number tells nothing
+    assert gaps.estimate(of_each["c"], common).error == close(common.deviation)
+    assert gaps.estimate(of_each["a"], common).error == close(common.deviation / math.sqrt(2))
+    own = gaps.estimate(of_each["b"], common)
+    assert own.error == close(statistics.stdev(of_each["b"]) / math.sqrt(5))
+    assert own.high - own.mean == close(2.776 * own.error)
+    assert gaps.estimate([0.1], None) == (0.1, None, None, None, None)
 
 
-@of_a_whole_benchmark
-def test_finished_runs_are_not_repeated(smoke, text, monkeypatch):
-    before = {name: file.stat().st_mtime_ns for name, file in files(smoke).items()}
-    rows = record(smoke)["rows"]
-    files(smoke)["fp8-0"].unlink()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert called(SCRIPT, [*SMOKE, "--data", text, *folders(smoke)], monkeypatch) == 0
-    after = {name: file.stat().st_mtime_ns for name, file in files(smoke).items()}
-    assert {name for name in RUNS if after[name] != before[name]} == {"fp8-0"}
-    gaps = [[row["gap %"] for row in made] for made in (rows, record(smoke)["rows"])]
-    assert gaps[0] == gaps[1], "a run repeats itself"
+def test_seeds_that_are_missing_for_the_goal(losses):
+    gaps = losses.gaps
+    for deviation, count, more in ((0.55, 3, 45), (0.16, 3, 1), (0.16, 4, 0), (0.01, 1, 0)):
+        found = gaps.estimate([0.0] * min(count, gaps.ENOUGH - 1), gaps.Scatter(deviation, 10))
+        assert found.more == more
+        assert deviation / math.sqrt(count + more) <= gaps.GOAL
+        assert more == 0 or deviation / math.sqrt(count + more - 1) > gaps.GOAL
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 10, 30, 31, 60, 500])
+def test_intervals_hold_95_percent_of_students_distribution(freedom, losses):
+    # t = sqrt(freedom) * tan(a), whose density is that of cos(a) ** (freedom - 1)
+    angle = math.atan(losses.gaps.t_quantile(freedom) / math.sqrt(freedom))
+    grid = torch.linspace(0, math.pi / 2, 2_000_001, dtype=torch.float64)
+    density = grid.cos() ** (freedom - 1)
+    assert float(density[grid <= angle].sum() / density.sum()) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_a_verdict_is_that_of_the_whole_interval(losses):
+    gaps = losses.gaps
+    cases = [(0.1, 0.0, 0.2), (0.1, -0.1, 0.3), (0.4, 0.2, 0.6), (0.4, 0.3, 0.5), (math.nan,) * 3]
+    made = [gaps.verdict(gaps.Estimate(mean, 0.1, low, high), 0.25) for mean, low, high in cases]
+    assert made == ["within", "open", "open", "above", "above"]
+    assert [gaps.verdict(gaps.Estimate(mean), 0.25) for mean in (0.1, 0.4, math.nan)] == ["open", "open", "above"]
+
+
+# -- wrong use
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--recipes", "fp9"], "unknown format 'fp9'; did you mean 'fp8'"),
-        (["--repeat", "fp9"], "unknown format 'fp9'; did you mean 'fp8'"),
+        (["--others", "fp9"], "unknown format 'fp9'; did you mean 'fp8'"),
+        (["--recipes", "mine=none.json"], "none.json: a file with a recipe for each layer is required"),
         (["--steps", "0"], "--steps: at least 1 is required, got 0"),
         (["--seeds", "0"], "--seeds: at least 1 is required, got 0"),
+        (["--minutes", "-1"], "--minutes: at least 0 is required, got -1"),
+        (["--tokens", "100"], "--tokens: a multiple of 64 is required, got 100"),
         (["--min-mb", "1000"], "at least 1000 MB of text are required, got 0.0 MB"),
         (["--model", "huge"], "invalid choice: 'huge'"),
+        (["--report"], "--report: finished runs in"),
     ],
-    ids=["recipe", "repeat", "steps", "seeds", "little", "model"],
+    ids=["recipe", "others", "file", "steps", "seeds", "minutes", "tokens", "little", "model", "nothing"],
 )
 def test_bad_values_end_with_one_line(arguments, message, tmp_path, text, monkeypatch, capsys):
-    given = [*SMOKE, "--data", text, *arguments, *folders(tmp_path)]
+    given = [*WHOLE, "--data", text, *arguments, *folders(tmp_path)]
     assert message in refused(SCRIPT, given, monkeypatch, capsys)[-1]
     assert not files(tmp_path)
