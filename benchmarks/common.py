@@ -80,8 +80,8 @@ def environment(device: str) -> dict[str, str]:
     return {"device": name, **versions, "commit": commit or "unknown"}
 
 
-def report(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print one table and write ``<name>_<device>.json``."""
+def report(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, **more: Any) -> None:
+    """Print one table and write ``<name>_<device>.json``, with ``more`` in it."""
     where = environment(options.device)
     table = Table(title=f"{name} on {where['device']}, torch {where['torch']}, torchao {where['torchao']}")
     for header in rows[0]:
@@ -92,4 +92,4 @@ def report(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) -
     options.out.mkdir(parents=True, exist_ok=True)
     suffix = "cpu" if options.device == "cpu" else where["device"].replace(" ", "_").lower()
     path = options.out / f"{name}_{suffix}.json"
-    path.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": where, "rows": rows, **more}, indent=1) + "\n")
