@@ -27,7 +27,6 @@ import json
 import random
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ class Study:
     def at(self, place: str | None) -> Found:
         """Advise, and measure errors, with an outlier in the layer ``place``, or without."""
         with planted(self.model, place):
-            advice = {cost: advised_at(cost, self.advise) for cost in self.options.costs}
+            advice = advised_at(self.options.costs, self.advise)
             exact = gradients(copy.deepcopy(self.model), self.batches[0], exact=True)
 
             def error(recipe: Any) -> float:
@@ -174,7 +173,7 @@ def write_assignments(plain: Found, folder: Path) -> None:
 
 def trained(options: argparse.Namespace, text: str) -> tuple[nn.Module, list[Batch], float]:
     """Return a model after some steps in BF16, eager, batches that it has not seen, and its last loss."""
-    plan = Plan(options.model, options.warm, options.tokens, options.compile, text)
+    plan = Plan(options.model, options.warm, options.tokens, False, text)  # compiling takes longer than so few steps
     trainer, plain = Trainer(plan, options.text, options.device), candidate(BASELINE)
     loss = trainer.train(plain, 0).losses[-1]
     batches = [
@@ -190,8 +189,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--model", default="113M", choices=MODELS)
     parser.add_argument("--warm", type=int, default=200, help="steps in BF16 before")
-    parser.add_argument("--tokens", type=int, help="of such a step; default: by model")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="their blocks; default: on a GPU")
+    parser.add_argument("--tokens", type=int, help="of such a step; default: 8192, or fewer for a small model")
     parser.add_argument("--batches", type=int, default=2, help="that are advised by")
     parser.add_argument("--rows", type=int, default=32, help="of each of these batches")
     parser.add_argument("--random", type=int, default=20, help="recipes of the same cost")
@@ -206,8 +204,7 @@ def parse() -> argparse.Namespace:
     if options.random < 1 or options.batches < 1 or options.rows < 1 or options.warm < 1:
         parser.error("--random, --batches, --rows, --warm: at least 1 is required")
     size = MODELS[options.model]
-    options.tokens = options.tokens or size.batch * size.context
-    options.compile = options.device == "cuda" if options.compile is None else options.compile
+    options.tokens = options.tokens or min(size.batch * size.context, 8192)
     options.costs = [float(cost) for cost in options.costs.split(",")]
     return options
 
@@ -215,7 +212,6 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Train, advise, measure, report."""
     options, began = parse(), time.perf_counter()
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own use of what it deprecated
 
     def say(line: str) -> None:
         print(f"{time.perf_counter() - began:5.0f} s  {line}", flush=True)

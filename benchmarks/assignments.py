@@ -21,7 +21,7 @@ from hybridtensor.recipes.spec import GEMMS
 
 BITS = {"bf16": 16, "nvfp4": 4}  # others have 8
 OUTLIER = 40.0  # times the largest weight of its layer
-MARGINS = (1.001, 1.01, 1.03, 1.1)
+MARGINS = (1.001, 1.01, 1.1, 2.0)  # to the last nobody comes
 
 Batch = tuple[Tensor, Tensor]
 
@@ -37,30 +37,28 @@ def uniform_cost(spec: str, prices: CostTable) -> float:
     return sum(prices.cost(config.formats(gemm)) for gemm in GEMMS) / len(GEMMS)
 
 
-def advised_at(cost: float, advise: Callable[..., Advice]) -> Advice:
-    """Return the advice of least error that costs at most ``cost``.
+def advised_at(wanted: Sequence[float], advise: Callable[..., Advice]) -> dict[float, Advice]:
+    """Return, for some costs, the advice of least error that costs at most as much.
 
-    The curve of a first advice has the error of each cost, and a second one allows this error, and a little more: what
+    The curve of a first advice has the error of each cost, and another one allows this error, and a little more: what
     is measured on a GPU may differ by its last bits from one time to the next.
 
     Args:
-        cost: Over BF16.
+        wanted: Costs over BF16.
         advise: Takes a budget.
 
     Raises:
         ValueError: If nothing costs so little.
     """
-    curve = advise(budget="fp8").curve
-    errors = [point.error for point in curve if not point.name and point.cost <= cost + 1e-9]
-    if not errors:
-        raise ValueError(f"--costs: at least {min(point.cost for point in curve):.3g} is required, got {cost:g}")
-    for margin in MARGINS:
-        found = advise(budget=margin * min(errors))
-        if found.cost <= cost + 1e-9:
-            return found
-    raise ValueError(
-        f"--costs: a cost that the curve has is required, got {cost:g}, near which it has {found.cost:.4g}"
-    )
+    curve = [point for point in advise(budget="fp8").curve if not point.name]
+    made = {}
+    for cost in wanted:
+        errors = [point.error for point in curve if point.cost <= cost + 1e-9]
+        if not errors:
+            raise ValueError(f"--costs: at least {min(point.cost for point in curve):.3g} is required, got {cost:g}")
+        tried = (advise(budget=margin * min(errors)) for margin in MARGINS)
+        made[cost] = next(one for one in tried if one.cost <= cost + 1e-9)
+    return made
 
 
 def shuffled(table: Sequence[AdvisedProduct], draws: random.Random) -> list[str]:

@@ -168,7 +168,7 @@ def test_the_advice_at_a_cost_is_the_best_of_the_curve():
     from assignments import advised_at, predicted, uniform_cost
 
     plain = model()
-    found = advised_at(0.5, lambda **options: advise(plain, **options))
+    found = advised_at([0.5], lambda **options: advise(plain, **options))[0.5]
     curve = advise(plain, budget="fp8").curve
     least = min(point.error for point in curve if not point.name and point.cost <= 0.5)
     assert found.cost <= 0.5
@@ -176,7 +176,7 @@ def test_the_advice_at_a_cost_is_the_best_of_the_curve():
     assert predicted(found.table, [row.format for row in found.table]) == pytest.approx(found.error)
     assert uniform_cost("mxfp8", costs.table("b200")) == 0.5
     with pytest.raises(ValueError, match=r"--costs: at least 0.25 is required, got 0.2"):
-        advised_at(0.2, lambda **options: advise(plain, **options))
+        advised_at([0.2], lambda **options: advise(plain, **options))
 
 
 def test_outliers_are_taken_out_again():
@@ -206,12 +206,13 @@ def test_errors_of_gradients_are_those_of_all_parameters_together():
 
 
 def test_outliers_go_where_they_can_be_seen():
-    from assignments import bits, places
+    from assignments import advised_at, bits, places
 
-    advice = advise(model(), budget="nvfp4")
-    narrow = [row.layer for row in advice.table if row.gemm == "output" and bits(row.format) == 4]
-    assert len(narrow) > 3
+    plain = model()
+    advice = advised_at([0.375], lambda **options: advise(plain, **options))[0.375]
+    outputs = {row.layer: bits(row.format) for row in advice.table if row.gemm == "output"}
+    assert set(outputs.values()) == {4, 8}
     found = places(advice)
-    assert (found[0], found[-1], len(set(found))) == (narrow[0], narrow[-1], 3)
-    wide = advise(model(), budget=0.0)
-    assert len(set(places(wide))) == 3
+    assert len(set(found)) == 3
+    assert {outputs[place] for place in found} == {4}
+    assert len(set(places(advise(plain, budget=0.0)))) == 3
