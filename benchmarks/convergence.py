@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from common import RESULTS, environment
 from losses import files
-from losses.recipes import BASELINE, VARIANTS, Candidate, candidate
+from losses.recipes import BASELINE, VARIANTS, Candidate, candidate, fingerprints
 from losses.report import report
 from losses.text import sizes, write_text
 from losses.training import MODELS, Plan, plain_model
@@ -115,7 +115,7 @@ def job_of(options: argparse.Namespace, plan: Plan, until: float) -> Job:
     """Return what there is to do."""
     known = {one.name: one for one in (candidate(BASELINE), *options.recipes, *options.others)}
     model = plain_model(plan.size, 0, "meta")
-    fingerprints = {name: one.fingerprint(model, plan.steps) for name, one in known.items()}
+    today = {name: one.fingerprint(model, plan.steps) for name, one in known.items()}
     shared = {
         "device": options.device,
         "environment": environment(options.device),
@@ -125,10 +125,10 @@ def job_of(options: argparse.Namespace, plan: Plan, until: float) -> Job:
     about: dict[str, dict[str, Any]] = {}
     for name, one in known.items():
         allowed = one.allowance(model, plan.steps)
-        about[name] = {"spec": one.spec, "fingerprint": fingerprints[name], "allowed %": allowed, **shared}
+        about[name] = {"spec": one.spec, "fingerprint": today[name], "allowed %": allowed, **shared}
     first, then = ([one.name for one in some] for some in (options.recipes, options.others))
     runs = in_rounds(first, options.seeds, then, options.other_seeds)
-    return Job(plan, known, fingerprints, runs, options.out, tuple(options.runs), until, about)
+    return Job(plan, known, today, runs, options.out, tuple(options.runs), until, about)
 
 
 def plan_of(options: argparse.Namespace, text: str) -> Plan:
@@ -138,7 +138,6 @@ def plan_of(options: argparse.Namespace, text: str) -> Plan:
 
 def run_all(job: Job, options: argparse.Namespace) -> list[str]:
     """Do all runs that fit, here, or in a process for each place on a GPU; return what failed."""
-    drop_claims(options.out)
     places = [gpu for _ in range(options.per_gpu) for gpu in range(options.gpus)]
     if len(places) == 1:
         work(job, options.device, say)
@@ -159,25 +158,50 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    """Do all runs that fit, and tell what is finished."""
+    """Do one benchmark, or a process of it."""
     options = parse()
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own use of what it deprecated
     if options.worker:
         text, until = options.worker
         work(job_of(options, plan_of(options, text), float(until)), options.device, say)
         return 0
-    if options.report:
-        found = files.read([options.out, *options.runs])
-        plan = files.common_plan(found)
-        if plan is None:
-            options.error(f"--report: finished runs in {options.out} or --runs are required, got none")
-        return tell(files.of_plan(found, plan, {}), plan, options)
-    until = time.time() + 60 * options.minutes - RESERVE if options.minutes is not None else float("inf")
     try:
-        text = write_text(options.data, options.out, options.min_mb, options.max_mb)
-        job = job_of(options, plan_of(options, text), until)
+        what = finished(options) if options.report else prepared(options)
     except ValueError as error:
         options.error(str(error))
+    return train_all(what, options) if isinstance(what, Job) else tell(*what, options)
+
+
+def finished(options: argparse.Namespace) -> tuple[list[files.Record], Plan]:
+    """Return what is finished of the plan that most finished runs have.
+
+    Raises:
+        ValueError: If nothing is, or runs by several recipes have one name.
+    """
+    found = files.read([options.out, *options.runs])
+    plan = files.common_plan(found)
+    if plan is None:
+        raise ValueError(f"--report: finished runs in {options.out} or --runs are required, got none")
+    today = fingerprints({record["recipe"] for record in found}, plain_model(plan.size, 0, "meta"), plan.steps)
+    return files.of_plan(found, plan, today), plan
+
+
+def prepared(options: argparse.Namespace) -> Job:
+    """Write the text, and return what there is to do.
+
+    Raises:
+        ValueError: If there is too little text, the model cannot have a recipe, or as for ``finished``.
+    """
+    until = time.time() + 60 * options.minutes - RESERVE if options.minutes is not None else float("inf")
+    text = write_text(options.data, options.out, options.min_mb, options.max_mb)
+    drop_claims(options.out)
+    job = job_of(options, plan_of(options, text), until)
+    say(f"{len(job.finished())} runs are finished, {len(job.waiting(job.finished()))} are left to do")
+    return job
+
+
+def train_all(job: Job, options: argparse.Namespace) -> int:
+    """Do all runs that fit, and tell what is finished."""
     failed = run_all(job, options)
     records = job.finished()
     tell(records, job.plan, options)

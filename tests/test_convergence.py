@@ -205,6 +205,17 @@ def test_a_report_trains_nothing_and_needs_no_text(again, smoke, tmp_path):
     assert record(tmp_path)["text bytes"] == record(smoke)["text bytes"]
 
 
+def test_runs_by_other_recipes_of_one_name_are_not_mixed(again, tmp_path, capsys):
+    for name, renamed in (("fp8-0", "mine"), ("bf16_disturbed-1", "mine"), ("fp8-1", "nvfp4")):
+        run = json.loads(files(tmp_path)[name].read_text())
+        files(tmp_path)[name].write_text(json.dumps(run | {"recipe": renamed}))
+    assert again("--report") == 2
+    assert "mine=FILE is required, to tell runs by several recipes" in capsys.readouterr().err
+    files(tmp_path)["bf16_disturbed-1"].unlink()
+    assert again("--report") == 0
+    assert "nvfp4" not in {row["recipe"] for row in record(tmp_path)["rows"]}, "it is another recipe today"
+
+
 def test_no_time_is_no_run(tmp_path, text, monkeypatch, capsys):
     given = [*WHOLE, "--data", text, "--minutes", 0, *folders(tmp_path)]
     assert called(SCRIPT, given, monkeypatch) == 0

@@ -52,14 +52,20 @@ def of_plan(records: Iterable[Record], plan: Plan, fingerprints: dict[str, str])
     Args:
         records: Finished runs.
         plan: Which.
-        fingerprints: Of recipes as they are today; runs by what they were before do not count. Recipes that are not
-            among them count as they are.
+        fingerprints: Of recipes as they are today; runs by what they were before do not count.
+
+    Raises:
+        ValueError: If runs of one name are by several recipes, and none is today's.
     """
     kept: dict[tuple[str, int], Record] = {}
+    known = dict(fingerprints)
     for record in records:
-        is_today = fingerprints.get(record["recipe"], record["fingerprint"]) == record["fingerprint"]
-        if record["plan"] == dataclasses.asdict(plan) and is_today:
-            kept.setdefault((record["recipe"], record["seed"]), record)
+        name, fingerprint = record["recipe"], record["fingerprint"]
+        if record["plan"] != dataclasses.asdict(plan) or fingerprints.get(name, fingerprint) != fingerprint:
+            continue
+        if known.setdefault(name, fingerprint) != fingerprint:
+            raise ValueError(f"--recipes: {name}=FILE is required, to tell runs by several recipes of this name apart")
+        kept.setdefault((name, record["seed"]), record)
     return list(kept.values())
 
 

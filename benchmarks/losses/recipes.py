@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -109,6 +110,15 @@ def candidate(text: str) -> Candidate:
         return VARIANTS[name]
     config = ht.recipes.from_name(name)
     return Candidate(name, str(config), lambda model, steps: {} if name == BASELINE else {0: config})
+
+
+def fingerprints(names: Iterable[str], model: nn.Module, steps: int) -> dict[str, str]:
+    """Return what the recipes of some names are today; those of assignments nobody knows by their names."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(ValueError):
+            found[name] = candidate(name).fingerprint(model, steps)
+    return found
 
 
 def read_assignment(path: Path) -> FqnToConfig:
