@@ -282,6 +282,24 @@ def test_evaluation_in_a_sampled_step_does_not_count():
     assert watched.scalars() == pytest.approx(other.scalars(), nan_ok=True)
 
 
+def test_evaluation_after_a_backward_does_not_count():
+    """The first layer has no gradient: what came before its product is another layer's backward."""
+
+    def sampled(evaluates):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        ht.quantize_(model, "mxfp8")[0].requires_grad_(False)
+        with ht.watch(model, every=1) as watched:
+            model(inputs()).square().mean().backward()
+            if evaluates:
+                with torch.no_grad():
+                    model(inputs(9) * 100)
+            watched.step()
+        return watched.scalars()
+
+    assert sampled(True) == pytest.approx(sampled(False), nan_ok=True)
+
+
 def test_a_loop_that_raises_leaves_nothing_behind():
     model = model_of("fp8")
     with pytest.raises(ZeroDivisionError), ht.watch(model, every=1):

@@ -62,12 +62,14 @@ class Call:
 
     Attributes:
         key: What stands for it.
+        forward: Whether the next product is that of the forward.
         operands: Values of operands, by role; that of the input until the forward has its product.
         input_columns: A stretch of the input's features for backward, ``[features, tokens]``; where it begins.
     """
 
     def __init__(self, key: object) -> None:
         self.key = key  # held, so that no other one gets its address
+        self.forward = True
         self.operands: dict[str, Values] = {}
         self.input_columns: tuple[Values, int] | None = None
 
@@ -215,6 +217,7 @@ class Sampler:
         if id(layer) not in self.layers:
             return
         self._now = now = self._calls.setdefault(id(call), Call(call))
+        now.forward = role != "grad_output"
         if role == "weight":
             known = _of_weight(values)
         elif isinstance(values, WrapperTensor):
@@ -236,8 +239,8 @@ class Sampler:
     ) -> None:
         """See ``Observer.note_product``."""
         watched, now = self.layers.get(id(layer)), self._now
-        if watched is None or now is None:
-            return
+        if watched is None or now is None or now.forward != (gemm == "output"):
+            return  # the last one: a forward without a backward is not told of
         if left.groups is not None or right.groups is not None:
             self.unseen[watched.name] = (
                 "experts: where their tokens end is known on the device alone"
