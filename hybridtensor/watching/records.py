@@ -11,8 +11,8 @@ from torch import Tensor
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS as PRODUCTS
-from hybridtensor.watching.sampling import GEMMS, OPERANDS, Numbers, Watched
 from hybridtensor.watching.statistics import face_statistics, product_statistics
+from hybridtensor.watching.sums import GEMMS, OPERANDS, Numbers, Watched
 
 
 @dataclass(frozen=True)

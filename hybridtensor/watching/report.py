@@ -16,8 +16,8 @@ from typing import Any
 from hybridtensor.arguments import require_kind, wrong
 from hybridtensor.watching.recording import Recording
 from hybridtensor.watching.records import Sample
-from hybridtensor.watching.sampling import GEMMS, OPERANDS
 from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
+from hybridtensor.watching.sums import GEMMS, OPERANDS
 from hybridtensor.watching.watch import watch
 
 _MOST_COLUMNS = 60  # sampled steps that are shown, the first and the last among them

@@ -13,31 +13,17 @@ from torch import Tensor
 
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
-from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.wrapper import WrapperTensor
 from hybridtensor.watching.statistics import (
-    FACE_COUNTS,
-    FACE_MAXIMA,
-    FACE_NORMS,
-    PRODUCT_NORMS,
     Part,
     face_sizes,
     measure_face,
     measure_product,
     part_of,
 )
+from hybridtensor.watching.sums import GEMMS, OPERANDS, Sums, Watched, watched_layers
 
-OPERANDS = tuple(
-    (role, direction)
-    for role in ("input", "weight", "grad_output")
-    for direction in ("rowwise", "columnwise")
-)
-GEMMS = {  # the operands of each product, as places in OPERANDS
-    "output": (0, 2),
-    "grad_input": (4, 3),
-    "grad_weight": (5, 1),
-}
 _ALIGNED = 128  # no block of a format is longer
 _KEPT = 128  # features of an input that are kept until backward
 _OF_PRODUCT = 256  # entries of each operand
@@ -74,80 +60,6 @@ class Call:
         self.input_columns: tuple[Values, int] | None = None
 
 
-class OfFace(NamedTuple):
-    """Where the numbers of one face are added up."""
-
-    counts: Tensor
-    norms: Tensor
-    maxima: Tensor
-
-
-class OfLayer(NamedTuple):
-    """Where the numbers of one layer are added up: of its faces, as ``OPERANDS``, and products."""
-
-    faces: list[OfFace]
-    products: dict[str, Tensor]
-
-
-class Numbers(NamedTuple):
-    """The numbers of all layers.
-
-    Attributes:
-        counts: int64 ``[layers, faces, FACE_COUNTS]``.
-        norms: float64 ``[layers, faces, FACE_NORMS]``.
-        maxima: fp32 ``[layers, faces, FACE_MAXIMA]``.
-        products: float64 ``[layers, products, PRODUCT_NORMS]``.
-    """
-
-    counts: Tensor
-    norms: Tensor
-    maxima: Tensor
-    products: Tensor
-
-    @classmethod
-    def of(cls, layers: int, device: torch.device) -> Numbers:
-        """Return the numbers of layers, which are not measured yet."""
-        faces, double = len(OPERANDS), torch.float64
-        return cls(
-            torch.zeros(layers, faces, len(FACE_COUNTS), dtype=torch.int64, device=device),
-            torch.zeros(layers, faces, len(FACE_NORMS), dtype=double, device=device),
-            torch.full(
-                (layers, faces, len(FACE_MAXIMA)), -torch.inf, dtype=torch.float32, device=device
-            ),
-            torch.zeros(layers, len(GEMMS), len(PRODUCT_NORMS), dtype=double, device=device),
-        )
-
-    def clear(self) -> None:
-        """Begin again."""
-        for tensor in (self.counts, self.norms, self.products):
-            tensor.zero_()
-        self.maxima.fill_(-torch.inf)
-
-    def places(self) -> list[OfLayer]:
-        """Return views of each layer's numbers: taking them when they are needed costs more than adding."""
-        return [
-            OfLayer(
-                [OfFace(*one) for one in zip(*(t[layer].unbind() for t in self[:3]), strict=True)],
-                dict(zip(GEMMS, self.products[layer].unbind(), strict=True)),
-            )
-            for layer in range(self.counts.shape[0])
-        ]
-
-
-class Watched(NamedTuple):
-    """A layer that is watched.
-
-    Attributes:
-        name: Its name.
-        config: Its recipe.
-        place: Its place in the sums.
-    """
-
-    name: str
-    config: HybridConfig
-    place: int
-
-
 class Sampler:
     """Observer of one step.
 
@@ -157,31 +69,15 @@ class Sampler:
 
     Attributes:
         layers: By the state that stands for them.
-        tensors: The numbers; see ``Numbers``.
-        sizes: Values and blocks that were measured, by layer and face.
+        sums: What is measured.
         order: Faces in the order in which they were first used: places of layer and operand.
         unseen: Names of layers with products that are not measured, and why.
     """
 
     def __init__(self, model: torch.nn.Module, rows: int) -> None:
-        self.layers: dict[int, Watched] = {}
-        devices: dict[torch.device, None] = {}
-        for layer in layers_of(model):
-            recipe = layer.recipe
-            if recipe is not None and id(recipe.state) not in self.layers:
-                known = Watched(layer.name or "<root>", recipe.config, len(self.layers))
-                self.layers[id(recipe.state)] = known
-                devices[layer.weight.device] = None
-        if len(devices) > 1:
-            raise NotImplementedError(
-                f"watch: a model on one device is required, got {[str(device) for device in devices]}; watch its "
-                "parts by themselves"
-            )
-        device = next(iter(devices), torch.device("cpu"))
+        self.layers, device = watched_layers(model)
         self._model, self._rows, self._turn = model, rows, 0
-        self.tensors = Numbers.of(len(self.layers), device)
-        self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
-        self._places = self.tensors.places()
+        self.sums = Sums(self.layers, device)
         self.order: dict[tuple[int, int], None] = {}
         self.unseen: dict[str, str] = {}
         self._calls: dict[int, Call] = {}
@@ -190,8 +86,7 @@ class Sampler:
     def begin(self, turn: int) -> None:
         """Begin another step."""
         self._turn = turn
-        self.tensors.clear()
-        self.sizes.clear()
+        self.sums.clear()
         self.order.clear()
         self.end()
 
@@ -251,7 +146,8 @@ class Sampler:
         b = self._measured(watched, now, second, right)
         product = None if a is None or b is None else _aligned(now, gemm, a, b)
         if product is not None:
-            self._places[watched.place].products[gemm].add_(measure_product(*product).square_())
+            target = self.sums.at(watched.place).products[gemm]
+            target.add_(measure_product(*product).square_())
         if gemm == "output":
             now.operands.pop("input", None)
             self._now = None
@@ -273,16 +169,13 @@ class Sampler:
             return None
         part = self._part(now, role, direction, known, face)
         if part is not None and face.scale is not None:
-            numbers, target = (
-                measure_face(part, known.amax),
-                self._places[watched.place].faces[place],
-            )
+            numbers = measure_face(part, known.amax)
+            target = self.sums.at(watched.place).faces[place]
             target.counts.add_(numbers.counts)
             target.norms.add_(numbers.norms.square_())
             torch.maximum(target.maxima, numbers.maxima, out=target.maxima)  # NaN stays
-            before, sizes = self.sizes.get((watched.place, place), (0, 0)), face_sizes(part)
-            self.sizes[watched.place, place] = before[0] + sizes[0], before[1] + sizes[1]
-            self.order.setdefault((watched.place, place))
+            self.sums.add_sizes(watched.place, place, face_sizes(part))
+            self.order.setdefault((watched.number, place))
         return part
 
     def _part(self, now: Call, role: str, direction: str, known: Values, face: Face) -> Part | None:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,10 +25,12 @@ from hybridtensor.arguments import (
 )
 from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses.observing import observers
+from hybridtensor.watching.ranks import Ranks, added_up, agree
 from hybridtensor.watching.recording import Recording, machine
 from hybridtensor.watching.records import FaceRow, Sample, sample_of
-from hybridtensor.watching.sampling import OPERANDS, Numbers, Sampler, Watched
+from hybridtensor.watching.sampling import Sampler
 from hybridtensor.watching.sinks import sink_of
+from hybridtensor.watching.sums import Numbers, Watched
 
 _LOSSES = 1024  # that are kept each in memory of its own
 
@@ -133,8 +134,7 @@ class watch:  # noqa: N801  (used as a function)
         self._hooks = contextlib.ExitStack()
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._ended = 0  # steps that optimizers ended
-        self._group: dist.ProcessGroup | None = None
-        self._first_rank = self._alone = True
+        self._ranks = Ranks()
 
     # -- the loop
 
@@ -144,7 +144,8 @@ class watch:  # noqa: N801  (used as a function)
             sampler = Sampler(self.model, self.rows)
         except NotImplementedError as found:
             error = found
-        self._agree([] if sampler is None else list(sampler.layers.values()), error)
+        layers = [] if sampler is None else list(sampler.layers.values())
+        self._ranks = agree((self.every, self.rows, self.steps), layers, error)
         self._sampler = sampler
         handle = register_optimizer_step_post_hook(self._after_optimizer)
         self._hooks.callback(handle.remove)
@@ -232,67 +233,17 @@ class watch:  # noqa: N801  (used as a function)
         self._armed.callback(sampler.end)
         self._armed.enter_context(torch.compiler.set_stance("force_eager"))
 
-    # -- ranks
-
-    def _agree(self, layers: list[Watched], error: Exception | None) -> None:
-        """Find the ranks that have the same layers.
-
-        Raises:
-            Exception: ``error``, on its rank.
-            ValueError: If no rank has any.
-            RuntimeError: If ranks sample other steps, or another one has an error; on all of them.
-        """
-        names = tuple(f"{layer.name} {layer.config}" for layer in layers)
-        self._alone = not (
-            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        )
-        mine = ((self.every, self.rows, self.steps), names, None if error is None else str(error))
-        every: list[Any] = [mine]
-        if not self._alone:
-            every = [None] * dist.get_world_size()
-            dist.all_gather_object(every, mine)
-        if error is not None:
-            raise error
-        failed = next((text for _, _, text in every if text is not None), None)
-        if failed is not None:
-            raise RuntimeError(f"watch: another rank cannot watch: {failed}")
-        if len({how for how, _, _ in every}) > 1:
-            raise RuntimeError(
-                f"watch: the same every, rows and steps are required on all ranks, got {[how for how, _, _ in every]}"
-            )
-        if not any(known for _, known, _ in every):
-            raise ValueError(
-                "watch: a model with weights of this library is required, got none; call quantize_ first"
-            )
-        if self._alone:
-            return
-        ranks: dict[object, list[int]] = {}
-        for rank, (_, known, _) in enumerate(every):
-            ranks.setdefault(known, []).append(rank)
-        if len(ranks) > 1:
-            groups = {known: dist.new_group(members) for known, members in ranks.items()}
-            self._group = groups[mine[1]]
-        members = ranks[mine[1]]
-        self._first_rank, self._alone = dist.get_rank() == members[0], len(members) == 1
+    # -- samples
 
     def _take(self) -> None:
         """Add up what ranks have measured, and send it to the host."""
         sampler = self._sampler
         if sampler is None:
             return
-        own = sampler.tensors
-        sizes = torch.zeros(len(sampler.layers), len(OPERANDS), 2, dtype=torch.int64, device="cpu")
-        for place, measured in sampler.sizes.items():
-            sizes[place] = torch.tensor(measured, device="cpu")
-        sizes = sizes.to(own.counts.device)
-        # NaN would get lost in a maximum of ranks
-        maxima = own.maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        tensors = [own.counts, own.norms, maxima, own.products, sizes]
-        for tensor in () if self._alone else tensors:
-            operation = dist.ReduceOp.MAX if tensor is maxima else dist.ReduceOp.SUM
-            dist.all_reduce(tensor, operation, group=self._group)
+        numbers, sizes = added_up(sampler.sums, self._ranks)
+        tensors = [*numbers, sizes]
         there = None
-        if own.counts.is_cuda:
+        if sizes.is_cuda:
             tensors = [
                 torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
                 for t in tensors
@@ -320,7 +271,7 @@ class watch:  # noqa: N801  (used as a function)
                 one.there.synchronize()  # of a step ago
             sample = sample_of(*one[:-1])
             self._samples.append(sample)
-            for sink in self._sinks if self._first_rank else ():
+            for sink in self._sinks if self._ranks.first else ():
                 sink(sample)
             self._tell(sample)
 

@@ -1,0 +1,90 @@
+"""Which ranks watch the same layers, and adding up what they have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtensor.watching.sums import Numbers, Sums, Watched
+
+
+class Ranks(NamedTuple):
+    """The ranks that have the same layers.
+
+    Attributes:
+        group: Their group; None is all ranks.
+        alone: Whether this is the only one.
+        first: Whether this is the first of them.
+    """
+
+    group: dist.ProcessGroup | None = None
+    alone: bool = True
+    first: bool = True
+
+
+def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | None) -> Ranks:
+    """Find the ranks that have the same layers.
+
+    Args:
+        how: What all ranks have to have alike: ``every``, ``rows`` and steps.
+        layers: Those of this rank.
+        error: Why this rank cannot watch, or None.
+
+    Raises:
+        Exception: ``error``, on its rank.
+        ValueError: If no rank has any.
+        RuntimeError: If ranks sample other steps, or another one has an error; on all of them.
+    """
+    names = tuple(f"{layer.name} {layer.config} {layer.experts}" for layer in layers)
+    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    mine = (how, names, None if error is None else str(error))
+    every: list[Any] = [mine]
+    if not alone:
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+    if error is not None:
+        raise error
+    failed = next((text for _, _, text in every if text is not None), None)
+    if failed is not None:
+        raise RuntimeError(f"watch: another rank cannot watch: {failed}")
+    if len({one for one, _, _ in every}) > 1:
+        raise RuntimeError(
+            f"watch: the same every, rows and steps are required on all ranks, got {[one for one, _, _ in every]}"
+        )
+    if not any(known for _, known, _ in every):
+        raise ValueError(
+            "watch: a model with weights of this library is required, got none; call quantize_ first"
+        )
+    return Ranks() if alone else _alike([known for _, known, _ in every])
+
+
+def _alike(names: Sequence[tuple[str, ...]]) -> Ranks:
+    """Return the ranks that have the layers that this one has; all ranks call it."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, known in enumerate(names):
+        ranks.setdefault(known, []).append(rank)
+    mine = names[dist.get_rank()]
+    group = None
+    if len(ranks) > 1:
+        groups = {known: dist.new_group(members) for known, members in ranks.items()}
+        group = groups[mine]
+    members = ranks[mine]
+    return Ranks(group, len(members) == 1, dist.get_rank() == members[0])
+
+
+def added_up(sums: Sums, ranks: Ranks) -> tuple[Numbers, Tensor]:
+    """Return what ranks have measured together: numbers, in which infinite maxima stand for what is not
+    finite, and sizes.
+    """
+    counts, norms, maxima, products = sums.numbers
+    # NaN would get lost in a maximum of ranks
+    maxima = maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    numbers, sizes = Numbers(counts, norms, maxima, products), sums.all_sizes()
+    for tensor in () if ranks.alone else (*numbers, sizes):
+        operation = dist.ReduceOp.MAX if tensor is maxima else dist.ReduceOp.SUM
+        dist.all_reduce(tensor, operation, group=ranks.group)
+    return numbers, sizes

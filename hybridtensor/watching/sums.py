@@ -1,0 +1,173 @@
+"""Where the numbers of one step are added up: by layer, face and product, on the device.
+
+A layer has one *place* for what is measured of it, and one more for each expert of a stack.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.layers import layers_of
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.watching.statistics import FACE_COUNTS, FACE_MAXIMA, FACE_NORMS, PRODUCT_NORMS
+
+OPERANDS = tuple(
+    (role, direction)
+    for role in ("input", "weight", "grad_output")
+    for direction in ("rowwise", "columnwise")
+)
+GEMMS = {  # the operands of each product, as places in OPERANDS
+    "output": (0, 2),
+    "grad_input": (4, 3),
+    "grad_weight": (5, 1),
+}
+
+
+class Watched(NamedTuple):
+    """A layer that is watched.
+
+    Attributes:
+        name: Its name.
+        config: Its recipe.
+        number: Which of the layers it is.
+        place: Its place in the sums; those of its experts come behind it.
+        experts: How many it has; 0 if it is none of experts.
+    """
+
+    name: str
+    config: HybridConfig
+    number: int
+    place: int
+    experts: int = 0
+
+    @property
+    def places(self) -> slice:
+        """All its places."""
+        return slice(self.place, self.place + 1 + self.experts)
+
+
+def watched_layers(model: torch.nn.Module) -> tuple[dict[int, Watched], torch.device]:
+    """Return the converted layers of a model by the state that stands for each, and their device.
+
+    Raises:
+        NotImplementedError: If they are on several.
+    """
+    found: dict[int, Watched] = {}
+    devices: dict[torch.device, None] = {}
+    place = 0
+    for layer in layers_of(model):
+        recipe = layer.recipe
+        if recipe is not None and id(recipe.state) not in found:
+            experts = layer.weight.shape[0] if layer.is_stack else 0
+            known = Watched(layer.name or "<root>", recipe.config, len(found), place, experts)
+            found[id(recipe.state)] = known
+            place = known.places.stop
+            devices[layer.weight.device] = None
+    if len(devices) > 1:
+        raise NotImplementedError(
+            f"watch: a model on one device is required, got {[str(device) for device in devices]}; watch its "
+            "parts by themselves"
+        )
+    return found, next(iter(devices), torch.device("cpu"))
+
+
+class OfFace(NamedTuple):
+    """Where the numbers of one face are added up."""
+
+    counts: Tensor
+    norms: Tensor
+    maxima: Tensor
+
+
+class OfPlace(NamedTuple):
+    """Where the numbers of one place are added up: of its faces, as ``OPERANDS``, and products."""
+
+    faces: list[OfFace]
+    products: dict[str, Tensor]
+
+
+class Numbers(NamedTuple):
+    """The numbers of all places.
+
+    Attributes:
+        counts: int64 ``[places, faces, FACE_COUNTS]``.
+        norms: float64 ``[places, faces, FACE_NORMS]``.
+        maxima: fp32 ``[places, faces, FACE_MAXIMA]``.
+        products: float64 ``[places, products, PRODUCT_NORMS]``.
+    """
+
+    counts: Tensor
+    norms: Tensor
+    maxima: Tensor
+    products: Tensor
+
+    @classmethod
+    def of(cls, places: int, device: torch.device) -> Numbers:
+        """Return the numbers of places, of which nothing is measured yet."""
+        faces, double = len(OPERANDS), torch.float64
+        return cls(
+            torch.zeros(places, faces, len(FACE_COUNTS), dtype=torch.int64, device=device),
+            torch.zeros(places, faces, len(FACE_NORMS), dtype=double, device=device),
+            torch.full(
+                (places, faces, len(FACE_MAXIMA)), -torch.inf, dtype=torch.float32, device=device
+            ),
+            torch.zeros(places, len(GEMMS), len(PRODUCT_NORMS), dtype=double, device=device),
+        )
+
+    def clear(self) -> None:
+        """Begin again."""
+        for tensor in (self.counts, self.norms, self.products):
+            tensor.zero_()
+        self.maxima.fill_(-torch.inf)
+
+
+class Sums:
+    """The sums of one step.
+
+    Args:
+        layers: Those that are watched.
+        device: Where they are.
+
+    Attributes:
+        numbers: See ``Numbers``.
+        sizes: Values and blocks that were measured, by place and face.
+    """
+
+    def __init__(self, layers: dict[int, Watched], device: torch.device) -> None:
+        places = max((layer.places.stop for layer in layers.values()), default=0)
+        self.numbers = Numbers.of(places, device)
+        self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._places: dict[int, OfPlace] = {}
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.numbers.clear()
+        self.sizes.clear()
+
+    def at(self, place: int) -> OfPlace:
+        """Return views of a place's numbers: taking them costs more than adding, and is done once."""
+        known = self._places.get(place)
+        if known is None:
+            n = self.numbers
+            known = self._places[place] = OfPlace(
+                [OfFace(*one) for one in zip(*(t[place].unbind() for t in n[:3]), strict=True)],
+                dict(zip(GEMMS, n.products[place].unbind(), strict=True)),
+            )
+        return known
+
+    def add_sizes(self, place: int, face: int, sizes: tuple[int, int]) -> None:
+        """Count values and blocks."""
+        before = self.sizes.get((place, face), (0, 0))
+        self.sizes[place, face] = before[0] + sizes[0], before[1] + sizes[1]
+
+    def all_sizes(self) -> Tensor:
+        """Return values and blocks that were measured, int64 ``[places, faces, 2]``."""
+        counts = self.numbers.counts
+        sizes = torch.zeros(*counts.shape[:2], 2, dtype=torch.int64, device="cpu")
+        if self.sizes:
+            places, faces = torch.tensor(list(self.sizes), device="cpu").unbind(1)
+            sizes[places, faces] = torch.tensor(list(self.sizes.values()), device="cpu")
+        return sizes.to(counts.device)
