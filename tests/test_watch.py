@@ -2,29 +2,23 @@
 itself, and a run that is not watched.
 """
 
-import itertools
 import json
-import math
 import warnings
 
 import pytest
 import torch
+from face_numbers import KeptFaces, assert_numbers
 from siblings import Model, inputs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
-from hybridtensor.ops.references.hadamard import rotate
 from hybridtensor.optim import MasterWeights
-from hybridtensor.quantizers.base import tokens
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching import Recording
 
 SPECS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "mxfp8/nvfp4/bf16", "fp8+dequantized",
          "mxfp8+save_original_input"]  # fmt: skip
-FACES = [
-    f"{role}.{direction}" for role in ("input", "weight", "grad_output") for direction in ("rowwise", "columnwise")
-]
 
 
 def model_of(spec):
@@ -47,72 +41,14 @@ def train(model, steps, watched=None, forward=None, optimizer=None, first=0):
 # -- the numbers
 
 
-class Kept:
+class Kept(KeptFaces):
     """Observer that keeps the faces of one layer, and hooks that keep its values."""
 
     def __init__(self, layer):
-        self.faces, self.values, self.layer = {}, {}, layer
-        self.values["weight"] = layer.weight.plain.detach().cpu()
+        super().__init__(layer.weight.layer)
+        self.values = {"weight": layer.weight.plain.detach().cpu()}
         layer.register_forward_pre_hook(lambda _, args: self.values.update(input=args[0].detach().cpu()))
         layer.register_full_backward_hook(lambda _, into, out: self.values.update(grad_output=out[0].cpu()))
-
-    def note_operand(self, *_):
-        pass
-
-    def note_product(self, layer, gemm, left, right, dtype):
-        names = {"output": (0, 2), "grad_input": (4, 3), "grad_weight": (5, 1)}[gemm]
-        if layer is self.layer.weight.layer:
-            for name, face in zip(names, (left, right), strict=True):
-                copied = [tensor.to("cpu", copy=True) for tensor in face.tensors()]
-                self.faces[FACES[name]] = face._replace(
-                    **dict(zip(("qdata", "scale", "tensor_scale"), copied, strict=False))
-                )
-
-    def note_read(self, *_):
-        pass
-
-
-def expected(face, values, columnwise):
-    """Of a face, in float64 from its elements and scales."""
-    fmt = face.format
-    x = values.t() if columnwise and face.dequantized_rowwise is None else values
-    if fmt.hadamard:
-        x = rotate(x.to(torch.bfloat16))
-    x = x.double()
-    elements = face.qdata.double() if fmt.elements_per_byte == 1 else e2m1(face.qdata)
-    scales = face.scale.double()
-    if face.tensor_scale is not None:
-        scales = scales * face.tensor_scale.double() / 2688
-    rows, columns = ((b or extent) for b, extent in zip(fmt.block, elements.shape, strict=True))
-    unit = scales.repeat_interleave(rows, 0)[: elements.shape[0]].repeat_interleave(columns, 1)[:, : elements.shape[1]]
-    got, unit = (elements * unit)[:, : x.shape[1]], unit[:, : x.shape[1]]
-    largest = {"e4m3": (448, 464), "e5m2": (57344, 61440), "e2m1": (6, 7)}[
-        "e5m2" if "e5m2" in fmt.name else "e2m1" if fmt.elements_per_byte == 2 else "e4m3"
-    ]
-    wasted, blocks = 0, 0
-    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
-        cut = slice(i, i + rows), slice(j, j + columns)
-        blocks += 1
-        amax = x[cut].abs().max()
-        wasted += bool(0 < amax <= largest[0] / 2 * unit[cut].max() * (1 - 1e-7))
-    return {
-        "sqnr": 10 * math.log10(x.square().sum() / (x - got).square().sum()),
-        "underflows%": 100 * float(((got == 0).sum() - (x == 0).sum()) / x.numel()),
-        "overflows%": 100 * float((x.abs() > unit * largest[1] * (1 + 1e-6)).double().mean()),
-        "mse": float((x - got).square().mean()),
-        "cur_amax": float(values.abs().max()),
-        "dynamic_range": math.log2(float(values.abs().max() / x[x != 0].abs().min())),
-        "scale_inv_min": float(scales.min()),
-        "scale_inv_max": float(scales.max()),
-        "wasted_blocks%": 100 * wasted / blocks,
-        "nonfinite": 0.0,
-    }, (got.t() if columnwise and face.dequantized_rowwise is not None else got)
-
-
-def e2m1(qdata):
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-    codes = torch.stack([qdata & 15, qdata >> 4], -1).flatten(1)
-    return values[codes.long()]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -132,30 +68,7 @@ def test_numbers_are_those_of_float64(spec, device):
         observers.remove(kept)
     faces = {row.operand: row for row in watched.samples[0].faces if row.layer == "2"}
     products = {row.product: row.statistics for row in watched.samples[0].products if row.layer == "2"}
-    exact, held = {}, {}
-    for name, face in kept.faces.items():
-        role, direction = name.split(".")
-        columnwise, values = direction == "columnwise", tokens(kept.values[role])
-        exact[name] = values.double().t() if columnwise else values.double()
-        if face.scale is None:
-            assert name not in faces
-            held[name] = exact[name]
-            continue
-        wanted, held[name] = expected(face, values, columnwise)
-        if face.format.hadamard:
-            exact[name] = rotate(exact[name].to(torch.bfloat16)).double()
-        assert faces[name].format in (str(face.format), f"{face.format}, dequantized")
-        for statistic, value in wanted.items():
-            # sums in float64 of values that fp32 holds exactly, or with one rounding of a scale
-            assert faces[name].statistics[statistic] == pytest.approx(value, rel=2e-5, abs=1e-9), (name, statistic)
-    for gemm, (left, right) in {"output": (0, 2), "grad_input": (4, 3), "grad_weight": (5, 1)}.items():
-        a, b = FACES[left], FACES[right]
-        wanted, got = exact[a] @ exact[b].t(), held[a] @ held[b].t()
-        cosine = float((wanted * got).sum() / wanted.norm() / got.norm())
-        assert products[gemm]["cosine"] == pytest.approx(cosine, rel=1e-7)
-        noise = float((wanted - got).norm())
-        if noise:
-            assert products[gemm]["sqnr"] == pytest.approx(20 * math.log10(float(wanted.norm()) / noise), rel=1e-4)
+    assert_numbers(kept.faces, kept.values, faces, products)
 
 
 def test_underflow_overflow_and_waste_are_counted():
