@@ -173,9 +173,9 @@ def _forward(
     w = weight_operand(weight, needs, dtype)
     left, right = x.rowwise(), w.rowwise()
     if observers:
-        if any(needs):
-            note_operand(weight.record.layer, "input", input, x)
-            note_operand(weight.record.layer, "weight", weight, x)
+        key = x if any(needs) else None
+        note_operand(weight.record.layer, "input", input, key)
+        note_operand(weight.record.layer, "weight", weight, key)
         note_product(weight.record.layer, "output", left, right, dtype)
     if left.scale is None and right.scale is None and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w

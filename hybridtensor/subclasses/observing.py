@@ -16,14 +16,13 @@ class Observer(Protocol):
     """What is told of each use of a weight."""
 
     def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """Take note of an operand of the next products, of a forward that a backward may follow, and of
-        that backward.
+        """Take note of an operand of the next products, those of a forward or of its backward.
 
         Args:
             layer: State of the layer, which stands for it.
             role: ``input``, ``weight`` or ``grad_output``.
             values: As it was before it was quantized; the weight itself.
-            call: Stands for the forward, in its backward, too.
+            call: Stands for the forward, in its backward, too; None if no backward follows.
         """
 
     def note_product(

@@ -13,7 +13,7 @@ import torch
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.version import __version__
-from hybridtensor.watching.records import FaceRow, ProductRow, Sample
+from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,18 +88,18 @@ class Recording:
             table.title = "Nothing was measured yet"
             return table
         last = self.samples[-1]
-        faces = sorted(last.faces, key=lambda row: _badness(row.statistics["sqnr"]))
+        faces = sorted(last.faces, key=lambda row: badness(row.statistics["sqnr"]))
         table.title = (
             f"Step {last.step}: the {min(_SHOWN, len(faces))} noisiest of {len(faces)} faces"
         )
         for row in faces[:_SHOWN]:
             numbers = [f"{row.statistics[name]:.3g}" for name in names]
-            table.add_row(row.layer, row.operand, row.format, *numbers)
-        worst = min(last.products, key=lambda row: _badness(row.statistics["cosine"]), default=None)
+            table.add_row(row.where, row.operand, row.format, *numbers)
+        worst = min(last.products, key=lambda row: badness(row.statistics["cosine"]), default=None)
         if worst is not None:
             cosine = worst.statistics["cosine"]
             table.caption = (
-                f"smallest cosine of a product: {cosine:.6f}, {worst.layer} {worst.product}"
+                f"smallest cosine of a product: {cosine:.6f}, {worst.where} {worst.product}"
             )
         return table
 
@@ -117,6 +117,8 @@ def plain(value: Any) -> Any:
     """Return a value with strings for the numbers that JSON has not."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -133,22 +135,16 @@ def machine() -> dict[str, str]:
 
 
 def _sample(found: dict[str, Any]) -> Sample:
-    faces = tuple(
-        FaceRow(**row | {"statistics": _numbers(row["statistics"])}) for row in found["faces"]
-    )
+    faces = tuple(FaceRow(**_fields(row)) for row in found["faces"])
     products = tuple(
-        ProductRow(
-            **row | {"formats": tuple(row["formats"]), "statistics": _numbers(row["statistics"])}
-        )
-        for row in found["products"]
+        ProductRow(**_fields(row) | {"formats": tuple(row["formats"])}) for row in found["products"]
     )
     order, unseen = (tuple((a, b) for a, b in found[name]) for name in ("order", "unseen"))
     return Sample(int(found["step"]), faces, products, order, unseen)
 
 
-def _numbers(statistics: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in statistics.items()}
-
-
-def _badness(number: float) -> float:
-    return -math.inf if math.isnan(number) else number
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row of faces or products."""
+    statistics = {name: float(value) for name, value in row["statistics"].items()}
+    experts = tuple((int(expert), float(number)) for expert, number in row["experts"])
+    return row | {"statistics": statistics, "experts": experts}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,17 +15,39 @@ from hybridtensor.recipes.spec import GEMMS as PRODUCTS
 from hybridtensor.watching.statistics import face_statistics, product_statistics
 from hybridtensor.watching.sums import GEMMS, OPERANDS, Numbers, Watched
 
+Experts = tuple[tuple[int, float], ...]
+"""Experts that were measured, by number, and one number of each."""
+
+
+class _Row:
+    """What the rows of faces and of products have in common."""
+
+    layer: str
+    experts: Experts
+
+    @property
+    def worst(self) -> int | None:
+        """The expert that came out worst, or None for a layer without experts."""
+        found = min(self.experts, key=lambda one: badness(one[1]), default=None)
+        return None if found is None else found[0]
+
+    @property
+    def where(self) -> str:
+        """The layer, of experts with the worst one: ``blocks.0.experts.w1[3]``."""
+        return self.layer if self.worst is None else f"{self.layer}[{self.worst}]"
+
 
 @dataclass(frozen=True)
-class FaceRow:
+class FaceRow(_Row):
     """What a format did to one face in one sampled step.
 
     Attributes:
         step: How many steps the optimizer had taken.
-        layer: Fully qualified name.
+        layer: Fully qualified name; of experts, that of their stack.
         operand: ``input.rowwise``, ``weight.columnwise``, ...
         format: Its format.
-        statistics: By the names of ``hybridtensor.watching.NAMES``.
+        statistics: By the names of ``hybridtensor.watching.NAMES``; of all experts that were measured.
+        experts: Which these were, and the ``sqnr`` of each; NaN of each that is not finite, measured or not.
     """
 
     step: int
@@ -32,18 +55,20 @@ class FaceRow:
     operand: str
     format: str
     statistics: dict[str, float]
+    experts: Experts = ()
 
 
 @dataclass(frozen=True)
-class ProductRow:
+class ProductRow(_Row):
     """What the formats of both operands did to one product in one sampled step.
 
     Attributes:
         step: How many steps the optimizer had taken.
-        layer: Fully qualified name.
+        layer: Fully qualified name; of experts, that of their stack.
         product: ``output``, ``grad_input`` or ``grad_weight``.
         formats: Those of the left and of the right operand.
-        statistics: By the names of ``hybridtensor.watching.PRODUCT_NAMES``.
+        statistics: By the names of ``hybridtensor.watching.PRODUCT_NAMES``; of all experts that were measured.
+        experts: Which these were, and the ``cosine`` of each.
     """
 
     step: int
@@ -51,6 +76,7 @@ class ProductRow:
     product: str
     formats: tuple[str, str]
     statistics: dict[str, float]
+    experts: Experts = ()
 
 
 class Sample(NamedTuple):
@@ -61,7 +87,7 @@ class Sample(NamedTuple):
         faces: Its faces, by layer in the model's order.
         products: Its products, in the same order.
         order: Faces, by layer and operand, in the order in which they were first used on this rank.
-        unseen: Layers with products that are not measured, and why.
+        unseen: Layers of which a product ran on this rank and was measured on none, and why.
     """
 
     step: int
@@ -85,44 +111,97 @@ class Sample(NamedTuple):
         return of_faces | of_products
 
 
-def sample_of(
-    step: int,
-    layers: Sequence[Watched],
-    order: Sequence[tuple[int, int]],
-    unseen: Sequence[tuple[str, str]],
-    numbers: Numbers,
-    sizes: Tensor,
-) -> Sample:
-    """Return what was measured.
+class Measured(NamedTuple):
+    """What was measured in one step, on the host.
 
-    Args:
-        step: Of the sample.
+    Attributes:
         layers: Those that are watched, with the recipes of the step.
         order: Of the faces, as the sampler has them.
-        unseen: Layers that are not measured, and why.
-        numbers: Of all layers, on the host.
-        sizes: Values and blocks, int64 ``[layers, faces, 2]``.
+        unseen: Products that are not measured, and why, as the sampler has them.
+        numbers: Of all places.
+        sizes: Values and blocks, int64 ``[places, faces, 2]``.
     """
-    counts, norms, maxima, products = (tensor.tolist() for tensor in numbers)
-    faces, multiplied = [], []
-    for layer in layers:
-        at = layer.place
-        for place, (role, direction) in enumerate(OPERANDS):
-            values, blocks = sizes[at][place].tolist()
-            if values:
-                found = face_statistics(
-                    counts[at][place], norms[at][place], maxima[at][place], (values, blocks)
-                )
-                fmt = _format(layer.config, role, direction)
-                faces.append(FaceRow(step, layer.name, f"{role}.{direction}", fmt, found))
-        for place, gemm in enumerate(GEMMS):
-            if any(products[at][place]):
-                of_product = product_statistics(products[at][place])
-                multiplied.append(
-                    ProductRow(step, layer.name, gemm, _formats(layer, gemm), of_product)
-                )
-    named = tuple((layers[layer].name, ".".join(OPERANDS[place])) for layer, place in order)
-    return Sample(step, tuple(faces), tuple(multiplied), named, tuple(unseen))
+
+    layers: Sequence[Watched]
+    order: Sequence[tuple[int, int]]
+    unseen: Mapping[tuple[int, str], str]
+    numbers: Numbers
+    sizes: Tensor
+
+
+def sample_of(step: int, measured: Measured) -> Sample:
+    """Return what was measured in a step."""
+    faces: list[FaceRow] = []
+    products: list[ProductRow] = []
+    for watched in measured.layers:
+        faces += _face_rows(step, watched, measured)
+        products += _product_rows(step, watched, measured.numbers.products[watched.places])
+    names = [layer.name for layer in measured.layers]
+    order = tuple((names[layer], ".".join(OPERANDS[place])) for layer, place in measured.order)
+    seen = {(row.layer, row.product) for row in products}
+    unseen: dict[str, str] = {}
+    for (layer, gemm), why in measured.unseen.items():
+        if (names[layer], gemm) not in seen:
+            unseen.setdefault(names[layer], f"{gemm}: {why}")
+    return Sample(step, tuple(faces), tuple(products), order, tuple(unseen.items()))
+
+
+def _face_rows(step: int, layer: Watched, measured: Measured) -> list[FaceRow]:
+    """Return the rows of a layer's faces that were measured."""
+    own = [tensor[layer.places] for tensor in (*measured.numbers[:3], measured.sizes)]
+    counts, norms, maxima, sizes = own
+    of_all = [counts.sum(0), norms.sum(0), maxima.amax(0), sizes.sum(0)]
+    rows = []
+    for face, (role, direction) in enumerate(OPERANDS):
+        if not int(of_all[3][face, 0]):
+            continue
+        found = (sizes[:, face, 0] > 0) | (maxima[:, face, 0] == math.inf)
+        experts = tuple(
+            (place - 1, _sqnr([tensor[place, face] for tensor in own]))
+            for place in _places_of_experts(layer, found)
+        )
+        statistics = _statistics([tensor[face] for tensor in of_all])
+        name, fmt = f"{role}.{direction}", _format(layer.config, role, direction)
+        rows.append(FaceRow(step, layer.name, name, fmt, statistics, experts))
+    return rows
+
+
+def _statistics(numbers: Sequence[Tensor]) -> dict[str, float]:
+    """Return what counts, norms, maxima and sizes of a face come to."""
+    counts, norms, maxima, (values, blocks) = (tensor.tolist() for tensor in numbers)
+    return face_statistics(counts, norms, maxima, (values, blocks))
+
+
+def _sqnr(numbers: Sequence[Tensor]) -> float:
+    found = _statistics(numbers)
+    return math.nan if found["nonfinite"] else found["sqnr"]
+
+
+def _product_rows(step: int, layer: Watched, norms: Tensor) -> list[ProductRow]:
+    """Return the rows of a layer's products that were measured."""
+    rows = []
+    for number, gemm in enumerate(GEMMS):
+        own = norms[:, number]
+        if not own.count_nonzero():
+            continue
+        experts = tuple(
+            (place - 1, product_statistics(own[place].tolist())["cosine"])
+            for place in _places_of_experts(layer, own.count_nonzero(1) > 0)
+        )
+        statistics = product_statistics(own.sum(0).tolist())
+        rows.append(ProductRow(step, layer.name, gemm, _formats(layer, gemm), statistics, experts))
+    return rows
+
+
+def _places_of_experts(layer: Watched, found: Tensor) -> list[int]:
+    """Return those of a layer's places that experts have and something was found out of."""
+    places: list[int] = found.nonzero().flatten().tolist() if layer.experts else []
+    return [place for place in places if place]
+
+
+def badness(number: float) -> float:
+    """Return what sorts signal to noise, or cosines, the worst first: what is not a number is worst."""
+    return -math.inf if math.isnan(number) else number
 
 
 def _formats(layer: Watched, gemm: str) -> tuple[str, str]:

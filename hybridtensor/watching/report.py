@@ -15,12 +15,13 @@ from typing import Any
 
 from hybridtensor.arguments import require_kind, wrong
 from hybridtensor.watching.recording import Recording
-from hybridtensor.watching.records import Sample
+from hybridtensor.watching.records import Sample, badness
 from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
 from hybridtensor.watching.sums import GEMMS, OPERANDS
 from hybridtensor.watching.watch import watch
 
 _MOST_COLUMNS = 60  # sampled steps that are shown, the first and the last among them
+_ROWS = 12  # of a table
 _DIGITS = 4
 _PRODUCTS = tuple(GEMMS)
 _FACES = tuple(f"{role}.{direction}" for role, direction in OPERANDS)
@@ -79,6 +80,7 @@ def _parts(recording: Recording) -> dict[str, str]:
         "alarms": _alarms(recording),
         "loss": _loss(recording),
         "worst": _worst(last),
+        "experts": _experts(recording.samples),
         "recipe": _recipe(recording),
         "words": _words(),
         "data": data,
@@ -135,9 +137,9 @@ def _rounded(value: float | None) -> float | None:
 
 def _tiles(recording: Recording, last: Sample) -> str:
     """Return the numbers at the top of the page."""
-    worst_face = min(last.faces, key=lambda row: _order(row.statistics["sqnr"]), default=None)
+    worst_face = min(last.faces, key=lambda row: badness(row.statistics["sqnr"]), default=None)
     worst_product = min(
-        last.products, key=lambda row: _order(row.statistics["cosine"]), default=None
+        last.products, key=lambda row: badness(row.statistics["cosine"]), default=None
     )
     tiles = [
         (
@@ -148,10 +150,10 @@ def _tiles(recording: Recording, last: Sample) -> str:
         ("layers", f"{len(recording.recipes)}", "quantized"),
     ]
     if worst_product is not None:
-        where = f"{worst_product.layer} {worst_product.product}"
+        where = f"{worst_product.where} {worst_product.product}"
         tiles.append(("smallest cosine", f"{worst_product.statistics['cosine']:.5f}", where))
     if worst_face is not None:
-        where = f"{worst_face.layer} {worst_face.operand}"
+        where = f"{worst_face.where} {worst_face.operand}"
         tiles.append(("most noise", f"{worst_face.statistics['sqnr']:.1f} dB", where))
     if recording.losses:
         tiles.append(("loss", f"{recording.losses[-1][1]:.4g}", f"step {recording.losses[-1][0]}"))
@@ -166,7 +168,7 @@ def _tiles(recording: Recording, last: Sample) -> str:
 def _alarms(recording: Recording) -> str:
     """Return a sentence on faces that are not finite, and on layers that were not measured."""
     bad = [
-        f"step {sample.step}: {row.layer} {row.operand}"
+        f"step {sample.step}: {row.where} {row.operand}"
         for sample in recording.samples
         for row in sample.faces
         if row.statistics["nonfinite"]
@@ -216,16 +218,43 @@ def _loss(recording: Recording) -> str:
 def _worst(last: Sample) -> str:
     """Return the noisiest faces of the last sample as a table."""
     names = list(NAMES)
-    faces = sorted(last.faces, key=lambda row: _order(row.statistics["sqnr"]))[:12]
+    faces = sorted(last.faces, key=lambda row: badness(row.statistics["sqnr"]))[:_ROWS]
     head = "".join(f"<th title='{_text(NAMES[name])}'>{_text(name)}</th>" for name in names)
     rows = "".join(
-        f"<tr><td>{_text(row.layer)}</td><td>{_text(row.operand)}</td><td>{_text(row.format)}</td>"
+        f"<tr><td>{_text(row.where)}</td><td>{_text(row.operand)}</td><td>{_text(row.format)}</td>"
         + "".join(f"<td class=number>{row.statistics[name]:.4g}</td>" for name in names)
         + "</tr>"
         for row in faces
     )
     head = f"<tr><th>layer</th><th>face</th><th>format</th>{head}</tr>"
     return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def _experts(samples: Sequence[Sample]) -> str:
+    """Return a table of the experts that came out worst, by stack and product, when each was last measured."""
+    last: dict[tuple[str, str], dict[int, tuple[float, int]]] = {}
+    for sample in samples:
+        for row in sample.products:
+            for expert, cosine in row.experts:
+                last.setdefault((row.layer, row.product), {})[expert] = cosine, sample.step
+    if not last:
+        return ""
+    found = []
+    for (layer, product), numbers in last.items():
+        worst = min(numbers, key=lambda expert: badness(numbers[expert][0]))
+        found.append((*numbers[worst], layer, product, worst, len(numbers)))
+    found.sort(key=lambda one: badness(one[0]))
+    rows = "".join(
+        f"<tr><td>{_text(layer)}</td><td>{product}</td><td class=number>{expert}</td>"
+        f"<td class=number>{cosine:.6f}</td><td class=number>{step}</td><td class=number>{count}</td></tr>"
+        for cosine, step, layer, product, expert, count in found[:_ROWS]
+    )
+    names = ("experts", "product", "worst expert", "its cosine", "in step", "experts measured")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return (
+        "<section class=scroll><h2>The worst experts</h2>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
+    )
 
 
 def _recipe(recording: Recording) -> str:
@@ -250,10 +279,6 @@ def _words() -> str:
     every |= {f"{name} of products": text for name, text in PRODUCT_NAMES.items()}
     rows = (f"<dt>{_text(name)}</dt><dd>{_text(text)}</dd>" for name, text in every.items())
     return f"<dl>{''.join(rows)}</dl>"
-
-
-def _order(number: float) -> float:
-    return -math.inf if math.isnan(number) else number
 
 
 def _text(text: str) -> str:

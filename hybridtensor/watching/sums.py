@@ -158,6 +158,11 @@ class Sums:
             )
         return known
 
+    def note_amaxes(self, place: int, face: int, amaxes: Tensor) -> None:
+        """Take note of the largest magnitudes of experts, whose first has ``place``."""
+        known = self.numbers.maxima[place : place + len(amaxes), face, 0]
+        torch.maximum(known, amaxes, out=known)
+
     def add_sizes(self, place: int, face: int, sizes: tuple[int, int]) -> None:
         """Count values and blocks."""
         before = self.sizes.get((place, face), (0, 0))

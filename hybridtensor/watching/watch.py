@@ -27,10 +27,10 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.ranks import Ranks, added_up, agree
 from hybridtensor.watching.recording import Recording, machine
-from hybridtensor.watching.records import FaceRow, Sample, sample_of
+from hybridtensor.watching.records import FaceRow, Measured, Sample, sample_of
 from hybridtensor.watching.sampling import Sampler
 from hybridtensor.watching.sinks import sink_of
-from hybridtensor.watching.sums import Numbers, Watched
+from hybridtensor.watching.sums import Numbers
 
 _LOSSES = 1024  # that are kept each in memory of its own
 
@@ -42,20 +42,12 @@ class _Pending(NamedTuple):
 
     Attributes:
         step: Of the sample.
-        layers: Those that are watched, with their recipes.
-        order: Of its faces.
-        unseen: Layers that are not measured, and why.
-        numbers: Of all layers.
-        sizes: Values and blocks of all faces.
-        there: When they are on the host; None on a CPU.
+        measured: What was measured.
+        there: When it is on the host; None on a CPU.
     """
 
     step: int
-    layers: list[Watched]
-    order: list[tuple[int, int]]
-    unseen: list[tuple[str, str]]
-    numbers: Numbers
-    sizes: Tensor
+    measured: Measured
     there: torch.cuda.Event | None
 
 
@@ -78,6 +70,8 @@ class watch:  # noqa: N801  (used as a function)
     run that is watched computes the same bits as one that is not. Compiled code runs eagerly in the
     steps that are measured (``torch.compiler.set_stance``), and so rounds there as eager code does;
     steps of compiled optimizers, and replays of CUDA graphs, are not seen: call ``step()`` after them.
+
+    Of experts one of each stack is measured in a step, the next one that has tokens.
 
     Under data parallelism all ranks watch, and what each has measured is added up. Ranks with other
     layers, such as stages of a pipeline, are added up with those that have the same ones.
@@ -252,24 +246,16 @@ class watch:  # noqa: N801  (used as a function)
             there.record()
         else:
             tensors = [tensor.clone() for tensor in tensors]
-        self._pending.append(
-            _Pending(
-                self.steps,
-                sampler.measured(),
-                list(sampler.order),
-                list(sampler.unseen.items()),
-                Numbers(*tensors[:4]),
-                tensors[4],
-                there,
-            )
-        )
+        unseen, layers = dict(sampler.unseen), sampler.measured()
+        measured = Measured(layers, list(sampler.order), unseen, Numbers(*tensors[:4]), tensors[4])
+        self._pending.append(_Pending(self.steps, measured, there))
 
     def _flush(self, pending: list[_Pending]) -> None:
         """Read samples that are on their way; give them to the sinks, and look for what alarms."""
         for one in pending:
             if one.there is not None:
                 one.there.synchronize()  # of a step ago
-            sample = sample_of(*one[:-1])
+            sample = sample_of(one.step, one.measured)
             self._samples.append(sample)
             for sink in self._sinks if self._ranks.first else ():
                 sink(sample)
@@ -289,7 +275,7 @@ class watch:  # noqa: N801  (used as a function)
             if found["nonfinite"]
             else f"is saturated: {found['overflows%']:.3g} % of it overflow"
         )
-        text = f"watch: {place[0]}: the face {place[1]} ({bad[place].format}) {what}, in step {sample.step}"
+        text = f"watch: {bad[place].where}: the face {place[1]} ({bad[place].format}) {what}, in step {sample.step}"
         if self._alarm == "raise":
             raise RuntimeError(text)
         if callable(self._alarm):
