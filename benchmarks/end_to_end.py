@@ -17,8 +17,9 @@ BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
 SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
 OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
 KEPT_INPUTS = ["fp8+save_original_input", "fp8_delayed+save_original_input", "fp8_rowwise+save_original_input"]
+FUSED = ["bf16, swiglu", "fp8, swiglu"]  # with ht.swiglu as activation
 RECIPES = {
-    "eager": [*OURS, "torchao tensorwise"],
+    "eager": [*OURS, *FUSED, "torchao tensorwise"],
     "compiled": [*OURS, *KEPT_INPUTS, "torchao tensorwise", "torchao rowwise"],
 }
 
@@ -43,7 +44,7 @@ def training(
     """Return one training step.
 
     Args:
-        recipe: See ``convert``.
+        recipe: See ``convert``; ``, swiglu`` behind it gives the blocks ``ht.swiglu``.
         mode: ``eager``, ``compiled`` (by block) or ``checkpointed`` (by block).
         device: Where.
         make_optimizer: Called with parameters and ``lr``.
@@ -51,8 +52,10 @@ def training(
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(SIZES[torch.device(device).type]).bfloat16()
+    recipe, _, activation = recipe.partition(", ")
     stateful = convert(model, recipe)
     for block in model.blocks:
+        block.mlp.fused = bool(activation)
         if mode == "compiled":
             block.compile()
         elif mode == "checkpointed":

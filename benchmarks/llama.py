@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hybridtensor as ht
+
 
 @dataclass(frozen=True)
 class Size:
@@ -45,7 +47,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP."""
+    """A gated MLP, whose activation is that of this library if it is ``fused``."""
+
+    fused = False
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -54,7 +58,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        activation = ht.swiglu if self.fused else _swiglu
+        return self.down_proj(activation(self.gate_proj(x), self.up_proj(x)))
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from common import arguments, report
 GIB = 2**30
 STEPS = 3  # what is used once between two writes is known by then
 RECIPES = {
-    "eager": end_to_end.OURS,
+    "eager": [*end_to_end.OURS, *end_to_end.FUSED],
     "compiled": end_to_end.RECIPES["compiled"],
     "checkpointed": ["fp8"],
     "eager, AdamW in 8 bits": ["fp8"],

@@ -2,6 +2,7 @@
 
 import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
 from hybridtensor import costs, distributed, formats, linear, offload, optim, recipes
+from hybridtensor.activations import swiglu
 from hybridtensor.advising import advise
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
@@ -79,5 +80,6 @@ __all__ = [
     "share_inputs",
     "step_",
     "step_after",
+    "swiglu",
     "watch",
 ]

@@ -16,9 +16,9 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
-    "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection", "swap",
-    "state_dicts", "common_scales", "convert", "plain", "check", "explanation", "explain", "export", "inference",
-    "watching", "advising", "integrations", "commands", "__main__", "verify", "former_names", "testing",
+    "activations", "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection",
+    "swap", "state_dicts", "common_scales", "convert", "plain", "check", "explanation", "explain", "export",
+    "inference", "watching", "advising", "integrations", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "common_scale",

@@ -1,0 +1,53 @@
+"""The kernels of ``ops.swiglu``: a gated activation, and its gradients.
+
+Legend: a tile is ``[BM, BN]`` of a matrix ``[M, N]``. Roundings are those of the separate operations of torch.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def _sigmoid_denominator(x):
+    return 1.0 + libdevice.exp(-x)
+
+
+@triton.jit
+def _tile(N, M, BM: tl.constexpr, BN: tl.constexpr):
+    """Return rows, columns and mask of this program's tile."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(N, BN)
+    i = (pid // tiles * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    j = (pid % tiles * BN + tl.arange(0, BN))[None, :]
+    return i, j, (i < M) & (j < N)
+
+
+@triton.jit
+def swiglu_kernel(gate, gate_stride, up, up_stride, out, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Write one tile of ``silu(gate) * up``, contiguous, of matrices with contiguous rows that are strides apart."""
+    i, j, mask = _tile(N, M, BM, BN)
+    g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    activated = tl.div_rn(g, _sigmoid_denominator(g)).to(kind).to(tl.float32)
+    tl.store(out + i * N + j, (activated * u).to(kind), mask=mask)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    grad, grad_stride, gate, gate_stride, up, up_stride, grad_gate, grad_up, M, N, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Write one tile of the gradients of ``gate`` and ``up``, contiguous."""
+    i, j, mask = _tile(N, M, BM, BN)
+    dy = tl.load(grad + i * grad_stride + j, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
+    kind = grad_gate.dtype.element_ty
+    denominator = _sigmoid_denominator(g)
+    activated = tl.div_rn(g, denominator).to(kind).to(tl.float32)
+    sigmoid = tl.div_rn(1.0, denominator)
+    of_activated = (dy * u).to(kind).to(tl.float32)
+    slope = 1.0 + g * (1.0 - sigmoid)
+    tl.store(grad_gate + i * N + j, (of_activated * sigmoid * slope).to(kind), mask=mask)
+    tl.store(grad_up + i * N + j, (dy * activated).to(kind), mask=mask)

@@ -1,0 +1,92 @@
+"""A gated activation in one pass, and its gradients in another.
+
+Shape letters: ``M`` rows, ``N`` columns.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.library import define, implement
+
+_TILE = (4, 1024)
+
+
+def _reference(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate) * up).contiguous()
+
+
+def _backward_reference(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return [of_gate.contiguous(), (grad * F.silu(gate)).contiguous()]
+
+
+def _fake(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up)]
+
+
+def _on_a_gpu(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.numel() or gate.dtype == torch.float64:
+        return _reference(gate, up)
+    out = _fake(gate, up)
+    _run("swiglu_kernel", [gate, up], [out])
+    return out
+
+
+def _backward_on_a_gpu(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    if not gate.numel() or gate.dtype == torch.float64:
+        return _backward_reference(grad, gate, up)
+    out = _backward_fake(grad, gate, up)
+    _run("swiglu_backward_kernel", [grad, gate, up], out)
+    return out
+
+
+def _run(kernel: str, read: list[Tensor], written: list[Tensor]) -> None:
+    """Run a kernel on tensors ``[..., N]`` of one shape."""
+    rows = [_as_rows(x) for x in read]
+    shape = rows[0].shape
+    strides = tuple(x.stride(0) for x in rows)
+    aligned = tuple(x.data_ptr() % 16 == 0 for x in (*rows, *written))
+    with on_device(rows[0].device):
+        launch = _launch(kernel, shape, strides, aligned, rows[0].dtype, rows[0].device)
+        given = [argument for x in rows for argument in (x, x.stride(0))]
+        launch(*given, *written, *shape)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Return a tensor as a matrix with contiguous rows, copied only if it has none."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    kernel: str, shape: torch.Size, strides: tuple[int, ...], aligned: tuple[bool, ...], dtype: torch.dtype,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """Return the launch for matrices of one kind; all of it decides what Triton compiles."""
+    (rows, columns), (bm, bn) = shape, _TILE
+    programs = -(-rows // bm) * -(-columns // bn)
+    return Launch("swiglu", kernel, programs, BM=bm, BN=bn, options={"num_warps": 8})
+
+
+swiglu = define("swiglu(Tensor gate, Tensor up) -> Tensor", reference=_reference, fake=_fake)
+"""``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous; bits are torch's."""
+implement("swiglu", _on_a_gpu)
+
+swiglu_backward = define(
+    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor[]",
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+"""The gradients of ``gate`` and ``up``."""
+implement("swiglu_backward", _backward_on_a_gpu)

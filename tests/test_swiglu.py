@@ -1,0 +1,118 @@
+"""``swiglu``. Oracle: torch's own operations, bitwise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hybridtensor as ht
+from hybridtensor.ops.swiglu import swiglu, swiglu_backward
+from hybridtensor.testing import random_tensor, saved_for_backward
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EDGES = torch.tensor(
+    [0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, -104.0, 3e38, -3e38, float("inf"), -float("inf"), float("nan")]
+)
+
+
+def torchs(gate, up):
+    return F.silu(gate) * up
+
+
+def gradients(function, gate, up, grad):
+    gate, up = (x.detach().requires_grad_() for x in (gate, up))
+    y = function(gate, up)
+    y.backward(grad)
+    return y.detach(), gate.grad, up.grad
+
+
+def assert_same_bits(made, expected):
+    for got, want in zip(made, expected, strict=True):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (5, 33), (2, 3, 128), (7, 2048), (0, 16)])
+def test_bits_are_torchs(shape, dtype, device):
+    gate, up, grad = (random_tensor(*shape, seed=i, device=device).to(dtype) * 3 for i in range(3))
+    assert_same_bits(gradients(ht.swiglu, gate, up, grad), gradients(torchs, gate, up, grad))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edges(dtype, device):
+    pairs = torch.cartesian_prod(EDGES, EDGES).to(device, dtype)
+    gate, up = (x.contiguous() for x in pairs.unbind(1))
+    made, expected = (gradients(f, gate, up, torch.ones_like(gate)) for f in (ht.swiglu, torchs))
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["chunks", "columns", "transposed"])
+def test_strided_rows(layout, device):
+    x, grad = random_tensor(6, 64, device=device), random_tensor(6, 32, seed=2, device=device)
+    gate, up = x.chunk(2, dim=-1)
+    if layout == "columns":
+        gate, up = x[:, ::2], x[:, 1::2]
+    elif layout == "transposed":
+        gate, up, grad = gate.t(), up.t(), grad.t()
+    assert_same_bits(gradients(ht.swiglu, gate, up, grad), gradients(torchs, gate, up, grad))
+
+
+def test_kernels_equal_the_reference_in_the_interpreter_and_on_a_gpu(device):
+    gate, up, grad = (random_tensor(9, 40, seed=i, device=device) for i in range(3))
+    expected = [x.to(device) for x in (torchs(gate, up), *gradients(torchs, gate, up, grad)[1:])]
+    assert_same_bits([swiglu(gate, up), *swiglu_backward(grad, gate, up)], expected)
+
+
+def test_only_the_inputs_are_saved():
+    gate, up = (random_tensor(8, 32, seed=i).requires_grad_() for i in range(2))
+    with saved_for_backward() as saved:
+        ht.swiglu(gate, up)
+    assert saved.nbytes() == 2 * gate.nbytes
+    with saved_for_backward() as saved:
+        torchs(gate, up)
+    assert saved.nbytes() == 3 * gate.nbytes
+
+
+def test_gradients_of_one_input_alone():
+    gate, up = random_tensor(4, 8), random_tensor(4, 8, seed=1).requires_grad_()
+    ht.swiglu(gate, up).sum().backward()
+    assert gate.grad is None
+    assert torch.equal(up.grad, F.silu(gate))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_graph_has_operations_that_a_compiler_fuses():
+    gate, up, grad = (random_tensor(4, 32, seed=i) for i in range(3))
+    targets = []
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(ht.swiglu, fullgraph=True, backend=backend)
+    assert_same_bits(gradients(compiled, gate, up, grad), gradients(torchs, gate, up, grad))
+    assert any("silu" in target for target in targets)
+    torch._dynamo.reset()
+
+
+def test_vmap_and_grad():
+    gate, up = random_tensor(4, 8).float(), random_tensor(4, 8, seed=1).float()
+    assert torch.equal(torch.func.vmap(ht.swiglu)(gate, up), torchs(gate, up))
+    found = torch.func.grad(lambda g: ht.swiglu(g, up).sum())(gate)
+    assert torch.equal(found, torch.func.grad(lambda g: torchs(g, up).sum())(gate))
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "error", "told"),
+    [
+        (torch.ones(2, 3), torch.ones(3, 2), ValueError, r"one shape \[..., N\], dtype and device are required"),
+        (torch.ones(2, 3), torch.ones(2, 3).bfloat16(), ValueError, "torch.float32 .* and torch.bfloat16"),
+        (torch.ones(()), torch.ones(()), ValueError, "one shape"),
+        (torch.ones(2, dtype=torch.int32), torch.ones(2), TypeError, "gate: bfloat16, float16 or float32"),
+        ("x", torch.ones(2), TypeError, "gate: a tensor is required"),
+    ],
+)
+def test_wrong_use(gate, up, error, told):
+    with pytest.raises(error, match=told):
+        ht.swiglu(gate, up)
