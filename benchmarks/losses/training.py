@@ -248,10 +248,9 @@ def plain_model(size: Size, seed: int, device: str) -> nn.Module:
 @torch.no_grad()
 def disturb(model: nn.Module, seed: int) -> None:
     """Change every weight by about a millionth of itself."""
-    generator = None
+    torch.manual_seed(seed + 2**20)  # not that of the weights
     for parameter in model.parameters():
-        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
-        parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator, device=parameter.device))
+        parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
