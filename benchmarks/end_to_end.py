@@ -16,11 +16,10 @@ import hybridtensor as ht
 BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
 SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
 OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
-KEPT_INPUTS = ["fp8+save_original_input", "fp8_delayed+save_original_input", "fp8_rowwise+save_original_input"]
-FUSED = ["bf16, swiglu", "fp8, swiglu"]  # with ht.swiglu as activation
+FUSED = ["bf16, swiglu", "fp8, swiglu"]
 RECIPES = {
     "eager": [*OURS, *FUSED, "torchao tensorwise"],
-    "compiled": [*OURS, *KEPT_INPUTS, "torchao tensorwise", "torchao rowwise"],
+    "compiled": [*OURS, *FUSED, "torchao tensorwise", "torchao rowwise"],
 }
 
 
@@ -44,7 +43,8 @@ def training(
     """Return one training step.
 
     Args:
-        recipe: See ``convert``; ``, swiglu`` behind it gives the blocks ``ht.swiglu``.
+        recipe: See ``convert``; ``, swiglu`` behind it gives the blocks ``ht.swiglu``, and if they are compiled,
+            where it makes its result again, the layers behind it ``save_original_input``.
         mode: ``eager``, ``compiled`` (by block) or ``checkpointed`` (by block).
         device: Where.
         make_optimizer: Called with parameters and ``lr``.
@@ -56,6 +56,8 @@ def training(
     stateful = convert(model, recipe)
     for block in model.blocks:
         block.mlp.fused = bool(activation)
+        if activation and mode == "compiled" and recipe != "bf16":
+            ht.quantize_(block.mlp.down_proj, f"{recipe}+save_original_input")
         if mode == "compiled":
             block.compile()
         elif mode == "checkpointed":

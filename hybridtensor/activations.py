@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hybridtensor.arguments import require_float
 from hybridtensor.ops.library import is_traced
@@ -21,8 +22,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in
     place of two, and one in place of four in backward, which keeps only ``gate`` and ``up``: two
-    bytes less per element than torch keeps, in bf16. In graphs of ``torch.compile``, for DTensors and
-    in ``torch.func`` transforms it is torch's operations.
+    bytes less per element than torch keeps, in bf16. In graphs of ``torch.compile`` it is torch's
+    operations, done again in backward if their result is needed there: where a recipe has
+    ``save_original_input``, the layer behind it then keeps nothing. For DTensors and in ``torch.func``
+    transforms it is torch's operations, too.
 
     Args:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.
@@ -46,9 +49,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             + " and ".join(told)
         )
     plain = type(gate) in _PLAIN and type(up) in _PLAIN
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return checkpoint(_operations, gate, up, use_reentrant=False)  # type: ignore[no-any-return]
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
-        return F.silu(gate) * up
+        return _operations(gate, up)
     return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _operations(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class _SwiGLU(torch.autograd.Function):
