@@ -42,7 +42,7 @@ class AdvisedProduct:
     """One product of one layer, and what was chosen for it.
 
     Attributes:
-        layer: Fully qualified name.
+        layer: Fully qualified name; of experts, that of their stack.
         gemm: ``output``, ``grad_input`` or ``grad_weight``.
         format: The spec of its format.
         noise: Relative squared error of the product, by spec.
@@ -140,7 +140,8 @@ def advise(
     cheapest one whose error is within the budget.
 
     The model runs as it is, once per batch, forward and backward; its gradients are as before afterwards. Layers
-    that ``quantize_`` would leave alone, and experts, are left alone.
+    that ``quantize_`` would leave alone are left alone. Of experts all that have tokens are measured, one after the
+    other; a stack has one recipe.
 
     ::
 
@@ -160,7 +161,7 @@ def advise(
         TypeError: If an argument is of the wrong kind, or the loss no scalar.
         ValueError: If there is no batch, no layer ran, a spec is unknown or has state, the budget cannot be met, or
             there is no GPU to measure.
-        NotImplementedError: If the model is sharded.
+        NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     require_module("advise", model)
     require_function("advise", "loss", loss)

@@ -12,7 +12,7 @@ it matters follows from how much of the residual stream, or of the gradient, a p
 all as sums of squares. A sum of these is the error of a recipe: about the relative squared error of the
 stream and of all weight gradients together. Noise of different products is taken as independent.
 
-Shape letters: ``T`` tokens, ``N, K`` a weight.
+Linear layers are measured in hooks; experts where their products are told of, each as a linear layer of its own.
 """
 
 from __future__ import annotations
@@ -25,26 +25,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.advising.experts import is_measurable, told_products
+from hybridtensor.advising.noise import Noise
+from hybridtensor.advising.stream import Block, block_of, measured_blocks
 from hybridtensor.distributed.fsdp.hooks import part_of
-from hybridtensor.formats import IDENTITY
 from hybridtensor.layers import Layer, layers_of
-from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.recipes.spec import GEMMS, Gemm
-from hybridtensor.state import Context
 from hybridtensor.subclasses import is_converted
-from hybridtensor.watching.statistics import measure_product
-from hybridtensor.watching.statistics import part_of as stretch_of
-
-_ROWS = 256  # of each operand in a product that is measured
-_SIGNAL, _NOISE = 0, 2  # in the numbers of a product
 
 
 class Product(NamedTuple):
     """One product of one layer.
 
     Attributes:
-        layer: Fully qualified name.
+        layer: Fully qualified name; of experts, that of their stack.
         gemm: ``output``, ``grad_input`` or ``grad_weight``.
         operations: Multiplications of it, over all batches.
         weight: What its noise counts by.
@@ -63,44 +57,13 @@ class Product(NamedTuple):
         return self.weight * self.noise[fmt]
 
 
-class _Layer:
-    """What is known of a layer while the model runs."""
-
-    def __init__(
-        self, layer: Layer, block: nn.Module | None, configs: dict[str, HybridConfig]
-    ) -> None:
-        self.layer, self.block = layer, block
-        self.configs = {fmt: config for fmt, config in configs.items() if _fits(layer, config)}
-        self.order = -1  # in forward
-        self.operations = dict.fromkeys((gemm.name for gemm in GEMMS), 0.0)
-        self.gradient = 0.0  # sum of squares of the weight's gradient
-        self.input: Tensor | None = None
-        self.sums: dict[tuple[str, str], Tensor] = {}
-
-
-class _Block:
-    """What a block adds to the stream: sums of squares, float64."""
-
-    def __init__(self) -> None:
-        self.stream = self.added = self.gradient = self.gradient_added = 0.0
-        self.came: Tensor | None = None
-
-    def forward_share(self) -> float:
-        """Return the share of the stream behind the block that the block added; 1 where there is no stream."""
-        return min(self.added / self.stream, 1.0) if self.stream else 1.0
-
-    def backward_share(self) -> float:
-        """Return the same of the gradient before the block."""
-        return min(self.gradient_added / self.gradient, 1.0) if self.gradient else 1.0
-
-
 def measure(
     model: nn.Module,
     batches: Sequence[Any],
     formats: Iterable[str],
     run: Callable[[nn.Module, Any], Tensor],
 ) -> list[Product]:
-    """Return the products of all linear layers that ``quantize_`` would convert, in the order of the forward.
+    """Return the products of all layers that ``quantize_`` would convert, in the order of the forward.
 
     Args:
         model: In high precision, or converted: it runs as it is.
@@ -110,15 +73,36 @@ def measure(
 
     Raises:
         ValueError: If a loss depends on no parameter.
-        NotImplementedError: If the model is sharded.
+        NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
     plain = getattr(model, "_orig_mod", model)  # of torch.compile, whose names nobody quantizes by
-    layers = [
-        _Layer(layer, _block_of(plain, layer), configs)
-        for layer in layers_of(plain)
-        if _is_wanted(layer)
-    ]
+    layers = [Noise(layer, configs) for layer in layers_of(plain) if _is_wanted(layer)]
+    _require_unsharded(layers)
+    within = {one: block_of(plain, one.layer) for one in layers}
+    order = iter(range(10**9))
+    with contextlib.ExitStack() as stack:
+        modules = dict.fromkeys(module for module in within.values() if module is not None)
+        blocks = stack.enter_context(measured_blocks(modules))
+        stack.enter_context(_hooked([one for one in layers if not one.layer.is_stack], order))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_gradients(model))
+        stacks = [one for one in layers if one.layer.is_stack]
+        for batch in batches:
+            with told_products(stacks, order):
+                _run(model, batch, run)
+    return _products({one: None if m is None else blocks[m] for one, m in within.items()})
+
+
+def _is_wanted(layer: Layer) -> bool:
+    if layer.why_skipped() is not None or not isinstance(layer.weight, Tensor):
+        return False
+    return not layer.is_stack or is_measurable(layer.weight)
+
+
+def _require_unsharded(layers: Iterable[Noise]) -> None:
+    """Raise NotImplementedError for a weight that ranks share."""
     sharded = next(
         (one.layer.name for one in layers if isinstance(one.layer.weight, DTensor)), None
     )
@@ -127,67 +111,42 @@ def measure(
             f"advise: a model that no ranks share is required, got {sharded} as a DTensor; advise before "
             "fully_shard and parallelize_module"
         )
-    blocks = {one.block: _Block() for one in layers if one.block is not None}
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Put the gradients of a model aside."""
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None  # else backward adds to what is there
     try:
-        with _hooked(layers, blocks):
-            for batch in batches:
-                value = run(model, batch)
-                if not value.requires_grad:
-                    raise ValueError(
-                        "advise: a loss that depends on parameters with gradients is required, got one that does not"
-                    )
-                value.backward()
+        yield
     finally:
         for parameter, grad in grads:
             parameter.grad = grad
-    return _products(layers, blocks)
 
 
-def _is_wanted(layer: Layer) -> bool:
-    return not layer.is_stack and layer.why_skipped() is None and isinstance(layer.weight, Tensor)
-
-
-def _block_of(model: nn.Module, layer: Layer) -> nn.Module | None:
-    """Return the outermost member of a list of modules that holds a layer: a block with a residual stream around
-    it.
-    """
-    parent: nn.Module = model
-    for name in layer.name.split("."):
-        child = parent._modules.get(name)
-        if child is None:
-            return None
-        if (
-            isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-            and child is not layer.module
-        ):
-            return child
-        parent = child
-    return None
+def _run(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Tensor]) -> None:
+    """Run a batch forward and backward."""
+    value = run(model, batch)
+    if not value.requires_grad:
+        raise ValueError(
+            "advise: a loss that depends on parameters with gradients is required, got one that does not"
+        )
+    value.backward()
 
 
 @contextlib.contextmanager
-def _hooked(layers: list[_Layer], blocks: dict[nn.Module, _Block]) -> Iterator[None]:
-    """Have layers and blocks measured while the model runs, eagerly."""
-    order = iter(range(10**9))
+def _hooked(layers: list[Noise], order: Iterator[int]) -> Iterator[None]:
+    """Have linear layers measured while the model runs."""
     with contextlib.ExitStack() as stack:
         for one in layers:
             hook = one.layer.module.register_forward_hook(_measuring(one, order), with_kwargs=True)
             stack.callback(hook.remove)
-        for module, block in blocks.items():
-            for hook in (
-                module.register_forward_pre_hook(_coming(block), with_kwargs=True),
-                module.register_forward_hook(_leaving(block)),
-            ):
-                stack.callback(hook.remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.enable_grad())
         yield
 
 
-def _measuring(one: _Layer, order: Iterator[int]) -> Callable[..., None]:
+def _measuring(one: Noise, order: Iterator[int]) -> Callable[..., None]:
     """Return a hook that measures the products of a layer: that of forward, and those of backward when its gradient
     is there.
     """
@@ -196,9 +155,8 @@ def _measuring(one: _Layer, order: Iterator[int]) -> Callable[..., None]:
         given = args[0] if args else kwargs["input"]
         x = given.detach().reshape(-1, given.shape[-1])
         weight = _values(one.layer)
-        one.order = next(order) if one.order < 0 else one.order
-        with torch.no_grad():
-            _add(one, "output", {"input": x, "weight": weight})
+        one.begin(order)
+        one.add("output", {"input": x, "weight": weight})
         if output.requires_grad:
             needs = given.requires_grad, one.layer.weight.requires_grad
             output.register_hook(lambda grad: _backward(one, x, weight, grad, needs))
@@ -206,85 +164,15 @@ def _measuring(one: _Layer, order: Iterator[int]) -> Callable[..., None]:
     return hook
 
 
-@torch.no_grad()
 def _backward(
-    one: _Layer, x: Tensor, weight: Tensor, grad: Tensor, needs: tuple[bool, bool]
+    one: Noise, x: Tensor, weight: Tensor, grad: Tensor, needs: tuple[bool, bool]
 ) -> None:
     """Measure the products of backward that run: for an input, and for a weight that asks for a gradient."""
     grad = grad.reshape(-1, grad.shape[-1])
     if needs[0]:
-        _add(one, "grad_input", {"grad_output": grad, "weight": weight})
+        one.add("grad_input", {"grad_output": grad, "weight": weight})
     if needs[1]:
-        _add(one, "grad_weight", {"grad_output": grad, "input": x})
-        one.gradient += float((grad.float().t() @ x.float()).square().sum())
-
-
-def _add(one: _Layer, name: str, operands: dict[str, Tensor]) -> None:
-    """Add up the noise that each format makes in a product, and its operations."""
-    tokens = operands.get("input", operands.get("grad_output"))
-    one.operations[name] += (0 if tokens is None else tokens.shape[0]) * one.layer.weight.numel()
-    gemm = next(gemm for gemm in GEMMS if gemm.name == name)
-    for fmt, config in one.configs.items():
-        if config.formats(gemm) == (IDENTITY, IDENTITY):
-            continue
-        parts = [_part(config, gemm, i, operands) for i in (0, 1)]
-        found = measure_product(parts[0], parts[1]).square()
-        known = one.sums.get((name, fmt))
-        one.sums[name, fmt] = found if known is None else known + found
-
-
-def _part(config: HybridConfig, gemm: Gemm, index: int, operands: dict[str, Tensor]) -> Any:
-    """Return a stretch of an operand and its face."""
-    role, direction = (gemm.left, gemm.right)[index]
-    quantizer: Quantizer = getattr(config, role)
-    values, columnwise = operands[role], direction == "columnwise"
-    faces = quantizer.faces(
-        values,
-        rowwise=not columnwise,
-        columnwise=columnwise,
-        dtype=values.dtype,
-        context=Context(role, record=False),
-    )
-    face = faces[1 if columnwise else 0]
-    if face is None:
-        raise ValueError(f"advise: {quantizer} made no {direction} face of {role}")
-    matrix = values.t() if columnwise else values
-    count = min(_ROWS, matrix.shape[0])
-    return stretch_of(face, matrix[:count], 0, count)
-
-
-def _coming(block: _Block) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
-        block.came = given if given is not None and given.is_floating_point() else None
-
-    return hook
-
-
-def _leaving(block: _Block) -> Callable[..., None]:
-    """Return a hook that measures what a block adds to the stream, and in backward to its gradient."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        came, block.came = block.came, None
-        left = output[0] if isinstance(output, (tuple, list)) else output
-        if came is None or not isinstance(left, Tensor) or left.shape != came.shape:
-            return  # no stream goes around it
-        with torch.no_grad():
-            block.added += float((left - came).float().square().sum())
-            block.stream += float(left.float().square().sum())
-        if not (left.requires_grad and came.requires_grad):
-            return
-        behind: list[Tensor] = []
-        left.register_hook(lambda grad: behind.append(grad.detach()))
-
-        def before(grad: Tensor) -> None:
-            if behind:
-                block.gradient_added += float((grad - behind[0]).float().square().sum())
-                block.gradient += float(grad.float().square().sum())
-
-        came.register_hook(before)
-
-    return hook
+        one.add("grad_weight", {"grad_output": grad, "input": x})
 
 
 def _values(layer: Layer) -> Tensor:
@@ -294,21 +182,13 @@ def _values(layer: Layer) -> Tensor:
     return values.detach()
 
 
-def _fits(layer: Layer, config: HybridConfig) -> bool:
-    """Return whether a layer's weight is of whole blocks."""
-    try:
-        config.check_sizes(*layer.size(tuple(layer.weight.shape)), layer.name)
-    except ValueError:
-        return False
-    return True
-
-
-def _products(layers: list[_Layer], blocks: dict[nn.Module, _Block]) -> list[Product]:
+def _products(layers: dict[Noise, Block | None]) -> list[Product]:
+    """Return the products of layers that ran, of which each is in a block or in none."""
     ran = sorted((one for one in layers if one.order >= 0), key=lambda one: one.order)
     whole = sum(one.gradient for one in ran) or 1.0
     before, made = 0.0, []
     for one in ran:
-        block = None if one.block is None else blocks[one.block]
+        block = layers[one]
         weights = {
             "output": 1.0 if block is None else block.forward_share(),
             "grad_input": (1.0 if block is None else block.backward_share()) * before / whole,
@@ -316,16 +196,6 @@ def _products(layers: list[_Layer], blocks: dict[nn.Module, _Block]) -> list[Pro
         }
         before += one.gradient
         for gemm, weight in weights.items():
-            noise = {fmt: _relative(one.sums.get((gemm, fmt))) for fmt in one.configs}
+            noise = {fmt: one.relative(gemm, fmt) for fmt in one.formats}
             made.append(Product(one.layer.name, gemm, one.operations[gemm], weight, noise))
     return made
-
-
-def _relative(sums: Tensor | None) -> float:
-    """Return the noise of a product over its signal; of one that did not run, or not quantized, 0."""
-    if sums is None:
-        return 0.0
-    found = sums.tolist()
-    return (
-        float("inf") if found[_NOISE] != found[_NOISE] else found[_NOISE] / (found[_SIGNAL] or 1.0)
-    )

@@ -1,0 +1,112 @@
+"""How much noise each format makes in the products of one layer, of stretches of their operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.formats import IDENTITY
+from hybridtensor.layers import Layer
+from hybridtensor.quantizers import Quantizer
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS, Gemm
+from hybridtensor.state import Context
+from hybridtensor.watching.statistics import measure_product
+from hybridtensor.watching.statistics import part_of as stretch_of
+
+_ROWS = 256  # of each operand in a product that is measured
+_SIGNAL, _NOISE = 0, 2  # in the numbers of a product
+
+
+class Noise:
+    """What is found out about a layer while the model runs.
+
+    Args:
+        layer: The layer.
+        configs: Recipes by format; those that the layer's sizes do not fit are left out.
+
+    Attributes:
+        layer: The same.
+        formats: Those that are measured.
+        order: Which of all layers' outputs was its first; -1 before.
+        operations: Multiplications of each product.
+        gradient: Sum of squares of the weight's gradient.
+    """
+
+    def __init__(self, layer: Layer, configs: Mapping[str, HybridConfig]) -> None:
+        self.layer = layer
+        self._configs = {fmt: config for fmt, config in configs.items() if _fits(layer, config)}
+        self.formats = tuple(self._configs)
+        self.order = -1
+        self.operations = dict.fromkeys((gemm.name for gemm in GEMMS), 0.0)
+        self.gradient = 0.0
+        self._size = math.prod(layer.weight.shape[-2:])
+        self._sums: dict[tuple[str, str], Tensor] = {}
+
+    def begin(self, order: Iterator[int]) -> None:
+        """Take note that the layer's output is computed."""
+        if self.order < 0:
+            self.order = next(order)
+
+    @torch.no_grad()
+    def add(self, name: str, operands: Mapping[str, Tensor]) -> None:
+        """Add up the noise that each format makes in a product, and its operations.
+
+        Args:
+            name: Of the product.
+            operands: Its two operands by role: ``[tokens, features]``, a weight ``[N, K]``.
+        """
+        rows = next(values.shape[0] for role, values in operands.items() if role != "weight")
+        self.operations[name] += rows * self._size
+        gemm = next(gemm for gemm in GEMMS if gemm.name == name)
+        for fmt, config in self._configs.items():
+            if config.formats(gemm) == (IDENTITY, IDENTITY):
+                continue
+            parts = [_part(config, gemm, i, operands) for i in (0, 1)]
+            found = measure_product(parts[0], parts[1]).square()
+            known = self._sums.get((name, fmt))
+            self._sums[name, fmt] = found if known is None else known + found
+        if name == "grad_weight":
+            grad, x = operands["grad_output"].float(), operands["input"].float()
+            self.gradient += float((grad.t() @ x).square().sum())
+
+    def relative(self, gemm: str, fmt: str) -> float:
+        """Return the noise of a product over its signal; of one that did not run, or not quantized, 0."""
+        sums = self._sums.get((gemm, fmt))
+        if sums is None:
+            return 0.0
+        found = sums.tolist()
+        return math.inf if math.isnan(found[_NOISE]) else found[_NOISE] / (found[_SIGNAL] or 1.0)
+
+
+def _part(config: HybridConfig, gemm: Gemm, index: int, operands: Mapping[str, Tensor]) -> Any:
+    """Return a stretch of an operand and its face."""
+    role, direction = (gemm.left, gemm.right)[index]
+    quantizer: Quantizer = getattr(config, role)
+    values, columnwise = operands[role], direction == "columnwise"
+    faces = quantizer.faces(
+        values,
+        rowwise=not columnwise,
+        columnwise=columnwise,
+        dtype=values.dtype,
+        context=Context(role, record=False),
+    )
+    face = faces[1 if columnwise else 0]
+    if face is None:
+        raise ValueError(f"advise: {quantizer} made no {direction} face of {role}")
+    matrix = values.t() if columnwise else values
+    count = min(_ROWS, matrix.shape[0])
+    return stretch_of(face, matrix[:count], 0, count)
+
+
+def _fits(layer: Layer, config: HybridConfig) -> bool:
+    """Return whether a layer's weight is of whole blocks."""
+    try:
+        config.check_sizes(*layer.size(tuple(layer.weight.shape)), layer.name)
+    except ValueError:
+        return False
+    return True
