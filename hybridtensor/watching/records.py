@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -129,15 +130,36 @@ class Measured(NamedTuple):
     sizes: Tensor
 
 
+class _Place(NamedTuple):
+    """What was found out at one place: numbers by face, and by product.
+
+    Attributes:
+        expert: Of which expert it is; -1 of a layer without, or of one that is not known.
+    """
+
+    expert: int
+    counts: list[list[int]]
+    norms: list[list[float]]
+    maxima: list[list[float]]
+    sizes: list[list[int]]
+    products: list[list[float]]
+
+    def statistics(self, face: int) -> dict[str, float]:
+        """Return what the numbers of a face come to."""
+        values, blocks = self.sizes[face]
+        numbers = self.counts[face], self.norms[face], self.maxima[face]
+        return face_statistics(*numbers, (values, blocks))
+
+
 def sample_of(step: int, measured: Measured) -> Sample:
     """Return what was measured in a step."""
     faces: list[FaceRow] = []
     products: list[ProductRow] = []
-    for watched in measured.layers:
-        faces += _face_rows(step, watched, measured)
-        products += _product_rows(step, watched, measured.numbers.products[watched.places])
+    for watched, places, together in _by_layer(measured):
+        faces += _face_rows(step, watched, places, together)
+        products += _product_rows(step, watched, places, together)
     names = [layer.name for layer in measured.layers]
-    order = tuple((names[layer], ".".join(OPERANDS[place])) for layer, place in measured.order)
+    order = tuple((names[layer], ".".join(OPERANDS[face])) for layer, face in measured.order)
     seen = {(row.layer, row.product) for row in products}
     unseen: dict[str, str] = {}
     for (layer, gemm), why in measured.unseen.items():
@@ -146,57 +168,66 @@ def sample_of(step: int, measured: Measured) -> Sample:
     return Sample(step, tuple(faces), tuple(products), order, tuple(unseen.items()))
 
 
-def _face_rows(step: int, layer: Watched, measured: Measured) -> list[FaceRow]:
-    """Return the rows of a layer's faces that were measured."""
-    own = [tensor[layer.places] for tensor in (*measured.numbers[:3], measured.sizes)]
-    counts, norms, maxima, sizes = own
-    of_all = [counts.sum(0), norms.sum(0), maxima.amax(0), sizes.sum(0)]
-    rows = []
+def _by_layer(measured: Measured) -> Iterator[tuple[Watched, list[_Place], _Place]]:
+    """Yield each layer that ran with the places that it used, and all of them together."""
+    numbers, sizes = measured.numbers, measured.sizes
+    used = sizes.any(-1).any(-1) | numbers.products.any(-1).any(-1)
+    used |= (numbers.maxima[:, :, 0] == math.inf).any(-1)
+    places = used.nonzero().flatten()
+    tensors = (*numbers[:3], sizes, numbers.products)
+    found = zip(places.tolist(), *(tensor[places].tolist() for tensor in tensors), strict=True)
+    layer_of = [layer for layer in measured.layers for _ in range(1 + layer.experts)]
+    for number, group in itertools.groupby(found, key=lambda one: layer_of[one[0]].number):
+        layer = measured.layers[number]
+        own = [_Place(place - layer.place - 1, *rest) for place, *rest in group]
+        # maxima are known of experts, too, that were not measured
+        yield layer, own, _together(own, numbers.maxima[layer.places]) if layer.experts else own[0]
+
+
+def _together(places: Sequence[_Place], maxima: Tensor) -> _Place:
+    """Return the sums of places, and the largest of maxima ``[places, faces, FACE_MAXIMA]``."""
+
+    def summed(name: str) -> Any:
+        every = (getattr(place, name) for place in places)
+        return [
+            [sum(numbers) for numbers in zip(*one, strict=True)] for one in zip(*every, strict=True)
+        ]
+
+    largest: list[list[float]] = maxima.amax(0).tolist()
+    return _Place(
+        -1, summed("counts"), summed("norms"), largest, summed("sizes"), summed("products")
+    )
+
+
+def _face_rows(
+    step: int, layer: Watched, places: Sequence[_Place], together: _Place
+) -> Iterator[FaceRow]:
+    """Yield the rows of a layer's faces that were measured."""
     for face, (role, direction) in enumerate(OPERANDS):
-        if not int(of_all[3][face, 0]):
+        if not together.sizes[face][0]:
             continue
-        found = (sizes[:, face, 0] > 0) | (maxima[:, face, 0] == math.inf)
-        experts = tuple(
-            (place - 1, _sqnr([tensor[place, face] for tensor in own]))
-            for place in _places_of_experts(layer, found)
-        )
-        statistics = _statistics([tensor[face] for tensor in of_all])
+        experts = []
+        for place in places:
+            if place.expert >= 0 and (place.sizes[face][0] or place.maxima[face][0] == math.inf):
+                known = place.statistics(face)
+                experts.append((place.expert, math.nan if known["nonfinite"] else known["sqnr"]))
         name, fmt = f"{role}.{direction}", _format(layer.config, role, direction)
-        rows.append(FaceRow(step, layer.name, name, fmt, statistics, experts))
-    return rows
+        yield FaceRow(step, layer.name, name, fmt, together.statistics(face), tuple(experts))
 
 
-def _statistics(numbers: Sequence[Tensor]) -> dict[str, float]:
-    """Return what counts, norms, maxima and sizes of a face come to."""
-    counts, norms, maxima, (values, blocks) = (tensor.tolist() for tensor in numbers)
-    return face_statistics(counts, norms, maxima, (values, blocks))
-
-
-def _sqnr(numbers: Sequence[Tensor]) -> float:
-    found = _statistics(numbers)
-    return math.nan if found["nonfinite"] else found["sqnr"]
-
-
-def _product_rows(step: int, layer: Watched, norms: Tensor) -> list[ProductRow]:
-    """Return the rows of a layer's products that were measured."""
-    rows = []
+def _product_rows(
+    step: int, layer: Watched, places: Sequence[_Place], together: _Place
+) -> Iterator[ProductRow]:
+    """Yield the rows of a layer's products that were measured."""
     for number, gemm in enumerate(GEMMS):
-        own = norms[:, number]
-        if not own.count_nonzero():
-            continue
-        experts = tuple(
-            (place - 1, product_statistics(own[place].tolist())["cosine"])
-            for place in _places_of_experts(layer, own.count_nonzero(1) > 0)
-        )
-        statistics = product_statistics(own.sum(0).tolist())
-        rows.append(ProductRow(step, layer.name, gemm, _formats(layer, gemm), statistics, experts))
-    return rows
-
-
-def _places_of_experts(layer: Watched, found: Tensor) -> list[int]:
-    """Return those of a layer's places that experts have and something was found out of."""
-    places: list[int] = found.nonzero().flatten().tolist() if layer.experts else []
-    return [place for place in places if place]
+        if any(together.products[number]):
+            experts = tuple(
+                (place.expert, product_statistics(place.products[number])["cosine"])
+                for place in places
+                if place.expert >= 0 and any(place.products[number])
+            )
+            statistics = product_statistics(together.products[number])
+            yield ProductRow(step, layer.name, gemm, _formats(layer, gemm), statistics, experts)
 
 
 def badness(number: float) -> float:
