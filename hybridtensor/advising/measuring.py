@@ -1,7 +1,7 @@
 """How much noise each format makes in each product of a model, and how much that matters.
 
-Noise is measured on stretches of the operands, in all formats from one forward and backward per batch. What
-it matters follows from how much of the residual stream, or of the gradient, a product makes:
+Noise is measured on stretches of the operands, in all formats from one forward and backward per batch. How much it
+matters compared with that of others follows from how much of the residual stream, or of the gradient, a product makes:
 
 | product | noise counts by |
 |---|---|
@@ -9,8 +9,9 @@ it matters follows from how much of the residual stream, or of the gradient, a p
 | ``grad_input`` | the share that its block adds to the stream's gradient, times that of weight gradients before it |
 | ``grad_weight`` | its share of the weight gradients |
 
-all as sums of squares. A sum of these is the error of a recipe: about the relative squared error of the
-stream and of all weight gradients together. Noise of different products is taken as independent.
+all as sums of squares. How much of the first two arrives in gradients is measured, too: see ``calibration``. A sum
+of these is the error of a recipe: about the relative squared error of the gradients of all weights. Noise of different
+products is taken as independent.
 
 Linear layers are measured in hooks; experts where their products are told of, each as a linear layer of its own.
 """
@@ -18,20 +19,20 @@ Linear layers are measured in hooks; experts where their products are told of, e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.advising.calibration import gradient_errors, values_of
 from hybridtensor.advising.experts import is_measurable, told_products
 from hybridtensor.advising.noise import Noise
 from hybridtensor.advising.stream import Block, block_of, measured_blocks
-from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.subclasses import is_converted
 
 
 class Product(NamedTuple):
@@ -92,7 +93,44 @@ def measure(
         for batch in batches:
             with told_products(stacks, order):
                 _run(model, batch, run)
-    return _products({one: None if m is None else blocks[m] for one, m in within.items()})
+    products = _products({one: None if m is None else blocks[m] for one, m in within.items()})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_gradients(model))
+        return _calibrated(products, model, layers, configs, lambda: _run(model, batches[0], run))
+
+
+def _calibrated(
+    products: list[Product],
+    model: nn.Module,
+    layers: Sequence[Noise],
+    configs: Mapping[str, HybridConfig],
+    run: Callable[[], None],
+) -> list[Product]:
+    """Return the products with weights by which errors that were predicted are those that gradients have.
+
+    The format is the one with the least noise of those that fit all linear layers: gradients then have an error that
+    grows with the noise. Experts count as linear layers do.
+    """
+    linears = [one for one in layers if not one.layer.is_stack and one.order >= 0]
+    fitting = [fmt for fmt in configs if all(fmt in one.formats for one in linears)]
+    names = {one.layer.name for one in linears}
+
+    def predicted(fmt: str, gemm: str) -> float:
+        return sum(p.error(fmt) for p in products if p.gemm == gemm and p.layer in names)
+
+    quantized = [fmt for fmt in fitting if 0 < predicted(fmt, "output") < math.inf]
+    if not quantized:
+        return products
+    fmt = min(quantized, key=lambda fmt: predicted(fmt, "output"))
+    found = gradient_errors(model, linears, configs[fmt], run)
+    factors = {
+        gemm: error / predicted(fmt, gemm)
+        for gemm, error in found.items()
+        if 0 < predicted(fmt, gemm) < math.inf
+    }
+    return [p._replace(weight=p.weight * factors.get(p.gemm, 1.0)) for p in products]
 
 
 def _is_wanted(layer: Layer) -> bool:
@@ -154,7 +192,7 @@ def _measuring(one: Noise, order: Iterator[int]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = args[0] if args else kwargs["input"]
         x = given.detach().reshape(-1, given.shape[-1])
-        weight = _values(one.layer)
+        weight = values_of(one)
         one.begin(order)
         one.add("output", {"input": x, "weight": weight})
         if output.requires_grad:
@@ -173,13 +211,6 @@ def _backward(
         one.add("grad_input", {"grad_output": grad, "weight": weight})
     if needs[1]:
         one.add("grad_weight", {"grad_output": grad, "input": x})
-
-
-def _values(layer: Layer) -> Tensor:
-    """Return the values of a layer's weight."""
-    part = part_of(layer.weight)
-    values: Tensor = part.dequantize() if is_converted(part) else part
-    return values.detach()
 
 
 def _products(layers: dict[Noise, Block | None]) -> list[Product]:

@@ -1,0 +1,140 @@
+"""What noise in outputs, and in gradients of inputs, makes of the gradients of all parameters.
+
+Shares of the stream say which product counts more than which; how much of such noise arrives in gradients depends on
+all that comes behind. So it is measured: one batch is run as it is, once with outputs, and once with gradients of
+inputs, replaced by those of quantized products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridtensor import ops
+from hybridtensor.advising.noise import Noise
+from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS, Gemm
+from hybridtensor.state import Context
+from hybridtensor.subclasses import is_converted
+
+_SEED = 0  # of what a model draws, such as dropout: all runs have to draw the same
+
+
+def gradient_errors(
+    model: nn.Module, layers: Sequence[Noise], config: HybridConfig, run: Callable[[], None]
+) -> dict[str, float]:
+    """Return the relative squared error of the gradients of all parameters, by the product that is quantized:
+    ``output`` or ``grad_input`` of all layers.
+
+    Args:
+        model: The model, whose gradients are overwritten.
+        layers: Its linear layers that are measured.
+        config: By which they are quantized.
+        run: Runs one batch forward and backward.
+    """
+    exact = _gradients(model, run)
+    signal = sum(float(g.float().square().sum()) for g in exact.values())
+    found = {}
+    for name, inject in (("output", _outputs), ("grad_input", _input_gradients)):
+        with contextlib.ExitStack() as stack:
+            for one in layers:
+                stack.enter_context(inject(one, config))
+            made = _gradients(model, run)
+        noise = sum(
+            float((made[p] - g).float().square().sum()) for p, g in exact.items() if p in made
+        )
+        found[name] = noise / signal if signal else 0.0
+    return found
+
+
+def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients that a run makes."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(sorted({d.index for d in devices})):
+        torch.manual_seed(_SEED)
+        run()
+    return {p: p.grad.detach() for p in model.parameters() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
+    """Have a layer return the sum of its output and of the error that quantizing the product makes."""
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> Tensor:
+        x, weight = (args[0] if args else kwargs["input"]).detach(), values_of(one)
+        return out + _error(GEMMS[0], config, {"input": x, "weight": weight}).view(out.shape)
+
+    handle = one.layer.module.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
+    """Have a layer's input get the sum of its gradient and of the error that quantizing the product makes."""
+    behind: list[Tensor] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0] if args else None
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return args
+        x = x.view_as(x)  # what else reads the input keeps its gradient
+
+        def add(grad: Tensor) -> Tensor:
+            operands = {"grad_output": behind.pop(), "weight": values_of(one)}
+            return grad + _error(GEMMS[1], config, operands).view(grad.shape)
+
+        x.register_hook(add)
+        return (x, *args[1:])
+
+    def after(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+            out.register_hook(lambda grad: behind.append(grad.detach()))
+
+    module = one.layer.module
+    handles = module.register_forward_pre_hook(before), module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Tensor:
+    """Return a quantized product less the exact one, ``[tokens, features]``."""
+    faces, plain = [], []
+    for role, direction in gemm[1:]:
+        values = operands[role]
+        values = values.reshape(-1, values.shape[-1])
+        columnwise = direction == "columnwise"
+        made = getattr(config, role).faces(
+            values,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            dtype=values.dtype,
+            context=Context(role, record=False),
+        )
+        faces.append(made[1 if columnwise else 0])
+        plain.append(values.t() if columnwise else values)
+    product = ops.product(faces[0], faces[1], out_dtype=plain[0].dtype)
+    return product - F.linear(plain[0], plain[1].to(plain[0].dtype))
+
+
+def values_of(one: Noise) -> Tensor:
+    """Return the values of a layer's weight."""
+    part = part_of(one.layer.weight)
+    values: Tensor = part.dequantize() if is_converted(part) else part
+    return values.detach()
