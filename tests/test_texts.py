@@ -174,9 +174,9 @@ def test_errors_of_recipes():
 ValueError: HybridConfig.parse: one format, or three for output/grad_input/grad_weight, are required, got
   'fp8/fp8'
 ValueError: HybridConfig.parse: unknown modifier 'hadamard'; did you mean 'no_hadamard'? known:
-  high_precision, dequantized, save_original_input, fast_accum, bf16_weight_values, pow2_scale, fp32_scale,
-  e4m3_grad, most_recent, mx_two_d, mx_e5m2_grad, one_d, nearest, no_hadamard, row_scaled_input,
-  rowwise_dequantized, rowwise_dequantized_weight
+  high_precision, dequantized, save_original_input, fast_accum, bf16_weight_values, keep_faces, free_faces,
+  pow2_scale, fp32_scale, e4m3_grad, most_recent, mx_two_d, mx_e5m2_grad, one_d, nearest, no_hadamard,
+  row_scaled_input, rowwise_dequantized, rowwise_dequantized_weight
 ValueError: HybridConfig.parse: one backward_override is possible, got several in
   'fp8+dequantized+high_precision'
 ValueError: HybridConfig.parse: a backward override replaces the formats of grad_input and grad_weight, got
@@ -273,7 +273,7 @@ def test_a_config_that_no_spec_says():
         """\
 HybridConfig(input=Float8Quantizer(granularity='row', dtype='e4m3', pow2_scale=False, block=None),
   weight=MXFP8Quantizer(dtype='e4m3', two_d=False), grad_output=IdentityQuantizer(), backward_override=None,
-  save_original_input=False, fast_accum=False, bf16_weight_values=False)""",
+  save_original_input=False, fast_accum=False, bf16_weight_values=False, keep_faces='auto')""",
     )
 
 
