@@ -11,6 +11,16 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "watching.md").read_text()
 
 
+def test_the_table_of_advice():
+    record = json.loads((ROOT / "benchmarks" / "results" / "advise_nvidia_h200.json").read_text())
+    lines = PAGE.split("<!-- table: advise_nvidia_h200 -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    errors = ["predicted error %", "gradient error %", *(key for key in record["rows"][0] if "outlier in" in key)]
+    assert [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines] == [
+        [row["recipe"], f"{row['cost']:.3f}", *(f"{row[error]:.1f} %" for error in errors)] for row in record["rows"]
+    ]
+    assert [one["wider"] for one in record["outliers"]] == [one["cost"] == 0.375 for one in record["outliers"]]
+
+
 def test_code_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scope = {}
