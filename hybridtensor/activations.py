@@ -67,8 +67,13 @@ class _SwiGLU(torch.autograd.Function):
         return forward_op(gate, up)  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward_op(grad, *ctx.saved_tensors)
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: by operations that have gradients themselves
+            sigmoid = torch.sigmoid(gate)
+            slope = sigmoid * (1 + gate * (1 - sigmoid))
+            found = [grad * up * slope, grad * F.silu(gate)]
+        else:
+            found = backward_op(grad, gate, up)
         needed = ctx.needs_input_grad
         return tuple(x if needs else None for x, needs in zip(found, needed, strict=True))

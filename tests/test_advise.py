@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig
 
@@ -99,6 +100,27 @@ def test_errors_are_those_of_gradients(place):
         if point.name not in ("", "bf16"):
             found = error(model, advice.recipe if point.name == "advised" else point.name)
             assert 0.67 < found / point.error**0.5 < 1.2, point.name
+
+
+def test_layers_may_be_called_by_keyword_and_in_reentrant_checkpoints():
+    class Chain(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second, self.call = nn.Linear(64, 64), nn.Linear(64, 64), call
+
+        def forward(self, x):
+            return self.call(self.second, self.call(self.first, x))
+
+    def weights(call):
+        found = ht.advise(Chain(call), batches(), loss=loss, hardware="b200", budget="fp8")
+        return [row.weight for row in found.table]
+
+    expected = weights(lambda module, x: module(x))
+    assert min(expected[1::3][1:]) > 0
+    assert weights(lambda module, x: module(input=x)) == expected
+    again = weights(lambda module, x: checkpoint(module, x, use_reentrant=True) if x.requires_grad else module(x))
+    assert len(again) == len(expected)
 
 
 def test_a_model_that_draws_is_measured_by_the_same_draws():

@@ -340,3 +340,32 @@ def test_which_products_may_accumulate_fast(fast, monkeypatch):
     layer = ht.quantize_(nn.Linear(32, 32), "fp8+fast_accum" if fast else "fp8")
     layer(torch.randn(4, 32, requires_grad=True)).sum().backward()
     assert asked == [True, fast, fast]
+
+
+@pytest.mark.parametrize(("word", "policy"), [("keep_faces", "always"), ("free_faces", "never")])
+def test_how_long_faces_live_is_in_the_spec(word, policy):
+    config = HybridConfig.parse(f"fp8_rowwise+{word}")
+    assert config.keep_faces == policy
+    assert str(config) == f"fp8_rowwise+{word}"
+    assert config != HybridConfig.parse("fp8_rowwise")
+    assert config.fingerprint() != HybridConfig.parse("fp8_rowwise").fingerprint()
+    assert (
+        HybridConfig.by_gemm(output="fp8", grad_input="fp8", grad_weight="fp8", keep_faces=policy).keep_faces == policy
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("bf16+keep_faces", "keep_faces is for weights that are quantized, got none"),
+        ("fp8+keep_faces+free_faces", "one keep_faces is possible, got several"),
+    ],
+)
+def test_how_long_faces_live_where_that_means_nothing(spec, told):
+    with pytest.raises(ValueError, match=told):
+        HybridConfig.parse(spec)
+
+
+def test_an_unknown_word_of_how_long_faces_live():
+    with pytest.raises(ValueError, match="unknown keep_faces 'ever'; did you mean 'never'"):
+        HybridConfig(E4M3, E4M3, E4M3, keep_faces="ever")

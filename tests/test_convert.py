@@ -526,3 +526,24 @@ class TestNames:
     def test_a_name_is_a_string(self):
         with pytest.raises(TypeError, match="a string as name is required, got 3"):
             ht.quantize_(nn.Linear(32, 32), "fp8", name=3)
+
+
+def test_keep_faces_is_that_of_all_recipes_that_quantize_weights():
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("a", "b", "c")})
+    rules = {"a": "fp8", "b": "mxfp8+free_faces", "c": "bf16/fp8/bf16"}
+    recipe = FqnToConfig({name: ht.HybridConfig.parse(spec) for name, spec in rules.items()})
+    ht.quantize_(model, recipe, keep_faces="always")
+    assert [model[name].weight.config.keep_faces for name in "abc"] == ["always"] * 3
+    ht.quantize_(model, recipe)
+    assert [model[name].weight.config.keep_faces for name in "abc"] == ["auto", "never", "auto"]
+    assert ht.quantize_(nn.Linear(32, 32), "bf16", keep_faces="never").weight.config == ht.HybridConfig.parse("bf16")
+    with pytest.raises(ValueError, match="unknown keep_faces 'yes'; known: auto, always, never"):
+        ht.quantize_(model, "fp8", keep_faces="yes")
+
+
+def test_persistent_weights_have_no_faces_to_keep():
+    for options in ({"recipe": "fp8", "keep_faces": "never"}, {"recipe": "fp8+keep_faces"}):
+        layer = nn.Linear(32, 32)
+        with pytest.raises(ValueError, match="keep_faces is for weights in high precision, got persistent=True"):
+            ht.quantize_(layer, **options, persistent=True)
+        assert type(layer.weight) is nn.Parameter

@@ -440,6 +440,89 @@ def test_a_weight_is_measured_once(spec, device, monkeypatch):
         assert row is None
 
 
+def test_evaluation_between_steps_keeps_no_face_for_training():
+    """But a rowwise one for itself, from its second batch on."""
+    converted, _ = layer("fp8")
+    record = converted.weight.record
+    run(converted, random_tensor(6, 32), random_tensor(6, 48))
+    written(converted)
+    held = []
+    with torch.no_grad():
+        for _ in range(3):
+            converted(random_tensor(6, 32))
+            held.append(len(record.kept.faces()))
+    for _ in range(2):
+        y = converted(random_tensor(6, 32).requires_grad_())
+        held.append(len(record.kept.faces()))
+        y.backward(random_tensor(6, 48))
+        held.append(len(record.kept.faces()))
+        written(converted)
+    assert held == [0, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("fp8_delayed", "fp8"), ("fp8", "fp8_delayed"), ("fp8_delayed+rowwise_dequantized_weight", "fp8_delayed"),
+    ("fp8_rowwise", "mxfp8"),
+])  # fmt: skip
+def test_a_backward_has_the_recipe_of_its_forward(before, after):
+    x, g = random_tensor(32, 32, seed=1), random_tensor(32, 64, seed=2)
+    grads = []
+    for spec in (None, after):
+        torch.manual_seed(0)
+        module = ht.quantize_(nn.Linear(32, 64, bias=False).bfloat16(), before)
+        run(module, x, g)
+        ht.step_(module)
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        if spec is not None:
+            ht.set_config_(module, spec)
+        y.backward(g)
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("spec", ["fp8_delayed", "fp8_delayed+dequantized"])
+def test_scales_that_change_before_backward_are_told(spec):
+    module = ht.quantize_(nn.Linear(32, 64).bfloat16(), spec)
+    module.weight.requires_grad_(False)
+    y = module(random_tensor(32, 32).requires_grad_())
+    ht.step_(module)
+    with pytest.raises(RuntimeError, match="a weight with the scales of forward is required"):
+        y.sum().backward()
+
+
+def test_a_frozen_weight_that_is_made_plain_before_backward_is_told():
+    module = ht.quantize_(nn.Linear(32, 64).bfloat16(), "fp8")
+    module.weight.requires_grad_(False)
+    y = module(random_tensor(32, 32).requires_grad_())
+    ht.plain_(module)
+    with pytest.raises(RuntimeError, match="written or replaced since"):
+        y.sum().backward()
+
+
+def test_what_compiled_code_wrote_before_is_no_write_since():
+    """An alias that outlives a compiled optimizer's step takes note of it when it is used."""
+    module, _ = layer("fp8")
+    weight = module.weight
+    alias = weight.detach()
+    torch.autograd.graph.increment_version(weight)  # as compiled code does
+    y = module(random_tensor(6, 32).requires_grad_())
+    F.linear(random_tensor(6, 32), alias)
+    y.sum().backward()
+
+
+def test_a_second_backward_needs_a_graph_that_is_retained():
+    module, _ = layer("fp8")
+    x = random_tensor(6, 32).requires_grad_()
+    y = module(x)
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert torch.equal(x.grad, first)
+    with pytest.raises(RuntimeError, match=r"second time|graph that is retained is required"):
+        y.sum().backward()
+
+
 def test_a_weight_that_is_written_before_backward_is_told():
     converted, _ = layer("fp8")
     y = converted(random_tensor(6, 32).requires_grad_())

@@ -76,6 +76,17 @@ def test_only_the_inputs_are_saved():
     assert saved.nbytes() == 3 * gate.nbytes
 
 
+def test_gradients_of_gradients():
+    gate, up = (random_tensor(4, 8, seed=i).float().requires_grad_() for i in range(2))
+
+    def second(function):
+        first = torch.autograd.grad(function(gate, up).sum(), (gate, up), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (gate, up))
+
+    for got, expected in zip(second(ht.swiglu), second(torchs), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_gradients_of_one_input_alone():
     gate, up = random_tensor(4, 8), random_tensor(4, 8, seed=1).requires_grad_()
     ht.swiglu(gate, up).sum().backward()

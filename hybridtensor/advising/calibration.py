@@ -71,8 +71,9 @@ def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
     ) -> Tensor:
-        x, weight = (args[0] if args else kwargs["input"]).detach(), values_of(one)
-        return out + _error(GEMMS[0], config, {"input": x, "weight": weight}).view(out.shape)
+        x = (args[0] if args else kwargs["input"]).detach().to(out.dtype)
+        error = _error(GEMMS[0], config, {"input": x, "weight": values_of(one).to(out.dtype)})
+        return out + error.view(out.shape)
 
     handle = one.layer.module.register_forward_hook(hook, with_kwargs=True)
     try:
@@ -86,30 +87,38 @@ def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
     """Have a layer's input get the sum of its gradient and of the error that quantizing the product makes."""
     behind: list[Tensor] = []
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = args[0] if args else None
-        if not isinstance(x, Tensor) or not x.requires_grad:
-            return args
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else kwargs["input"]
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return None
         x = x.view_as(x)  # what else reads the input keeps its gradient
+        x.register_hook(lambda grad: _with_error(one, config, grad, behind))
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
 
-        def add(grad: Tensor) -> Tensor:
-            operands = {"grad_output": behind.pop(), "weight": values_of(one)}
-            return grad + _error(GEMMS[1], config, operands).view(grad.shape)
-
-        x.register_hook(add)
-        return (x, *args[1:])
-
-    def after(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+    def after(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> None:
+        x = args[0] if args else kwargs["input"]
+        if out.requires_grad and x.requires_grad:
             out.register_hook(lambda grad: behind.append(grad.detach()))
 
     module = one.layer.module
-    handles = module.register_forward_pre_hook(before), module.register_forward_hook(after)
+    handles = (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    )
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _with_error(one: Noise, config: HybridConfig, grad: Tensor, behind: list[Tensor]) -> Tensor:
+    """Return the gradient of a layer's input with the error of the product that made it of the last in ``behind``."""
+    of_output = behind.pop()
+    operands = {"grad_output": of_output, "weight": values_of(one).to(of_output.dtype)}
+    return grad + _error(GEMMS[1], config, operands).view(grad.shape).to(grad.dtype)
 
 
 @torch.no_grad()
@@ -129,8 +138,9 @@ def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Ten
         )
         faces.append(made[1 if columnwise else 0])
         plain.append(values.t() if columnwise else values)
-    product = ops.product(faces[0], faces[1], out_dtype=plain[0].dtype)
-    return product - F.linear(plain[0], plain[1].to(plain[0].dtype))
+    with torch.autocast(plain[0].device.type, enabled=False):
+        product = ops.product(faces[0], faces[1], out_dtype=plain[0].dtype)
+        return product - F.linear(plain[0], plain[1])
 
 
 def values_of(one: Noise) -> Tensor:

@@ -128,7 +128,7 @@ def _calibrated(
     factors = {
         gemm: error / predicted(fmt, gemm)
         for gemm, error in found.items()
-        if 0 < predicted(fmt, gemm) < math.inf
+        if 0 < predicted(fmt, gemm) < math.inf and 0 < error < math.inf
     }
     return [p._replace(weight=p.weight * factors.get(p.gemm, 1.0)) for p in products]
 

@@ -30,26 +30,43 @@ class MasterOperand(Operand):
         dtype: Dtype of the computation.
     """
 
-    __slots__ = ("_config", "_dtype", "_kept", "_weight", "_written")
+    __slots__ = (
+        "_config",
+        "_context",
+        "_dtype",
+        "_mark",
+        "_record",
+        "_state",
+        "_training",
+        "_weight",
+    )
 
     def __init__(self, weight: MasterWeight, needs: Needs, dtype: torch.dtype) -> None:
-        row, _ = weight.faces(rowwise=True, columnwise=False, dtype=dtype, later=needs.input)
+        self._training = any(needs)
+        row, _ = weight.faces(
+            rowwise=True,
+            columnwise=False,
+            dtype=dtype,
+            trained=self._training,
+            backward_follows=needs.input,
+        )
         super().__init__(row, None)
         self._weight: MasterWeight | None = weight
-        self._dtype, self._written, self._config = dtype, weight.written, weight.config
-        self._kept = weight.record.kept
+        self._dtype, self._config, self._record = dtype, weight.config, weight.record
+        self._context, self._mark = weight.context, weight.mark
+        self._state = weight.state_version
 
     def save(self) -> list[Tensor]:
         """See ``Operand.save``: backward needs no tensor but the weight."""
         self._row = None
-        self._kept.end_forward(self._config.keep_faces)
+        self._record.kept.end_forward(self._config.keep_faces, trained=self._training)
         return []
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         """See ``Operand.columnwise``.
 
         Raises:
-            RuntimeError: If the weight was written since forward, or a backward has been here before.
+            RuntimeError: If the weight or its scales changed since forward, or a backward has been here before.
         """
         weight = self._weight
         if weight is None:
@@ -57,20 +74,34 @@ class MasterOperand(Operand):
                 "grad_input: a graph that is retained is required for a second backward, got one that is not; "
                 "call backward(retain_graph=True) first"
             )
-        if weight.written != self._written:
-            raise RuntimeError(
-                f"grad_input: a weight that is as forward used it is required, got {_name_of(weight)} written since; "
-                "run backward before the optimizer's step"
-            )
+        self._check_unchanged(weight)
         if weight.config == self._config:
             column = weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
         else:  # another recipe was set since forward
-            column = weight.quantized(False, True, self._dtype, config=self._config)[1]
+            column = weight.quantized(
+                False, True, self._dtype, config=self._config, context=self._context
+            )[1]
         return required_face(column, "columnwise", "grad_input")
+
+    def _check_unchanged(self, weight: MasterWeight) -> None:
+        """Raise RuntimeError unless the weight, and what scales it, are as forward used them."""
+        of = "" if self._context.state is None else self._context.state.name
+        name = f"that of {of}" if of else "one"
+        replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
+        if replaced or weight.mark != self._mark:
+            raise RuntimeError(
+                f"grad_input: a weight that is as forward used it is required, got {name} written or replaced since; "
+                "do that after backward"
+            )
+        if weight.config == self._config and weight.state_version != self._state:
+            raise RuntimeError(
+                f"grad_input: a weight with the scales of forward is required, got {name} with others since; call "
+                "step_ after backward, and write weights with a scale in common then"
+            )
 
     def release(self) -> None:
         """See ``Operand.release``."""
-        self._kept.end_backward(self._config.keep_faces)
+        self._record.kept.end_backward(self._config.keep_faces)
         if not _is_retained():
             self._weight = None  # as autograd lets go of what it saved, though the loss lives on
 
@@ -141,8 +172,3 @@ def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:
 
 # Whether the backward that runs now retains its graph: private, and what AOTAutograd asks, too.
 _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def _name_of(weight: MasterWeight) -> str:
-    state = weight.state
-    return "one" if state is None or not state.name else f"that of {state.name}"

@@ -55,33 +55,44 @@ _NOTHING = Kept()
 class KeptFaces:
     """The faces that are kept of one weight.
 
-    A forward inside of a backward recomputes, and does not count as a use.
+    Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
+    more than once is kept until training goes on.
     """
 
-    __slots__ = ("_backwards", "_forwards", "_kept", "_last_forwards", "_stamp")
+    __slots__ = ("_backwards", "_evaluations", "_forwards", "_kept", "_last_forwards", "_stamp")
 
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
         self._kept: dict[Place, Kept] = {}
-        self._forwards = self._backwards = self._last_forwards = 0
+        self._forwards = self._backwards = self._last_forwards = self._evaluations = 0
 
-    def begin_use(self, stamp: Stamp, *, forward: bool) -> None:
-        """Let go of what does not hold any more, and count a forward."""
+    def begin_use(self, stamp: Stamp, *, forward: bool, trained: bool) -> None:
+        """Let go of what does not hold any more, and count a forward.
+
+        Args:
+            stamp: What faces depend on now.
+            forward: Whether a forward uses the weight, not a backward.
+            trained: Whether that is one of training.
+        """
         if self._stamp != stamp:
             self._stamp = stamp
             self._kept.clear()
-            if forward:  # a backward does not begin what follows a write
+            if forward and self._forwards:  # the uses so far were those between two writes
                 self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
-        if forward and not _recomputes():
-            self._forwards += 1
+            self._evaluations = 0
+        if forward and trained and not _recomputes():
+            self._forwards, self._evaluations = self._forwards + 1, 0
+        elif forward and not trained:
+            self._evaluations += 1
 
     def of(self, plain: Tensor) -> Kept:
         """Return what is kept of ``plain`` and holds, after ``begin_use``."""
         return self._kept.get(_place(plain), _NOTHING)
 
-    def keep(self, plain: Tensor, kept: Kept) -> None:
-        """Keep what was made with the stamp of the last ``begin_use``."""
-        self._kept[_place(plain)] = kept
+    def keep(self, plain: Tensor, stamp: Stamp, kept: Kept) -> None:
+        """Keep what was made, unless something else came in between, in another thread."""
+        if self._stamp == stamp:
+            self._kept[_place(plain)] = kept
 
     def outlast(self, policy: str) -> bool:
         """Return whether both faces outlast one use, so that one cast makes both.
@@ -93,10 +104,11 @@ class KeptFaces:
         """
         return policy == "always" or (policy == "auto" and (self._is_reused or _recomputes()))
 
-    def end_forward(self, policy: str) -> None:
+    def end_forward(self, policy: str, *, trained: bool) -> None:
         """Let go of what a forward has used and nothing will use again."""
-        if policy == "never" or (policy == "auto" and not self._is_reused):
-            for place, kept in self._kept.items():
+        again = self._is_reused or (not trained and self._evaluations > 1)
+        if policy == "never" or (policy == "auto" and not again):
+            for place, kept in list(self._kept.items()):
                 self._kept[place] = kept._replace(row=None)
 
     def end_backward(self, policy: str) -> None:

@@ -13,6 +13,7 @@ from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.base import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
+from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Stamp
 from hybridtensor.subclasses.op_table import OpTable
@@ -98,18 +99,39 @@ class MasterWeight(InterceptingTensor):
         """A value that changes with every write, also with those that others may have made through
         what was handed out.
         """
-        writes, _ = self.written
+        writes = self.writes
         self.record.count_others(self.plain)
         return writes, self.record.handed
 
     @property
-    def written(self) -> tuple[int, int]:
-        """A value that changes with every counted write; on all ranks alike where all ranks write."""
+    def writes(self) -> int:
+        """How many writes are counted, with those of compiled code, of which this takes note."""
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # which attributes of a tensor would pass through
             self._count_graph_writes()
-        return self.record.writes, version_of(self.plain)
+        return self.record.writes + self.record.compiled_writes
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """A value that changes with every counted write; on all ranks alike where all ranks write."""
+        return self.writes, version_of(self.plain)
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """A value that changes with writes of handlers, torch and compiled code alone: ``written`` also
+        changes when an alias takes note of what compiled code wrote before.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.record.writes, version_of(self.plain), version_of(self)
+
+    @property
+    def state_version(self) -> int | tuple[int | None, int] | None:
+        """A value that changes with the scales that the layer remembers, or has in common with others."""
+        layer = self.record.layer
+        version = None if layer is None else getattr(layer, "version", None)
+        common = getattr(layer, "common", None)
+        return version if common is None else (version, common.version)
 
     def _count_graph_writes(self) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
@@ -121,7 +143,7 @@ class MasterWeight(InterceptingTensor):
         if seen != self._seen:
             self._seen = seen
             if seen:
-                self.record.writes += 1
+                self.record.compiled_writes += 1
 
     def note_write(self) -> None:
         """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives
@@ -132,7 +154,13 @@ class MasterWeight(InterceptingTensor):
             torch.autograd.graph.increment_version(self.plain)
 
     def faces(
-        self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, later: bool = False
+        self,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        trained: bool = False,
+        backward_follows: bool = False,
     ) -> Faces:
         """Return the faces asked for; those in high precision have ``dtype``.
 
@@ -145,7 +173,9 @@ class MasterWeight(InterceptingTensor):
             rowwise: Return the rowwise face, for a forward.
             columnwise: Return the columnwise face.
             dtype: Dtype of the computation.
-            later: A backward will ask for the columnwise face: one cast makes both, if they are kept.
+            trained: The forward is one of training.
+            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are
+                kept.
         """
         if is_traced():
             return self.quantized(rowwise, columnwise, dtype)
@@ -157,26 +187,28 @@ class MasterWeight(InterceptingTensor):
                 return self.quantized(rowwise, columnwise, dtype)
         self._count_graph_writes()
         record.count_others(plain)
-        record.kept.begin_use(self._stamp(dtype), forward=rowwise)
-        kept = self._completed(record.kept.of(plain), rowwise, columnwise, later, dtype)
+        stamp = self._stamp(dtype)
+        record.kept.begin_use(stamp, forward=rowwise, trained=trained)
+        kept = self._completed(stamp, rowwise, columnwise, backward_follows)
         return kept.row if rowwise else None, kept.column if columnwise else None
 
     @torch.no_grad()
     def _completed(
-        self, kept: Kept, rowwise: bool, columnwise: bool, later: bool, dtype: torch.dtype
+        self, stamp: Stamp, rowwise: bool, columnwise: bool, backward_follows: bool
     ) -> Kept:
         """Return what is kept, with what is missing."""
-        both = later and self.record.kept.outlast(self.config.keep_faces)
+        kept, dtype = self.record.kept.of(self.plain), stamp.dtype
+        both = backward_follows and self.record.kept.outlast(self.config.keep_faces)
         row_is_missing = rowwise and kept.row is None
         column_is_missing = (columnwise or both) and kept.column is None
         if not (row_is_missing or column_is_missing):
             return kept
         amaxes = kept.amaxes
-        if later and not both and amaxes == (None, None):
+        if backward_follows and not both and amaxes == (None, None):
             amaxes = self.amaxes(dtype)
         row, column = self.quantized(row_is_missing, column_is_missing, dtype, amaxes=amaxes)
         kept = Kept(row or kept.row, column or kept.column, amaxes)
-        self.record.kept.keep(self.plain, kept)
+        self.record.kept.keep(self.plain, stamp, kept)
         return kept
 
     def amaxes(self, dtype: torch.dtype) -> Amaxes:
@@ -193,6 +225,7 @@ class MasterWeight(InterceptingTensor):
         amaxes: Amaxes = (None, None),
         after: Tensor | None = None,
         config: HybridConfig | None = None,
+        context: Context | None = None,
     ) -> Faces:
         """Return faces that are made now, and not kept.
 
@@ -204,10 +237,12 @@ class MasterWeight(InterceptingTensor):
             amaxes: What they are scaled by, where that was measured before.
             after: What a graph computes before.
             config: A recipe instead of the weight's.
+            context: A context instead of the weight's, which has the state as it is now.
         """
         if is_traced():
             self._check_common_scale()
-        context = self.context._replace(record=record, amaxes=amaxes, after=after)
+        context = self.context if context is None else context
+        context = context._replace(record=record, amaxes=amaxes, after=after)
         config = self.config if config is None else config
         values = weight_values(config, self.plain)
         return config.weight.faces(
@@ -237,7 +272,7 @@ class MasterWeight(InterceptingTensor):
     def _check_common_scale(self) -> None:
         """Raise where a graph writes the weight before it uses it: its common scale is an input."""
         state = self.state
-        if state is not None and state.common_amax is not None and self.record.writes:
+        if state is not None and state.common_amax is not None and self.writes:
             raise NotImplementedError(
                 "common_scale: a weight that is written outside of the graph that uses it is required, got a "
                 "write and then a product in one graph; compile the optimizer's step by itself"
@@ -253,12 +288,9 @@ class MasterWeight(InterceptingTensor):
 
     def _stamp(self, dtype: torch.dtype) -> Stamp:
         """Return what faces of ``dtype`` depend on now."""
-        record, layer = self.record, self.record.layer
-        state_version = None if layer is None else getattr(layer, "version", None)
-        common = getattr(layer, "common", None)
-        if common is not None:
-            state_version = state_version, common.version
-        return Stamp(record.writes, record.handed, state_version, self.config, dtype)
+        record = self.record
+        writes = record.writes + record.compiled_writes
+        return Stamp(writes, record.handed, self.state_version, self.config, dtype)
 
     def take_memory(self, plain: Tensor) -> None:
         """Be ``plain`` from now on, of any shape, dtype and device, with the same recipe and layer.

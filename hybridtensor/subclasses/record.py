@@ -68,6 +68,7 @@ class WeightRecord:
         section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
         first: Number of the first expert that this rank has of a stack; None if nobody said so.
         writes: Writes that handlers counted.
+        compiled_writes: Writes that compiled code made, each counted at least once.
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
@@ -78,6 +79,7 @@ class WeightRecord:
         "__weakref__",
         "_holders",
         "_shared",
+        "compiled_writes",
         "first",
         "gathered",
         "handed",
@@ -97,7 +99,7 @@ class WeightRecord:
         self.gathered: Gathered | None = None
         self.section: Section | None = None
         self.first: int | None = None
-        self.writes = self.handed = 0
+        self.writes = self.compiled_writes = self.handed = 0
         self.replayed = False
         self._shared = False
         self.kept = KeptFaces()
