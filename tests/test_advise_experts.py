@@ -67,7 +67,7 @@ def advise(model, **options):
 
 
 def test_a_stack_with_an_outlier_in_one_expert_keeps_a_wider_format():
-    budget = 6 * advise(model_of(), budget="fp8").budget  # for which most products can be in NVFP4
+    budget = 5 * advise(model_of(), budget="fp8").budget  # for which most products can be in NVFP4
     formats = {(row.layer, row.gemm): row.format for row in advise(model_of(PLACE), budget=budget).table}
     assert {formats[stack, "output"] for stack in STACKS if stack != PLACE} == {"nvfp4"}
     assert formats[PLACE, "output"] in ("fp8_rowwise", "mxfp8")

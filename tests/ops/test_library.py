@@ -157,6 +157,15 @@ SAMPLES = {
         "half bytes": lambda device: transpose(device, 4),
         "the transpose only": lambda device: transpose(device, 8, copied=False),
     },
+    "measure": {
+        "one amax": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_TENSOR), Cast(FP8_E4M3_TENSOR)))),
+        "rows and columns": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_ROW), Cast(FP8_E4M3_ROW)))),
+    },
+    "swiglu": {
+        "rows": lambda device: (matrix(device), matrix(device)),
+        "strided": lambda device: tuple(matrix(device).chunk(2, dim=1)),
+    },
+    "swiglu_backward": {"rows": lambda device: (matrix(device), matrix(device), matrix(device))},
     "after": {"bytes": lambda device: (torch.ones(4, 8, dtype=torch.uint8, device=device), matrix(device))},
 }
 
