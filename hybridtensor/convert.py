@@ -10,8 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import (
@@ -33,8 +32,8 @@ from hybridtensor.common_scales import (
     values_of,
 )
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
-from hybridtensor.distributed.fsdp.torch_compat import locate
-from hybridtensor.dtensor import local, with_local
+from hybridtensor.dtensor import with_local
+from hybridtensor.fitting import check_plan, check_sizes, check_weight
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import set_recipe
@@ -67,69 +66,61 @@ def quantize_(
     common_scale: Iterable[Siblings] = (),
     keep_faces: str | None = None,
 ) -> nn.Module:
-    """Swap the weights of the linear layers and experts of ``model``, in place, for weights that
-    quantize their products.
+    """Swap the weights of the linear layers and experts of ``model`` for ones that quantize their products, in place.
 
-    Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers
-    made before keep working. Calling it again changes the recipe. By default the output head,
-    routers and gates are left alone (``explain(model)`` says which and why), and parameters of three
-    dimensions are experts' weights if ``num_experts`` of their module is the first extent. What is
-    left plain is logged (logger ``hybridtensor``): as a warning, if a large matrix is neither a
-    linear layer's nor experts'.
+    Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
+    working. Calling it again changes the recipe. By default the output head, routers and gates are left alone
+    (``explain(model)`` says which and why), and parameters of three dimensions are experts' weights if
+    ``num_experts`` of their module is the first extent. What is left plain is logged (logger ``hybridtensor``): as a
+    warning, if a large matrix is neither a linear layer's nor experts'.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.
-        recipe: A name or spec (``"fp8"``, ``"fp8/fp8_rowwise/bf16"``, ``"fp8+dequantized"``; see
-            ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory
+        recipe: A name or spec (``"fp8"``; see ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory
             ``QuantizerRole -> Quantizer``, ``recipes.by_type``, or torchao's ``FqnToConfig`` from names and ``re:``
             patterns to any of the first two (None leaves a layer alone).
-        filter_fn: ``(module, name) -> bool``, which layers to convert, instead of the default; for
-            experts the name is that of the parameter.
-        keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose
-            them; also patterns (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and
-            last blocks.
-        persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision
-            weight. A trainable one holds on to its original until ``optim.MasterWeights`` takes it.
-        name: What ``model`` is called in a larger model, such as ``"blocks.0.mlp"``. All names
-            begin with it, so that a model converted part by part is the one converted whole: random
-            rounding draws by a layer's name. A layer that is ``model`` itself and has no name draws
-            its key from torch's generator, if it rounds at random; ranks that share the layer seed
-            alike, or give the name.
-        transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where
-            their module has no ``is_transposed`` that says so; all others are ``[E, out, in]``.
-        common_scale: Linear layers whose weights have one scale per tensor in common, or NVFP4's tensor
-            scale, as engines have it that fuse them: for each such group a pattern of each layer's name,
-            ``[("*.q_proj", "*.k_proj", "*.v_proj"), ("*.gate_proj", "*.up_proj")]``. Layers belong
-            together where ``*`` and ``?`` stand for the same text. Layers that are in none get scales of their own.
+        filter_fn: ``(module, name) -> bool``, which layers to convert, instead of the default; for experts the name
+            is that of the parameter.
+        keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose them; also patterns
+            (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
+        persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
+            one holds on to its original until ``optim.MasterWeights`` takes it.
+        name: What ``model`` is called in a larger model: random rounding draws by a layer's full name. A nameless
+            layer draws its key from torch's generator; ranks that share it seed alike.
+        transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where their module
+            has no ``is_transposed`` that says so; all others are ``[E, out, in]``.
+        common_scale: Groups of patterns of layers' names, ``("*.q_proj", "*.k_proj")``, whose weights have one scale
+            per tensor in common, as engines have it that fuse them: where ``*`` and ``?`` stand for the same text.
         keep_faces: How long faces of weights in high precision live, ``"auto"``, ``"always"`` or ``"never"``: see
-            ``HybridConfig``. None leaves it to the recipe, which has ``"auto"`` if it does not say.
+            ``HybridConfig``. None leaves it to the recipe.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format,
-            weights would have to turn from persistent to not, or layers cannot have a common scale.
-        TypeError: If an argument is of the wrong kind, or a weight is not a floating-point
-            parameter.
+        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, weights would have to
+            turn from persistent to not, or layers cannot have a common scale.
+        TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
     """
     require_module("quantize_", model)
     require_flag("quantize_", persistent=persistent)
     require_function("quantize_", "filter_fn", filter_fn)
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
-    plan = _with_layouts(plan, transposed)
-    if keep_faces is not None:
-        require_choice("quantize_", "keep_faces", keep_faces, KEEP_FACES)
-        plan = [(layer, _keeping(config, keep_faces)) for layer, config in plan]
-    _check_plan(plan, model, root, persistent)  # before anything changes
+    plan = _keeping(_with_layouts(plan, transposed), keep_faces)
+    check_plan(plan, model, root, persistent)  # before anything changes
     scales = common_scales(plan, common_scale)
     _convert_all(plan, persistent, scales, forget_common_scales(plan))
+    _finish(model, plan, root)
+    return model
+
+
+def _finish(model: nn.Module, plan: Plan, root: str) -> None:
+    """Do what concerns the whole model, once its layers are converted."""
     _share_inputs(model, plan, root)
     watch(model)
     _give_plain_values_to_all(model)
     _tell_what_is_left(model)
-    return model
 
 
 def _convert_all(
@@ -193,27 +184,17 @@ def _tell_what_is_left(model: nn.Module) -> None:
     _logger.log(level, "quantize_: %s%s%s", found, left and "; left in high precision:", left)
 
 
-def _check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
-    """Raise if nothing is to be converted, or something cannot be."""
-    if not plan:
-        names = ", ".join(layer.name or "<root>" for layer in layers_of(model, root)) or "none"
-        raise ValueError(
-            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}"
-        )
-    for layer, config in plan:
-        _check_weight(layer, persistent)
-        _check_sizes(layer, config)
-        if persistent and config.keep_faces != KEEP_FACES[0]:
-            raise ValueError(
-                f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
-                "persistent=True, whose faces are the weight; drop one"
-            )
-
-
-def _keeping(config: HybridConfig, keep_faces: str) -> HybridConfig:
-    """Return a recipe that keeps faces of weights so, if it makes any."""
-    quantizes = config.weight != IdentityQuantizer()
-    return dataclasses.replace(config, keep_faces=keep_faces) if quantizes else config
+def _keeping(plan: Plan, keep_faces: str | None) -> Plan:
+    """Return the plan with recipes that keep faces of weights so, where they make any; None leaves it to them."""
+    if keep_faces is None:
+        return plan
+    require_choice("quantize_", "keep_faces", keep_faces, KEEP_FACES)
+    return [
+        (layer, config)
+        if config.weight == IdentityQuantizer()
+        else (layer, dataclasses.replace(config, keep_faces=keep_faces))
+        for layer, config in plan
+    ]
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
@@ -270,7 +251,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         )
     check_common_scales(plan)
     for layer, config in plan:
-        _check_sizes(layer, config)
+        check_sizes(layer, config)
         part = part_of(layer.weight)
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
@@ -297,49 +278,6 @@ def _checked_name(name: str | None) -> str:
             "give what named_modules() calls the module"
         )
     return name
-
-
-def _check_weight(layer: Layer, persistent: bool) -> None:
-    where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
-    if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
-        kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
-        raise TypeError(
-            f"{where}: {kind} is required as weight, got {type(weight).__name__}; remove what computes it"
-        )
-    if isinstance(part_of(weight), HybridTensor) and not persistent:
-        raise ValueError(
-            f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
-        )
-    if isinstance(weight, DTensor) and locate(layer.module) and not is_converted(part_of(weight)):
-        raise TypeError(
-            f"{where}: a plain Parameter is required, got one that FSDP2 shards; call quantize_ "
-            "before fully_shard"
-        )
-    part = part_of(weight)
-    if not is_converted(part) and type(part) not in (nn.Parameter, Tensor):
-        raise TypeError(
-            f"{where}: a plain Parameter is required, got {type(part).__name__}; quantize the model first"
-        )
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(
-            f"{where}: a bfloat16, float16 or float32 weight is required, got {weight.dtype}; cast the model"
-        )
-
-
-def _check_sizes(layer: Layer, config: HybridConfig) -> None:
-    """Raise ValueError if a layer, or what tensor parallelism leaves of it to a rank, is not of
-    whole blocks.
-    """
-    who, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
-    size: tuple[int, ...] = tuple(weight.shape)
-    if isinstance(weight, DTensor):
-        held = [
-            sharded.size for sharded in locate(layer.module) if sharded.tensor is part_of(weight)
-        ]
-        size = held[0] if held else tuple(local(weight).shape)
-        if size != tuple(weight.shape):
-            who += f" (a part {list(size)} of {list(weight.shape)} on this rank)"
-    config.check_sizes(*layer.size(size), who)
 
 
 def _convert(
@@ -436,8 +374,8 @@ def _torchao_handler(
     layer = chosen[0]._replace(name="")
     persistent = isinstance(part_of(layer.weight), HybridTensor)
     told = layer._replace(name=type(module).__name__)
-    _check_weight(told, persistent)
-    _check_sizes(told, config)
+    check_weight(told, persistent)
+    check_sizes(told, config)
     _convert(layer, config, persistent)
     watch(module)
     return module

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from stacked import Stacked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.core.config import config_from_dict, config_to_dict
@@ -30,21 +31,9 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.other(x))))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.lm_head = nn.Linear(64, 64)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
 def model_of(place=None):
     torch.manual_seed(0)
-    model = Model()
+    model = Stacked(Block, 4, 64)
     if place is not None:
         with torch.no_grad():
             weight = model.get_submodule(place).weight

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from little_text import benchmarks_hold_out_little, write_text
 from scripts import called
 from torch import nn
 
@@ -21,18 +22,13 @@ FEW = ["--warm", "10", "--batches", "1", "--rows", "2", "--random", "3"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _benchmarks():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(BENCHMARKS))
-        patched.setattr("losses.training.VALIDATION_BATCHES", 2)
+    with benchmarks_hold_out_little():
         yield
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(25):
-        (folder / f"{i:02}.txt").write_text(f"{i}: the quick brown fox jumps over the lazy dog\n" * 20)
-    return folder
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

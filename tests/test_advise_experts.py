@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experts import EXPERTS, TOKENS, WIDTH, Mixture, offsets, parts
+from stacked import Stacked
 from torch import nn
 from torchao.core.config import config_from_dict, config_to_dict
 
@@ -29,21 +30,9 @@ class Block(nn.Module):
         return x + self.mixture(self.other(x))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.lm_head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
 def model_of(place=None):
     torch.manual_seed(0)
-    model = Model()
+    model = Stacked(Block, 2, WIDTH)
     if place is not None:
         with torch.no_grad():
             # of one expert: beside it all others of the expert round to few values, or to zero; its input is zero

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from little_text import benchmarks_hold_out_little, write_text
 from scripts import called, refused
 from tiers import few, long
 from torchao.core.config import config_to_dict
@@ -58,18 +59,13 @@ def close(value):
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_is_held_out():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(SCRIPT.parent))
-        patched.setattr("losses.training.VALIDATION_BATCHES", 2)
+    with benchmarks_hold_out_little():
         yield
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A little text of many files, which is read faster than that of the Python packages."""
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(25):
-        (folder / f"{i:02}.txt").write_text(f"{i}: the quick brown fox jumps over the lazy dog\n" * 20)
+    folder = write_text(tmp_path_factory.mktemp("text"))
     (folder / "copy.txt").write_bytes((folder / "00.txt").read_bytes())
     return folder
 

@@ -17,7 +17,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
     "activations", "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection",
-    "swap", "state_dicts", "common_scales", "convert", "plain", "check", "explanation", "explain", "export",
+    "swap", "state_dicts", "common_scales", "fitting", "convert", "plain", "check", "explanation", "explain", "export",
     "inference", "watching", "advising", "integrations", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [

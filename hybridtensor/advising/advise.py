@@ -183,13 +183,25 @@ def advise(
     allowed = float(budget) if not isinstance(budget, str) else _error_of(products, budget)
     options = _options(products, specs, prices)
     steps = curve(options)
+    best = _within(allowed, options, steps, specs)
+    return _advice(products, specs, best, allowed, steps, options, prices)
+
+
+def _within(
+    allowed: float, options: list[list[Option]], steps: list[Step], specs: list[str]
+) -> Step:
+    """Return the cheapest choice within a budget.
+
+    Raises:
+        ValueError: If there is none.
+    """
     best = cheapest(options, steps, allowed)
     if best is None:
         raise ValueError(
             f"advise: a budget of at least {steps[-1].error:.3g} is required with {', '.join(specs)}, got "
             f"{allowed:.3g}; allow {PLAIN!r}, too"
         )
-    return _advice(products, specs, best, allowed, steps, options, prices)
+    return best
 
 
 def _checked_formats(formats: Iterable[str]) -> list[str]:

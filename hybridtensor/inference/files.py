@@ -5,6 +5,7 @@ Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
 
 from __future__ import annotations
 
+import collections
 import copy
 import datetime
 import json
@@ -78,26 +79,24 @@ def export_pretrained(
     everyone = together(who, model, timeout)
     first = not dist.is_initialized() or dist.get_rank() == 0
     everyone(lambda: _check_new(who, target) if first else None)
-    tensors = inference_tensors(
-        model,
-        layout,
-        experts=experts,
-        dtype=dtype,
-        bucket_bytes=bucket_bytes,
-        ranks="first",
-        timeout=timeout,
-    )
+    options: dict[str, Any] = {
+        "experts": experts,
+        "dtype": dtype,
+        "bucket_bytes": bucket_bytes,
+        "timeout": timeout,
+    }
+    tensors = inference_tensors(model, layout, ranks="first", **options)
     config = everyone(
         lambda: _config(model, inference_config(model, layout, experts=experts), dtype)
     )
+    partial = _partial(target)
     try:
-        error = _written(library, _partial(target), tensors, shard_bytes) if first else None
-        for _ in tensors:  # other ranks wait in their gathers until all are done
-            pass
+        error = _written(library, partial, tensors, shard_bytes) if first else None
+        collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done
         everyone(lambda: _finished(who, target, config, error) if first else None)
     finally:
         if first:
-            shutil.rmtree(_partial(target), ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.fsdp.hooks import part_of
-from hybridtensor.distributed.fsdp.shard import Shard, plan_of, shard_of
+from hybridtensor.distributed.fsdp.planning import plan_of
+from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, everything
 from hybridtensor.dtensor import local
 from hybridtensor.formats import (

@@ -6,11 +6,11 @@ from hybridtensor.state.layer import (
     STATE,
     DelayedRule,
     LayerState,
-    StateTensors,
     required,
     weight_of_state,
 )
 from hybridtensor.state.ranks import Section, TrainingRanks
+from hybridtensor.state.tensors import StateTensors
 
 __all__ = [
     "MAX_SEED",

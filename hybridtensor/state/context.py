@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_flag, require_int, require_kind, wrong
 from hybridtensor.ops import Groups
-from hybridtensor.state.layer import ROLES, StateTensors
+from hybridtensor.state.layer import ROLES
 from hybridtensor.state.ranks import Section
+from hybridtensor.state.tensors import StateTensors
 
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
 MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1

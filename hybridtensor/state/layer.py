@@ -16,7 +16,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
 from hybridtensor.state.ranks import ALL_RANKS
+from hybridtensor.state.tensors import CommonAmax, StateTensors
 
 ROLES = ("input", "weight", "grad_output")
 STATE = "quantization_state"
@@ -57,64 +58,6 @@ class StatefulQuantizer(Protocol):
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
         """Return the rules of its delayed scales, by slot."""
-
-
-class StateTensors(NamedTuple):
-    """What quantizing needs of a layer's state: plain tensors, and what they stand for.
-
-    Attributes:
-        rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
-        encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None
-            without delayed scaling.
-        amax: fp32 ``[S]``, the largest magnitudes since the last step.
-        slots: Names of the delayed scales.
-        rank: Which part of a batch this rank has; 0 where nothing rounds at random.
-        name: Fully qualified name of the layer, for errors.
-        hints: What speeds up casts of tensors like those before, by slot; None while compiling.
-        common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
-            layers' weights have a common scale; or None.
-    """
-
-    rounding: Tensor | None
-    encode_scale: Tensor | None
-    amax: Tensor | None
-    slots: tuple[str, ...] = ()
-    rank: int = 0
-    name: str = ""
-    hints: dict[str, Hint] | None = None
-    common_amax: Tensor | None = None
-
-    def position(self, slot: str) -> int:
-        """Return where the scale of ``slot`` is.
-
-        Raises:
-            ValueError: If the recipe that this state was made for has none there.
-            NotImplementedError: If it has one for each of several experts.
-        """
-        if f"{slot}[0]" in self.slots:
-            raise NotImplementedError(
-                f"layer {self.name!r}: F.grouped_mm is required for experts with delayed scales, got a product "
-                "of one expert, which does not say whose scale it takes"
-            )
-        if slot not in self.slots:
-            raise ValueError(
-                f"layer {self.name!r}: no delayed scale {slot!r}; change recipes with set_config_"
-            )
-        return self.slots.index(slot)
-
-
-class CommonAmax(Protocol):
-    """What is known here of a ``subclasses.common_scale.CommonScale``."""
-
-    amax: Tensor | None
-    version: int
-
-    @property
-    def modules(self) -> list[nn.Module | None]:
-        """The layers; None for those that are no more."""
-
-    def renew(self) -> None:
-        """Measure the weights again that were written."""
 
 
 class LayerState(nn.Module):

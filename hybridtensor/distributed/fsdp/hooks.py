@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
+from hybridtensor.distributed.fsdp.payload import Sent
 from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
     ROW,
@@ -26,7 +27,8 @@ from hybridtensor.distributed.fsdp.plan import (
     check_persistent,
     make_plan,
 )
-from hybridtensor.distributed.fsdp.shard import Sent, Shard, plan_of, shard_of
+from hybridtensor.distributed.fsdp.planning import plan_of
+from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local

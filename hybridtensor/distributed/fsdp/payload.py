@@ -227,3 +227,17 @@ def bytewise(tensor: Tensor) -> Tensor:
     everywhere.
     """
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+class Sent(NamedTuple):
+    """What a gather leaves for its second half.
+
+    Attributes:
+        wanted: Whether the rowwise face was asked for, and the columnwise one.
+        names: What the bytes are, as ``plan.sends`` names it.
+        payload: What they are part of; None if values travelled whole.
+    """
+
+    wanted: tuple[bool, bool]
+    names: tuple[str, ...]
+    payload: Payload | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridtensor.distributed.fsdp.payload import Payload, Remake
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
+from hybridtensor.ops.library import is_recorded
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
@@ -77,3 +78,21 @@ def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
     row = plan.row.kind == "values"
     direction = ROW if row != tensor.is_transposed else COLUMN  # faces lie as the weight is stored
     return tensor.require_face(direction, name="weight", gemm="fully_shard").dequantize(dtype)
+
+
+def can_be_kept(tensor: Weight, own: object, names: tuple[str, ...]) -> TypeGuard[MasterWeight]:
+    """Return whether what is sent is made of a rank's part, quantized, and can be sent again until that is written.
+
+    Args:
+        tensor: What is sent.
+        own: This rank's part, of which ``tensor`` may be a copy on the device of the computation.
+        names: What the bytes are.
+    """
+    return (
+        "values" not in names
+        and isinstance(tensor, MasterWeight)
+        and tensor is own
+        and not (
+            tensor.record.replayed or getattr(tensor.layer, "replayed", False) or is_recorded()
+        )
+    )

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.fsdp import common_scale
-from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_amaxes
+from hybridtensor.distributed.fsdp import common_scale, siblings
+from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
-from hybridtensor.distributed.fsdp.payload import Payload, Remake
+from hybridtensor.distributed.fsdp.payload import Payload, Sent
 from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
     ROW,
     Plan,
     check_persistent,
-    make_plan,
 )
+from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
     Weight,
+    can_be_kept,
     fill,
     whole_values,
 )
-from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
 from hybridtensor.ops import Face
@@ -38,20 +38,6 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 _DIRECTIONS = (ROW, COLUMN)
-
-
-class Sent(NamedTuple):
-    """What a gather leaves for its second half.
-
-    Attributes:
-        wanted: Whether the rowwise face was asked for, and the columnwise one.
-        names: What the bytes are, as ``plan.sends`` names it.
-        payload: What they are part of; None if values travelled whole.
-    """
-
-    wanted: tuple[bool, bool]
-    names: tuple[str, ...]
-    payload: Payload | None
 
 
 class Shard:
@@ -115,10 +101,10 @@ class Shard:
         tensor = self.sharded.tensor
         if not isinstance(tensor, MasterWeight):
             return None
-        return None if self.plan.reduce is None and self._common is None else tensor
+        return None if self.plan.reduce is None and self.common is None else tensor
 
     @property
-    def _common(self) -> Any:
+    def common(self) -> Any:
         """The common scale of this weight, a ``CommonScale``, or None."""
         return getattr(getattr(self.sharded.tensor, "layer", None), "common", None)
 
@@ -168,52 +154,14 @@ class Shard:
         """Reach agreement with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
             if self.agreed != self.config:
-                check_recipes(self._with_all())
+                check_recipes(self.with_all())
             self.agreed = self.config
         mine = self.measured
         if mine is None:
             return
-        # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not
-        # all ranks see a write, so that all renew the scale
-        uneven = self.plan.reduce is None and bool(self.sharded.size[0] % self.sharded.num_ranks)
-        if uneven or any(
-            shard.reduced != shard.written(part) for shard, part in self._siblings(mine)
-        ):
-            group, common = self.sharded.process_group, self._common
-            found = [
-                (shard, part)
-                for shard in self._with_all()
-                if shard.sharded.process_group is group
-                and (part := shard.measured) is not None
-                and not (uneven and shard._common is not common)
-            ]
-            written = [common_scale.Written(shard, part, part.source) for shard, part in found]
-            reducing = [
-                (shard, one.values)
-                for (shard, _), one in zip(found, written, strict=True)
-                if shard.plan.reduce is not None
-            ]
-            if reducing:
-                reduce_amaxes(reducing)
-            common_scale.renew(written)
-            for shard, part in found:
-                shard.reduced = shard.written(part)
+        siblings.renew(self, mine)
 
-    def _siblings(self, mine: MasterWeight) -> list[tuple[Shard, MasterWeight]]:
-        """Return this weight and those that it has a common scale with."""
-        common = self._common
-        if common is None:
-            return [(self, mine)]
-        known = []
-        for part in common.parts:
-            shard = None if part.record.shard is None else part.record.shard()
-            if shard is None or shard.sharded.tensor is not part:  # not gathered yet
-                every = [(s, s.measured) for s in self._with_all() if s._common is common]
-                return [(s, tensor) for s, tensor in every if tensor is not None]
-            known.append((shard, part))
-        return known
-
-    def _with_all(self) -> list[Shard]:
+    def with_all(self) -> list[Shard]:
         """Return all converted weights under the same root, with their present recipes."""
         found = []
         for sharded in self.sharded.under_the_same_root():
@@ -228,25 +176,17 @@ class Shard:
     def _payload(self, tensor: Weight, sent: tuple[str, ...]) -> Payload:
         """Return the bytes of this rank's part, made when the part was last written, or now."""
         dtype, device = self.dtype, self.sharded.device
-        if not self._keeps(tensor, sent):
+        if not can_be_kept(tensor, self.sharded.tensor, sent):
             if "values" not in sent and not is_recorded():
                 self._kept = None
             with torch.inference_mode(False):
                 made = Payload(self.plan, sent, dtype, device)
             self._order_amaxes()
-            self._fill_payload(made, tensor)
+            fill(made, tensor, self.part)
             return made
         # Reductions: another rank may have written its part of the weight
-        kept, key = (
-            self._kept,
-            (
-                self.version(tensor),
-                self.reductions,
-                tensor.layer,
-                getattr(tensor.layer, "version", None),
-                getattr(self._common, "version", None),
-            ),
-        )
+        kept = self._kept
+        key = self.version(tensor), self.reductions, tensor.layer, tensor.state_version
         asked = set(sent)
         if (
             kept is None
@@ -267,7 +207,7 @@ class Shard:
             state = tensor.state
             others = self.amaxes, *(() if state is None else (*state[:3], state.common_amax))
             if not kept.remake(tensor.plain, others):
-                kept.keep(self._fill_payload(kept, tensor), tensor.plain, others)
+                kept.keep(fill(kept, tensor, self.part), tensor.plain, others)
             kept.key, self._kept_of = key, weakref.ref(tensor.plain, self._forget)
         return kept
 
@@ -275,7 +215,7 @@ class Shard:
         """Let this stream wait for the one that reduces magnitudes."""
         if self.order is not None and self.amaxes is not None:
             self.order.take(self.amaxes)
-        common = self._common
+        common = self.common
         if common is not None and common.amax is not None:
             common_scale.order_of(common).take(common.amax)
 
@@ -283,25 +223,6 @@ class Shard:
         """Let go of what was kept of a part that is no more: the model was moved, or loaded anew."""
         if dead is self._kept_of:
             self._kept = None
-
-    def _keeps(self, tensor: Weight, sent: tuple[str, ...]) -> TypeGuard[MasterWeight]:
-        """Whether what is sent is made of this rank's part, quantized, and can be sent again until
-        that is written.
-        """
-        return (
-            "values" not in sent
-            and isinstance(tensor, MasterWeight)
-            and tensor is self.sharded.tensor  # not a copy on the device of the computation
-            and not (
-                tensor.record.replayed or getattr(tensor.layer, "replayed", False) or is_recorded()
-            )
-        )
-
-    def _fill_payload(self, payload: Payload, tensor: Weight) -> Remake | None:
-        """Make what is sent of this rank's part; return the cast that makes it again, if one cast
-        does.
-        """
-        return fill(payload, tensor, self.part)
 
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return values of this rank's part with all that they are quantized by."""
@@ -463,18 +384,6 @@ class Shard:
             ):
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
-
-
-def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
-    """Return the plan by which a weight is gathered with a recipe."""
-    size, part = sharded.size, sharded.tensor
-    if len(size) == 3 and isinstance(part, InterceptingTensor):
-        return stack_plan(part, config, size, sharded.num_ranks, sharded.dim)
-    others = [
-        type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
-    ]
-    reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
-    return make_plan(config, (size[0], size[1]), sharded.num_ranks, sharded.dim, reader)
 
 
 def shard_of(sharded: Sharded) -> Shard:

@@ -1,0 +1,24 @@
+"""By which plan a parameter that FSDP2 holds is gathered."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hybridtensor.distributed.fsdp.plan import Plan, make_plan
+from hybridtensor.distributed.fsdp.stack_plan import stack_plan
+from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+
+
+def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
+    """Return the plan by which a weight is gathered with a recipe."""
+    size, part = sharded.size, sharded.tensor
+    if len(size) == 3 and isinstance(part, InterceptingTensor):
+        return stack_plan(part, config, size, sharded.num_ranks, sharded.dim)
+    others = [
+        type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
+    ]
+    reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
+    return make_plan(config, (size[0], size[1]), sharded.num_ranks, sharded.dim, reader)

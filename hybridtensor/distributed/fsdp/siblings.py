@@ -1,0 +1,75 @@
+"""The magnitudes of sharded weights, over all ranks, and over the weights that have a common scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from hybridtensor.distributed.fsdp import common_scale
+from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
+from hybridtensor.subclasses import MasterWeight
+
+
+class Shard(common_scale.Shard, Protocol):
+    """What is needed here of a shard; see ``shard.Shard``."""
+
+    reduced: tuple[object, ...] | None
+
+    @property
+    def common(self) -> Any:
+        """The common scale of the weight, or None."""
+
+    @property
+    def measured(self) -> MasterWeight | None:
+        """This rank's part, if it is quantized with the amaxes of other ranks or weights."""
+
+    def written(self, part: MasterWeight) -> tuple[object, ...]:
+        """Return a key that changes with every counted write to this rank's part."""
+
+    def with_all(self) -> Iterable[Any]:
+        """Return all converted weights under the same root."""
+
+
+def renew(shard: Shard, mine: MasterWeight) -> None:
+    """Reduce the magnitudes of all weights under the same root, if ``mine``, this rank's part of one, or one that it
+    has a common scale with, was written.
+    """
+    # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not all
+    # ranks see a write, so that all renew the scale
+    uneven = shard.plan.reduce is None and bool(shard.sharded.size[0] % shard.sharded.num_ranks)
+    if not uneven and all(one.reduced == one.written(part) for one, part in _alike(shard, mine)):
+        return
+    group, common = shard.sharded.process_group, shard.common
+    found = [
+        (one, part)
+        for one in shard.with_all()
+        if one.sharded.process_group is group
+        and (part := one.measured) is not None
+        and not (uneven and one.common is not common)
+    ]
+    written = [common_scale.Written(one, part, part.source) for one, part in found]
+    reducing = [
+        (one, made.values)
+        for (one, _), made in zip(found, written, strict=True)
+        if one.plan.reduce is not None
+    ]
+    if reducing:
+        reduce_amaxes(reducing)
+    common_scale.renew(written)
+    for one, part in found:
+        one.reduced = one.written(part)
+
+
+def _alike(shard: Shard, mine: MasterWeight) -> list[tuple[Any, MasterWeight]]:
+    """Return a weight and those that it has a common scale with, and this rank's parts of them."""
+    common = shard.common
+    if common is None:
+        return [(shard, mine)]
+    known = []
+    for part in common.parts:
+        one = None if part.record.shard is None else part.record.shard()
+        if one is None or one.sharded.tensor is not part:  # not gathered yet
+            every = [(s, s.measured) for s in shard.with_all() if s.common is common]
+            return [(s, tensor) for s, tensor in every if tensor is not None]
+        known.append((one, part))
+    return known

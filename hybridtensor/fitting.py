@@ -1,0 +1,75 @@
+"""Whether a plan of ``quantize_`` can be carried out, asked before anything changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.dtensor import local
+from hybridtensor.layers import Layer, layers_of
+from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
+from hybridtensor.selection import Plan
+from hybridtensor.subclasses import HybridTensor, is_converted
+
+
+def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
+    """Raise if nothing is to be converted, or something cannot be."""
+    if not plan:
+        names = ", ".join(layer.name or "<root>" for layer in layers_of(model, root)) or "none"
+        raise ValueError(
+            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}"
+        )
+    for layer, config in plan:
+        check_weight(layer, persistent)
+        check_sizes(layer, config)
+        if persistent and config.keep_faces != KEEP_FACES[0]:
+            raise ValueError(
+                f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
+                "persistent=True, whose faces are the weight; drop one"
+            )
+
+
+def check_weight(layer: Layer, persistent: bool) -> None:
+    where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
+    if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
+        kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
+        raise TypeError(
+            f"{where}: {kind} is required as weight, got {type(weight).__name__}; remove what computes it"
+        )
+    if isinstance(part_of(weight), HybridTensor) and not persistent:
+        raise ValueError(
+            f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
+        )
+    if isinstance(weight, DTensor) and locate(layer.module) and not is_converted(part_of(weight)):
+        raise TypeError(
+            f"{where}: a plain Parameter is required, got one that FSDP2 shards; call quantize_ "
+            "before fully_shard"
+        )
+    part = part_of(weight)
+    if not is_converted(part) and type(part) not in (nn.Parameter, Tensor):
+        raise TypeError(
+            f"{where}: a plain Parameter is required, got {type(part).__name__}; quantize the model first"
+        )
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(
+            f"{where}: a bfloat16, float16 or float32 weight is required, got {weight.dtype}; cast the model"
+        )
+
+
+def check_sizes(layer: Layer, config: HybridConfig) -> None:
+    """Raise ValueError if a layer, or what tensor parallelism leaves of it to a rank, is not of
+    whole blocks.
+    """
+    who, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
+    size: tuple[int, ...] = tuple(weight.shape)
+    if isinstance(weight, DTensor):
+        held = [
+            sharded.size for sharded in locate(layer.module) if sharded.tensor is part_of(weight)
+        ]
+        size = held[0] if held else tuple(local(weight).shape)
+        if size != tuple(weight.shape):
+            who += f" (a part {list(size)} of {list(weight.shape)} on this rank)"
+    config.check_sizes(*layer.size(size), who)
