@@ -4,7 +4,9 @@ Oracles: float64 products of the dequantized faces within the derived bound; ``F
 where a product is in high precision.
 """
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -509,6 +511,36 @@ def test_what_compiled_code_wrote_before_is_no_write_since():
     y = module(random_tensor(6, 32).requires_grad_())
     F.linear(random_tensor(6, 32), alias)
     y.sum().backward()
+
+
+def test_a_loss_that_lives_on_holds_no_weight():
+    """As autograd lets go of what it saved; a frozen weight has nothing else in the graph that holds it."""
+    module, _ = layer("fp8")
+    module.weight.requires_grad_(False)
+    values = weakref.ref(module.weight.plain)
+    loss = module(random_tensor(6, 32).requires_grad_()).sum()
+    loss.backward()
+    del module
+    gc.collect()
+    assert values() is None
+    assert loss.grad_fn is not None
+
+
+def test_a_rotated_face_of_a_weight_is_scaled_by_what_was_rotated(device):
+    """Forward does not measure that; backward does."""
+    rotated = ht.NVFP4Quantizer(hadamard=True)
+    hybrid = ht.HybridQuantizer(ht.NVFP4Quantizer(), rotated)
+    grads = []
+    for keep in ("always", "never"):
+        config = HybridConfig(
+            ht.NVFP4Quantizer(), hybrid, ht.HybridQuantizer(rotated, ht.NVFP4Quantizer()), keep_faces=keep
+        )
+        torch.manual_seed(0)
+        module = ht.quantize_(nn.Linear(64, 64, bias=False).to(device, torch.bfloat16), config)
+        with torch.no_grad():
+            module.weight[3, 5] = 9.0  # the rotation spreads it
+        grads.append(run(module, random_tensor(32, 64, device=device), random_tensor(32, 64, seed=2, device=device))[1])
+    assert torch.equal(*grads)
 
 
 def test_a_second_backward_needs_a_graph_that_is_retained():

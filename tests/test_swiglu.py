@@ -7,7 +7,7 @@ from graphs import Graphs
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.ops.swiglu import swiglu, swiglu_backward
+from hybridtensor.ops.swiglu import swiglu_backward_cuda, swiglu_cuda
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -60,10 +60,17 @@ def test_strided_rows(layout, device):
     assert_same_bits(gradients(ht.swiglu, gate, up, grad), gradients(torchs, gate, up, grad))
 
 
-def test_kernels_equal_the_reference_in_the_interpreter_and_on_a_gpu(device):
-    gate, up, grad = (random_tensor(9, 40, seed=i, device=device) for i in range(3))
-    expected = [x.to(device) for x in (torchs(gate, up), *gradients(torchs, gate, up, grad)[1:])]
-    assert_same_bits([swiglu(gate, up), *swiglu_backward(grad, gate, up)], expected)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compute_what_torch_does(dtype, device):
+    """Bit by bit on a GPU; Triton's interpreter has another exponential, at most one rounding away."""
+    gate, up, grad = (random_tensor(9, 40, seed=i, device=device).clamp(-30, 30).to(dtype) for i in range(3))
+    made = [swiglu_cuda(gate, up), *swiglu_backward_cuda(grad, gate, up)]
+    expected = gradients(torchs, gate, up, grad)
+    if device == "cuda":
+        assert_same_bits(made, expected)
+    step = torch.finfo(dtype).eps
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=4 * step, atol=step / 64)
 
 
 def test_only_the_inputs_are_saved():

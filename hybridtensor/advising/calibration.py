@@ -23,8 +23,6 @@ from hybridtensor.recipes.spec import GEMMS, Gemm
 from hybridtensor.state import Context
 from hybridtensor.subclasses import is_converted
 
-_SEED = 0  # of what a model draws, such as dropout: all runs have to draw the same
-
 
 def gradient_errors(
     model: nn.Module, layers: Sequence[Noise], config: HybridConfig, run: Callable[[], None]
@@ -58,8 +56,8 @@ def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[nn.Parameter, 
     for parameter in model.parameters():
         parameter.grad = None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    # each run draws from the state that it finds: dropout is the same in all of them
     with torch.random.fork_rng(sorted({d.index for d in devices})):
-        torch.manual_seed(_SEED)
         run()
     return {p: p.grad.detach() for p in model.parameters() if p.grad is not None}
 
@@ -85,38 +83,25 @@ def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
     """Have a layer's input get the sum of its gradient and of the error that quantizing the product makes."""
-    behind: list[Tensor] = []
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else kwargs["input"]
-        if not x.requires_grad or not torch.is_grad_enabled():
-            return None
-        x = x.view_as(x)  # what else reads the input keeps its gradient
-        x.register_hook(lambda grad: _with_error(one, config, grad, behind))
-        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        if not (out.requires_grad and x.requires_grad):
+            return
+        behind: list[Tensor] = []
+        out.register_hook(lambda grad: behind.append(grad.detach()))
+        # the error adds to the gradients of whatever else reads the input
+        x.register_hook(lambda grad: _with_error(one, config, grad, behind.pop()))
 
-    def after(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-    ) -> None:
-        x = args[0] if args else kwargs["input"]
-        if out.requires_grad and x.requires_grad:
-            out.register_hook(lambda grad: behind.append(grad.detach()))
-
-    module = one.layer.module
-    handles = (
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True),
-    )
+    handle = one.layer.module.register_forward_hook(hook, with_kwargs=True)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
-def _with_error(one: Noise, config: HybridConfig, grad: Tensor, behind: list[Tensor]) -> Tensor:
-    """Return the gradient of a layer's input with the error of the product that made it of the last in ``behind``."""
-    of_output = behind.pop()
+def _with_error(one: Noise, config: HybridConfig, grad: Tensor, of_output: Tensor) -> Tensor:
+    """Return the gradient of a layer's input with the error of the product that makes it of that of its output."""
     operands = {"grad_output": of_output, "weight": values_of(one).to(of_output.dtype)}
     return grad + _error(GEMMS[1], config, operands).view(grad.shape).to(grad.dtype)
 

@@ -9,8 +9,9 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def _sigmoid_denominator(x):
-    return 1.0 + libdevice.exp(-x)
+def _sigmoid_denominator(x, HW: tl.constexpr):
+    """Return ``1 + exp(-x)``, on a GPU by the function that torch's kernels call; the interpreter has another."""
+    return 1.0 + (libdevice.exp(-x) if HW else tl.exp(-x))
 
 
 @triton.jit
@@ -24,19 +25,31 @@ def _tile(N, M, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def swiglu_kernel(gate, gate_stride, up, up_stride, out, M, N, BM: tl.constexpr, BN: tl.constexpr):
+def swiglu_kernel(gate, gate_stride, up, up_stride, out, M, N, BM: tl.constexpr, BN: tl.constexpr, HW: tl.constexpr):
     """Write one tile of ``silu(gate) * up``, contiguous, of matrices with contiguous rows that are strides apart."""
     i, j, mask = _tile(N, M, BM, BN)
     g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    activated = tl.div_rn(g, _sigmoid_denominator(g)).to(kind).to(tl.float32)
+    activated = tl.div_rn(g, _sigmoid_denominator(g, HW)).to(kind).to(tl.float32)
     tl.store(out + i * N + j, (activated * u).to(kind), mask=mask)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    grad, grad_stride, gate, gate_stride, up, up_stride, grad_gate, grad_up, M, N, BM: tl.constexpr, BN: tl.constexpr
+    grad,
+    grad_stride,
+    gate,
+    gate_stride,
+    up,
+    up_stride,
+    grad_gate,
+    grad_up,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    HW: tl.constexpr,
 ):
     """Write one tile of the gradients of ``gate`` and ``up``, contiguous."""
     i, j, mask = _tile(N, M, BM, BN)
@@ -44,7 +57,7 @@ def swiglu_backward_kernel(
     g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
     kind = grad_gate.dtype.element_ty
-    denominator = _sigmoid_denominator(g)
+    denominator = _sigmoid_denominator(g, HW)
     activated = tl.div_rn(g, denominator).to(kind).to(tl.float32)
     sigmoid = tl.div_rn(1.0, denominator)
     of_activated = (dy * u).to(kind).to(tl.float32)

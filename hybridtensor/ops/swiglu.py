@@ -34,7 +34,7 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up)]
 
 
-def _on_a_gpu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
     if not gate.numel() or gate.dtype == torch.float64:
         return _reference(gate, up)
     out = _fake(gate, up)
@@ -42,7 +42,7 @@ def _on_a_gpu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _backward_on_a_gpu(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+def swiglu_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
     if not gate.numel() or gate.dtype == torch.float64:
         return _backward_reference(grad, gate, up)
     out = _backward_fake(grad, gate, up)
@@ -76,12 +76,13 @@ def _launch(
     """Return the launch for matrices of one kind; all of it decides what Triton compiles."""
     (rows, columns), (bm, bn) = shape, _TILE
     programs = -(-rows // bm) * -(-columns // bn)
-    return Launch("swiglu", kernel, programs, BM=bm, BN=bn, options={"num_warps": 8})
+    on_gpu = device.type == "cuda"
+    return Launch("swiglu", kernel, programs, BM=bm, BN=bn, HW=on_gpu, options={"num_warps": 8})
 
 
 swiglu = define("swiglu(Tensor gate, Tensor up) -> Tensor", reference=_reference, fake=_fake)
 """``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous; bits are torch's."""
-implement("swiglu", _on_a_gpu)
+implement("swiglu", swiglu_cuda)
 
 swiglu_backward = define(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor[]",
@@ -89,4 +90,4 @@ swiglu_backward = define(
     fake=_backward_fake,
 )
 """The gradients of ``gate`` and ``up``."""
-implement("swiglu_backward", _backward_on_a_gpu)
+implement("swiglu_backward", swiglu_backward_cuda)
