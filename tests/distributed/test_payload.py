@@ -16,7 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.payload import Payload
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, make_plan
-from hybridtensor.distributed.fsdp.shard import Shard, shard_of
+from hybridtensor.distributed.fsdp.sending import fill
+from hybridtensor.distributed.fsdp.shard import shard_of
 from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local
 
@@ -25,13 +26,12 @@ from hybridtensor.dtensor import local
 def noted():
     """Note what payloads are made of in between."""
     made = []
-    fill = Shard._fill_payload
 
-    def note(self, payload, tensor):
+    def note(payload, tensor, part):
         made.append(payload.names)
-        fill(self, payload, tensor)  # and return nothing that would make it again by itself
+        fill(payload, tensor, part)  # and return nothing that would make it again by itself
 
-    with mock.patch.object(Shard, "_fill_payload", note):
+    with mock.patch("hybridtensor.distributed.fsdp.shard.fill", note):
         yield made
 
 
