@@ -2,7 +2,10 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
+
+import pytest
 
 import hybridtensor as ht
 from hybridtensor.watching import NAMES, PRODUCT_NAMES
@@ -19,6 +22,30 @@ def test_the_table_of_advice():
         [row["recipe"], f"{row['cost']:.3f}", *(f"{row[error]:.1f} %" for error in errors)] for row in record["rows"]
     ]
     assert [one["wider"] for one in record["outliers"]] == [one["cost"] == 0.375 for one in record["outliers"]]
+
+
+def test_the_table_of_losses():
+    """Oracle for the noise: how far the gaps of single runs are from their recipe's mean, pooled."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "advise_losses_nvidia_h200.json").read_text())["rows"]
+    lines = PAGE.split("<!-- table: advise_losses_nvidia_h200 -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    names = {"advised": "advised, 0.5", "random": "random, 0.5, median of 20"}
+    assert [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines] == [
+        [
+            names.get(row["recipe"], row["recipe"]),
+            f"{row['loss']:.4f}",
+            f"{row['gap %']:+.2f} %",
+            "" if row["noise %"] is None else f"{row['noise %']:.2f} %",
+            f"{row['validation gap %']:+.2f} %",
+        ]
+        for row in rows
+    ]
+    gaps = {row["recipe"]: row["gaps %"] for row in rows}
+    assert gaps["bf16"] == [0, 0, 0]
+    scatter = [statistics.variance(gaps[name]) for name in gaps if name != "bf16"]
+    noise = (statistics.mean(scatter) / 3) ** 0.5
+    assert all(row["noise %"] == pytest.approx(noise) for row in rows[1:])
+    by_loss = {row["recipe"]: row["gap %"] for row in rows}
+    assert by_loss["advised"] <= min(by_loss["fp8"], by_loss["fp8_rowwise"]) < by_loss["random"]
 
 
 def test_code_runs(tmp_path, monkeypatch, capsys):
