@@ -1,13 +1,17 @@
 """Casting a matrix into both faces: useful bytes per second (input once, every output once) over a device copy's.
 
+Beside TransformerEngine's casts, where it is installed.
+
 A second table is of the transposition of gathered faces, whose parts came from 8 ranks, beside torch's own operators.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import te_peer
 import torch
 from common import arguments, report, time_alternating
 from torch import Tensor
@@ -96,11 +100,13 @@ def measure(shape: tuple[int, int], device: str, repeats: int) -> list[dict[str,
     variants |= {name: cast_by_hint(x, holds) for name, holds in BY_HINT.items()}
     variants |= {name: cast_of_rowwise(x, *faces) for name, faces in OF_ROWWISE.items()}
     variants |= {f"{name}, into existing faces": cast_into(x, *FACES[name]) for name in INTO}
-    times = time_alternating({"copy": lambda: copied.copy_(x), **variants}, device, repeats)
+    theirs = {name: functools.partial(quantizer, x) for name, quantizer in te_peer.casts().items()}
+    others = {f"{name}, {te_peer.NAME}": run for name, run in theirs.items()}
+    times = time_alternating({"copy": lambda: copied.copy_(x), **variants, **others}, device, repeats)
     copy_speed = 2 * x.nbytes / times["copy"]
     rows = [{"shape": "x".join(map(str, shape)), "faces": "copy", "ms": times["copy"], "of copy": 1.0}]
-    for name, run in variants.items():
-        useful = x.nbytes + sum(t.nbytes for t in tensors_of(run()))
+    for name in [*variants, *others]:
+        useful = x.nbytes + sum(t.nbytes for t in tensors_of(variants[name.removesuffix(f", {te_peer.NAME}")]()))
         rows.append({**rows[0], "faces": name, "ms": times[name], "of copy": useful / times[name] / copy_speed})
     return rows
 

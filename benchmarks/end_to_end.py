@@ -1,11 +1,15 @@
-"""A training step of six Llama-3-8B blocks with embedding and head, against BF16 in the same mode, and torchao."""
+"""A training step of six Llama-3-8B blocks with embedding and head, against BF16 in the same mode; beside torchao, and
+TransformerEngine where it is installed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import te_peer
 import torch
 from common import arguments, report, time_alternating
 from llama import Llama, Size
@@ -18,14 +22,16 @@ SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
 OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
 FUSED = ["bf16, swiglu", "fp8, swiglu"]
 RECIPES = {
-    "eager": [*OURS, *FUSED, "torchao tensorwise"],
+    "eager": [*OURS, *FUSED, "torchao tensorwise", *te_peer.names()],
     "compiled": [*OURS, *FUSED, "torchao tensorwise", "torchao rowwise"],
 }
 
 
 def convert(model: Llama, recipe: str) -> bool:
-    """Convert the blocks; return whether the recipe keeps state."""
-    if recipe.startswith("torchao"):
+    """Convert the blocks; return whether the recipe keeps state that ``step_`` advances."""
+    if recipe in te_peer.RECIPES:
+        te_peer.convert(model.blocks)
+    elif recipe.startswith("torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model.blocks, config=Float8LinearConfig.from_recipe_name(recipe.split()[1]))
@@ -43,8 +49,7 @@ def training(
     """Return one training step.
 
     Args:
-        recipe: See ``convert``; ``, swiglu`` behind it gives the blocks ``ht.swiglu``, and if they are compiled,
-            where it makes its result again, the layers behind it ``save_original_input``.
+        recipe: See ``convert``; ``, swiglu`` behind it gives the blocks ``ht.swiglu``.
         mode: ``eager``, ``compiled`` (by block) or ``checkpointed`` (by block).
         device: Where.
         make_optimizer: Called with parameters and ``lr``.
@@ -56,8 +61,6 @@ def training(
     stateful = convert(model, recipe)
     for block in model.blocks:
         block.mlp.fused = bool(activation)
-        if activation and mode == "compiled" and recipe != "bf16":
-            ht.quantize_(block.mlp.down_proj, f"{recipe}+save_original_input")
         if mode == "compiled":
             block.compile()
         elif mode == "checkpointed":
@@ -65,8 +68,12 @@ def training(
     optimizer = make_optimizer(model.parameters(), lr=1e-5)
     tokens = torch.randint(model.size.vocab, BATCH[torch.device(device).type], device=device)
 
+    around = functools.partial(te_peer.autocast, recipe) if recipe in te_peer.RECIPES else contextlib.nullcontext
+
     def step() -> None:
-        model(tokens).backward()
+        with around():
+            loss = model(tokens)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if stateful:

@@ -1,6 +1,7 @@
 """Host time of a small linear layer, forward and backward, beyond plain BF16's; the queue is drained after each step.
 
-With ``--other PATH`` the package at PATH is measured in turns with this one, each in a process of its own.
+``--recipes "TransformerEngine current"`` measures its layer, where it is installed. With ``--other PATH`` the package
+at PATH is measured in turns with this one, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def medians_us(
 
 def measure(device: str, count: int, recipes: list[str]) -> dict[str, float]:
     """Return microseconds by recipe; ``bf16`` is the plain layer."""
+    import te_peer
     import torch
     from torch import nn
 
@@ -51,8 +53,10 @@ def measure(device: str, count: int, recipes: list[str]) -> dict[str, float]:
     grad = torch.randn(TOKENS, FEATURES, device=device, dtype=torch.bfloat16)
     steps: dict[str, Callable[[], object]] = {}
     for recipe in ["bf16", *recipes]:
-        layer = nn.Linear(FEATURES, FEATURES, bias=False, device=device, dtype=torch.bfloat16)
-        if recipe != "bf16":
+        layer: nn.Module = nn.Linear(FEATURES, FEATURES, bias=False, device=device, dtype=torch.bfloat16)
+        if recipe in te_peer.RECIPES:
+            layer = te_peer.Layer(layer, recipe)
+        elif recipe != "bf16":
             ht.quantize_(layer, recipe)
 
         def step(layer: nn.Module = layer, advances: bool = recipe == "fp8_delayed") -> None:

@@ -1,4 +1,6 @@
-"""Forward and backward of one bias-free linear, eager, against BF16 and torchao, eager and compiled, in the same run.
+"""Forward and backward of one bias-free linear, eager, against BF16 in the same run.
+
+Beside torchao, eager and compiled, and TransformerEngine, where it is installed.
 
 Weights are quantized in every step, as after an optimizer's. Times are the device's, not the host's.
 """
@@ -10,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import te_peer
 import torch
 from common import arguments, report, time_alternating
 from torch import nn
@@ -67,7 +70,7 @@ def measure(shape: tuple[int, int, int], device: str, repeats: int) -> list[dict
     layers: dict[str, nn.Module] = {"bf16 (plain)": plain}
     layers |= {name: ht.quantize_(copy.deepcopy(plain), name) for name in RECIPES}
     if device.startswith("cuda"):
-        layers |= torchao_layers(plain)
+        layers |= torchao_layers(plain) | te_peer.layers(plain)
     times = time_alternating({name: step(layer, x, g) for name, layer in layers.items()}, device, repeats)
     base = times["bf16 (plain)"]
     return [
