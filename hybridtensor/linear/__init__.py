@@ -4,12 +4,8 @@ lead to it.
 
 from hybridtensor.linear import interception  # noqa: F401  (registers the torch functions)
 from hybridtensor.linear.function import linear
-from hybridtensor.linear.operands import (
-    KeptInput,
-    Needs,
-    Operand,
-    input_operand,
-)
+from hybridtensor.linear.input_operands import KeptInput, input_operand
+from hybridtensor.linear.operands import Needs, Operand
 from hybridtensor.linear.products import Backward, Gradients, output
 from hybridtensor.linear.sharing import share_inputs
 from hybridtensor.linear.weight_operands import GatheredWeight, weight_operand

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
+from hybridtensor.linear.input_operands import input_operand
 from hybridtensor.linear.operands import (
     QUANTIZED,
     WEIGHTS,
     Needs,
     Operand,
     Weight,
-    input_operand,
 )
 from hybridtensor.linear.products import Backward, output
 from hybridtensor.linear.weight_operands import weight_operand

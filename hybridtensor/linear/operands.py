@@ -7,11 +7,8 @@ and gives its columnwise face back from them::
     operand.save()  # forward: plain tensors, a list that never depends on the phase
     operand.columnwise(saved)  # backward
 
-| class | from |
-|---|---|
-| ``Operand`` | faces that are there: cast now, cached, shared, brought along or handed in by another function |
-| ``KeptInput`` | an input that is kept in high precision; its columnwise face is made in backward |
-| ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
+``Operand`` is one whose faces are there: cast now, cached, shared, brought along or handed in by another
+function. Others make one later: ``input_operands``, ``weight_operands``.
 """
 
 from __future__ import annotations
@@ -21,12 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.linear.sharing import sharing_scope
-from hybridtensor.ops import Face, FaceKind, Faces, after
-from hybridtensor.ops.library import is_traced
-from hybridtensor.quantizers import HybridQuantizer, tokens
-from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context
+from hybridtensor.ops import Face, FaceKind, Faces
+from hybridtensor.quantizers import tokens
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -35,8 +28,6 @@ from hybridtensor.subclasses import (
     QuantizedTensor,
 )
 from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
-from hybridtensor.subclasses.operators.matmul import take_face
-from hybridtensor.subclasses.sharded_face import ShardedFace
 
 Weight = MasterWeight | HybridTensor
 WEIGHTS = (MasterWeight, HybridTensor)
@@ -110,219 +101,6 @@ class Operand:
         return Face.of(saved, self._kind)
 
 
-class KeptInput(Operand):
-    """An input that is kept as it is: backward quantizes it for the weight's gradient.
-
-    Args:
-        row: The rowwise face.
-        x: The input, any number of dimensions.
-        config: The recipe.
-        dtype: Dtype of the computation.
-        context: Which tensor this is.
-    """
-
-    __slots__ = ("_after", "_config", "_context", "_dtype", "_x")
-
-    def __init__(
-        self,
-        row: Face | None,
-        x: Tensor,
-        config: HybridConfig,
-        dtype: torch.dtype,
-        context: Context,
-    ) -> None:
-        super().__init__(row, None)
-        self._x: Tensor | None = x
-        self._after: Tensor | None = None
-        self._config, self._dtype, self._context = config, dtype, context
-
-    def save(self) -> list[Tensor]:
-        """See ``Operand.save``."""
-        x, self._x, self._row = self._x, None, None
-        return [] if x is None else [x]
-
-    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
-        if is_traced() and not isinstance(grad, HybridTensor):
-            self._after = grad
-
-    def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
-        context = self._context._replace(record=True, after=self._after)
-        column = self._config.input.faces(
-            saved[0], rowwise=False, columnwise=True, dtype=self._dtype, context=context
-        )[1]
-        return required_face(column, "columnwise", "grad_weight")
-
-
-class ShardedInput(Operand):
-    """An input whose columnwise face is on several ranks until backward: this rank's is saved.
-
-    Args:
-        row: The rowwise face, of all tokens.
-        face: The columnwise face.
-        config: The recipe.
-        dtype: Dtype of the computation.
-        context: Which tensor this is.
-    """
-
-    __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_shape", "_sharing")
-
-    def __init__(
-        self,
-        row: Face | None,
-        face: ShardedFace,
-        config: HybridConfig,
-        dtype: torch.dtype,
-        context: Context,
-    ) -> None:
-        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"))
-        self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing
-        self._shape = face.source.shape
-        self._config, self._dtype, self._context = config, dtype, context
-
-    def save(self) -> list[Tensor]:
-        """See ``Operand.save``."""
-        self._sharing.readers += 1
-        return super().save()
-
-    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """See ``Operand.begin``: gather, unless another layer has."""
-        if is_traced():
-            saved = [after(tensor, grad) for tensor in saved]
-        self._start(saved)
-
-    def _start(self, saved: list[Tensor]) -> None:
-        shared = self._sharing
-        if shared.face is None and shared.parts is None:
-            shared.parts = self._sequence.start(super().columnwise(saved), "columnwise")
-            shared.waiting = shared.readers
-
-    def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
-        self._start(saved)
-        shared = self._sharing
-        if shared.face is None:
-            whole = self._sequence.finish(
-                super().columnwise(saved), "columnwise", shared.parts or [], self._shape
-            )
-            shared.face, shared.parts = self._quantized(whole), None
-        face = shared.face
-        shared.waiting -= 1
-        if shared.waiting <= 0:
-            shared.face = None
-        return face
-
-    def _quantized(self, whole: Face) -> Face:
-        """Return the gathered face, or that of gathered values, quantized now."""
-        if not self._quantize:
-            return whole
-        column = self._config.input.faces(
-            whole.qdata, rowwise=False, columnwise=True, dtype=self._dtype, context=self._context
-        )[1]
-        return required_face(column, "columnwise", "grad_weight")
-
-
-def input_operand(
-    input: Tensor,
-    cast_from: Tensor,
-    weight: Weight,
-    config: HybridConfig,
-    needs: Needs,
-    context: Context,
-) -> Operand:
-    """Return the operand that an input is.
-
-    Args:
-        input: Plain, in the dtype of the computation; or a tensor that was quantized before, whose
-            faces are used as they are.
-        cast_from: What ``input`` is, or was cast from: what other layers read, too.
-        weight: What it is multiplied with.
-        config: The recipe.
-        needs: Which gradients backward will be asked for.
-        context: Which tensor of which layer this is.
-    """
-    if isinstance(input, QUANTIZED):
-        return brought_along(input, needs, input.dtype, config, context)
-    dtype = input.dtype
-    columnwise = needs.weight and not config.save_original_input
-    scope = sharing_scope(cast_from, weight.record) if config.input.repeatable else None
-    faces = (
-        None
-        if scope is None
-        else scope.known_faces(
-            cast_from, weight.record, (config.input, columnwise, dtype, _mark(context))
-        )
-    )
-    if faces is None:
-        faces = config.input.faces(
-            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
-        )
-        if scope is not None:
-            scope.remember(cast_from, faces)
-    if needs.weight and config.save_original_input:
-        return KeptInput(faces[0], input, config, dtype, context)
-    return Operand(faces[0], faces[1])
-
-
-def _mark(context: Context) -> tuple[object, ...]:
-    """Return what tells groups apart while something holds them."""
-    groups = context.groups
-    if groups is None or groups.ends is None:
-        return ()
-    return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
-
-
-def brought_along(
-    input: Tensor, needs: Needs, dtype: torch.dtype, config: HybridConfig, context: Context
-) -> Operand:
-    """Return the operand that a tensor is that was quantized before.
-
-    Raises:
-        ValueError: If a face that is needed is absent.
-    """
-    row = rowwise_face(
-        _matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
-    )
-    if context.groups is not None:
-        return _of_tokens(input, row._replace(groups=context.groups), needs, dtype, config, context)
-    if not needs.weight:
-        return Operand(row, None)
-    column = take_face(input, "columnwise", name="input", gemm="grad_weight")
-    if isinstance(column, ShardedFace):
-        return ShardedInput(row, column, config, dtype, context)
-    return Operand(row, columnwise_face(_matrix(column), dtype, "grad_weight"))
-
-
-def _of_tokens(
-    input: Tensor,
-    row: Face,
-    needs: Needs,
-    dtype: torch.dtype,
-    config: HybridConfig,
-    context: Context,
-) -> Operand:
-    """Return the operand that tokens with groups are that were quantized by row before.
-
-    Raises:
-        ValueError: If the recipe does not make the columnwise face of the rowwise one.
-    """
-    quantizer = config.input
-    if not needs.weight:
-        return Operand(row, None)
-    only_row = isinstance(input, HybridTensor) and input.columnwise is None
-    if (
-        not only_row
-        or not isinstance(quantizer, HybridQuantizer)
-        or quantizer.columnwise_source == "original"
-    ):
-        raise ValueError(
-            "grad_weight: tokens of experts with a rowwise face, of which the recipe makes the columnwise "
-            f"one, are required, got {input!r} for {config}; give the layer the tokens themselves"
-        )
-    return Operand(row, quantizer.of_rowwise(row, dtype, context))
-
-
 def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
     """Return the faces asked for of a gradient that came quantized, as those of a matrix.
 
@@ -332,10 +110,10 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
     row = column = None
     if rowwise:
         face = tensor.require_face("rowwise", name="grad_output", gemm="grad_input")
-        row = rowwise_face(_matrix(face), dtype, "grad_input")
+        row = rowwise_face(as_matrix(face), dtype, "grad_input")
     if columnwise:
         face = tensor.require_face("columnwise", name="grad_output", gemm="grad_weight")
-        column = columnwise_face(_matrix(face), dtype, "grad_weight")
+        column = columnwise_face(as_matrix(face), dtype, "grad_weight")
     return row, column
 
 
@@ -350,7 +128,7 @@ def required_face(face: Face | None, direction: str, gemm: str) -> Face:
     return face
 
 
-def _matrix(face: FaceTensor | Tensor) -> FaceTensor:
+def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
     """Return a face of a tensor as that of a matrix ``[tokens, features]``."""
     if isinstance(face, QuantizedTensor):
         flat: Any = face if face.dim() == 2 else face.view(face.matrix_shape)

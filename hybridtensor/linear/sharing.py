@@ -1,12 +1,13 @@
 """Layers of one module that read one input, such as q, k and v, quantize it once and save its faces
 once.
 
-In eager execution only; in a compiled graph equal casts are one node anyway. Whether an input has
-changed between two layers cannot always be known: ``input.data``, numpy and in-place collectives
-write where nothing counts. So faces are shared only within one forward of the module that the
-layers belong to, between layers that each read the input for the first time there, of inputs that
-autograd has recorded, and not with another version. What remains is a forward that writes its own
-intermediate result behind autograd's back between two of its layers: turn sharing off for it.
+In a compiled graph equal casts are one node anyway, but for those of backward, of inputs that are kept
+until then. In eager execution, whether an input has changed between two layers cannot always be
+known: ``input.data``, numpy and in-place collectives write where nothing counts. So faces are shared
+only within one forward of the module that the layers belong to, between layers that each read the
+input for the first time there, of inputs that autograd has recorded, and not with another version.
+What remains is a forward that writes its own intermediate result behind autograd's back between two
+of its layers: turn sharing off for it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,29 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridtensor.arguments import require_flag
 from hybridtensor.ops import Faces
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.record import WeightRecord
+from hybridtensor.subclasses.sharded_face import Sharing
+
+
+class Reading:
+    """What layers that read one input share of it.
+
+    Attributes:
+        faces: What it was quantized to in forward, or None.
+        columnwise: What it is quantized to in backward.
+    """
+
+    __slots__ = ("columnwise", "faces")
+
+    def __init__(self, columnwise: Sharing | None = None) -> None:
+        self.faces: Faces | None = None
+        self.columnwise = columnwise or Sharing()
 
 
 class _Scope:
@@ -35,27 +53,24 @@ class _Scope:
         outer: The forward that it runs in, or None.
         input: The last input that was quantized, or the tensor that it is a view of, weakly.
         key: Everything else that its faces depend on.
-        faces: What it was quantized to.
+        reading: What is shared of it.
         readers: Records of the weights that it was quantized for.
     """
 
-    __slots__ = ("__weakref__", "faces", "input", "key", "module", "outer", "parent", "readers")
+    __slots__ = ("__weakref__", "input", "key", "module", "outer", "parent", "readers", "reading")
 
     def __init__(self, module: nn.Module, parent: str, outer: _Scope | None) -> None:
         self.module, self.parent, self.outer = weakref.ref(module), parent, outer
         self.input: weakref.ref[Tensor] | None = None
         self.key: tuple[object, ...] = ()
-        self.faces: Faces = (None, None)
+        self.reading = Reading()
         self.readers: list[WeightRecord] = []
 
-    def known_faces(
-        self, input: Tensor, record: WeightRecord, how: tuple[object, ...]
-    ) -> Faces | None:
-        """Return the faces of this very input, made for another layer of the module, or None.
+    def read(self, input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
+        """Return what is shared of this very input, new unless another layer of the module has read it.
 
-        Another view of the same elements is the same input: DTensors give each layer a view.
-
-        If it is None, ``remember`` is to be called with what the input is quantized to.
+        Another view of the same elements is the same input: DTensors give each layer a view. It is kept
+        for as long as the input lives and the forward runs.
 
         Args:
             input: What is quantized.
@@ -67,24 +82,18 @@ class _Scope:
         )  # orders the cast
         place = (input.shape, input.stride(), input.storage_offset())
         key = (input._version, place, stream, *how)
-        known = self.input is not None and self.input() is _owner(input) and self.key == key
+        owner = _owner(input)
+        known = self.input is not None and self.input() is owner and self.key == key
         if known and all(record is not reader for reader in self.readers):
             self.readers.append(record)
-            return self.faces
-        self.clear()
-        self.key, self.readers = key, [record]
-        return None
-
-    def remember(self, input: Tensor, faces: Faces) -> None:
-        """Keep the faces of ``input``, for as long as it lives and the forward runs.
-
-        Apart from ``known_faces``: an input whose cast raised has no faces to share.
-        """
-        self.input, self.faces = _until_death(_owner(input), self), faces
+        else:
+            self.key, self.readers, self.reading = key, [record], Reading()
+            self.input = _until_death(owner, self)
+        return self.reading
 
     def clear(self) -> None:
-        """Let go of the faces."""
-        self.input, self.faces, self.readers = None, (None, None), []
+        """Let go of what is shared."""
+        self.input, self.reading, self.readers = None, Reading(), []
 
 
 def _owner(input: Tensor) -> Tensor:
@@ -178,18 +187,34 @@ def _leave(module: nn.Module, args: object, output: object) -> None:
         _thread.scope = scope.outer
 
 
-def sharing_scope(input: Tensor, record: WeightRecord) -> _Scope | None:
-    """Return the forward in which ``input`` is quantized once for all layers of a module, or None.
+def reading(input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
+    """Return what is shared of an input with the layers that read it, too, if any.
 
     Args:
         input: What is quantized.
         record: That of the weight that its faces are multiplied with.
+        how: What else faces depend on, compared with ``==``.
     """
-    scope = None if is_traced() else _thread.scope
+    if is_traced():
+        return Reading(_of_graph(input, (input._version, *how)))
+    scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
-        return None
-    layer = record.layer
-    return scope if isinstance(layer, LayerState) and layer.parent == scope.parent else None
+        return Reading()
+    of_module = isinstance(layer, LayerState) and layer.parent == scope.parent
+    return scope.read(input, record, how) if of_module else Reading()
+
+
+def _of_graph(input: Tensor, key: tuple[object, ...]) -> Sharing:
+    """Return what layers of the graph that is traced share of the columnwise face of an input: their
+    casts wait for different gradients, so that a compiler would take them for different ones.
+    """
+    known: tuple[object, Sharing] | None = _of_graphs.get(input)
+    if known is None or known[0] != key:
+        known = _of_graphs[input] = key, Sharing()
+    return known[1]
+
+
+_of_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _until_death(input: Tensor, scope: _Scope) -> weakref.ref[Tensor]:

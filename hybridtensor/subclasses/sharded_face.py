@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, Self
 
 import torch
@@ -41,6 +42,16 @@ class Sharing:
         self.readers = self.waiting = 0
         self.parts: list[Tensor] | None = None
         self.face: Face | None = None
+
+    def take(self, make: Callable[[], Face]) -> Face:
+        """Return the face, which the first layer that asks makes, and the last one lets go of."""
+        if self.face is None:
+            self.face, self.parts, self.waiting = make(), None, self.readers
+        face = self.face
+        self.waiting -= 1
+        if self.waiting <= 0:
+            self.face = None
+        return face
 
 
 class ShardedFace(WrapperTensor):

@@ -1,0 +1,278 @@
+"""Operands that inputs are, by where their columnwise face is until backward; see ``operands``.
+
+| class | from |
+|---|---|
+| ``Operand`` | faces that are there: cast now, shared, or brought along |
+| ``KeptInput`` | an input in high precision that is kept; backward makes its columnwise face |
+| ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
+
+An input is kept where the recipe says so, and where it costs nothing, because backward has it anyway: what
+attention returned, and in a graph of ``torch.compile`` also what a norm or an activation returned, which a
+compiler makes again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hybridtensor.linear.operands import (
+    QUANTIZED,
+    Needs,
+    Operand,
+    Weight,
+    as_matrix,
+    required_face,
+)
+from hybridtensor.linear.sharing import Reading, reading
+from hybridtensor.ops import Face, after
+from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.order import is_kept_anyway, make_again
+from hybridtensor.quantizers import HybridQuantizer
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
+from hybridtensor.subclasses.operators.matmul import take_face
+from hybridtensor.subclasses.sharded_face import ShardedFace, Sharing
+
+
+class KeptInput(Operand):
+    """An input that is kept as it is: backward quantizes it for the weight's gradient.
+
+    Args:
+        row: The rowwise face.
+        x: The input, any number of dimensions.
+        config: The recipe.
+        dtype: Dtype of the computation.
+        context: Which tensor this is.
+        sharing: What layers that read the same input share of its columnwise face.
+    """
+
+    __slots__ = ("_after", "_config", "_context", "_dtype", "_sharing", "_x")
+
+    def __init__(
+        self,
+        row: Face | None,
+        x: Tensor,
+        config: HybridConfig,
+        dtype: torch.dtype,
+        context: Context,
+        sharing: Sharing,
+    ) -> None:
+        super().__init__(row, None)
+        self._x: Tensor | None = x
+        self._after: Tensor | None = None
+        self._config, self._dtype, self._context = config, dtype, context
+        self._sharing = sharing
+
+    def save(self) -> list[Tensor]:
+        """See ``Operand.save``; a graph keeps nothing, if it can make the input again."""
+        x, self._x, self._row = self._x, None, None
+        if x is None:
+            return []
+        self._sharing.readers += 1
+        make_again(x)
+        return [x]
+
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
+        if is_traced() and not isinstance(grad, HybridTensor):
+            self._after = grad
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``."""
+        return self._sharing.take(partial(self._made, saved[0]))
+
+    def _made(self, x: Tensor) -> Face:
+        context = self._context._replace(record=True, after=self._after)
+        column = self._config.input.faces(
+            x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
+        )[1]
+        return required_face(column, "columnwise", "grad_weight")
+
+
+class ShardedInput(Operand):
+    """An input whose columnwise face is on several ranks until backward: this rank's is saved.
+
+    Args:
+        row: The rowwise face, of all tokens.
+        face: The columnwise face.
+        config: The recipe.
+        dtype: Dtype of the computation.
+        context: Which tensor this is.
+    """
+
+    __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_shape", "_sharing")
+
+    def __init__(
+        self,
+        row: Face | None,
+        face: ShardedFace,
+        config: HybridConfig,
+        dtype: torch.dtype,
+        context: Context,
+    ) -> None:
+        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"))
+        self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing
+        self._shape = face.source.shape
+        self._config, self._dtype, self._context = config, dtype, context
+
+    def save(self) -> list[Tensor]:
+        """See ``Operand.save``."""
+        self._sharing.readers += 1
+        return super().save()
+
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        """See ``Operand.begin``: gather, unless another layer has."""
+        if is_traced():
+            saved = [after(tensor, grad) for tensor in saved]
+        self._start(saved)
+
+    def _start(self, saved: list[Tensor]) -> None:
+        shared = self._sharing
+        if shared.face is None and shared.parts is None:
+            shared.parts = self._sequence.start(super().columnwise(saved), "columnwise")
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        """See ``Operand.columnwise``."""
+        self._start(saved)
+        return self._sharing.take(partial(self._gathered, super().columnwise(saved)))
+
+    def _gathered(self, part: Face) -> Face:
+        """Return the gathered face, or that of gathered values, quantized now."""
+        parts = self._sharing.parts or []
+        whole = self._sequence.finish(part, "columnwise", parts, self._shape)
+        if not self._quantize:
+            return whole
+        column = self._config.input.faces(
+            whole.qdata, rowwise=False, columnwise=True, dtype=self._dtype, context=self._context
+        )[1]
+        return required_face(column, "columnwise", "grad_weight")
+
+
+def input_operand(
+    input: Tensor,
+    cast_from: Tensor,
+    weight: Weight,
+    config: HybridConfig,
+    needs: Needs,
+    context: Context,
+) -> Operand:
+    """Return the operand that an input is.
+
+    Args:
+        input: Plain, in the dtype of the computation; or a tensor that was quantized before, whose
+            faces are used as they are.
+        cast_from: What ``input`` is, or was cast from: what other layers read, too.
+        weight: What it is multiplied with.
+        config: The recipe.
+        needs: Which gradients backward will be asked for.
+        context: Which tensor of which layer this is.
+    """
+    if isinstance(input, QUANTIZED):
+        return brought_along(input, needs, input.dtype, config, context)
+    dtype = input.dtype
+    kept = needs.weight and (config.save_original_input or _costs_nothing(cast_from, config))
+    columnwise = needs.weight and not kept
+    how = (config.input, columnwise, kept, dtype, _mark(context))
+    read = reading(cast_from, weight.record, how) if config.input.repeatable else Reading()
+    if read.faces is None:
+        read.faces = config.input.faces(
+            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
+        )
+    row, column = read.faces
+    if kept:
+        return KeptInput(row, input, config, dtype, context, read.columnwise)
+    return Operand(row, column)
+
+
+def _costs_nothing(input: Tensor, config: HybridConfig) -> bool:
+    """Return whether an input is there in backward anyway, which may then quantize it.
+
+    In a graph nothing writes state before backward: torch raises. In eager code not where hooks take what
+    is saved, as offloading does: they would take it twice.
+    """
+    if is_traced():
+        return config.can_keep_input(state_holds=True) and is_kept_anyway(input)
+    return (
+        _is_of_attention(input.grad_fn)
+        and not _saved_tensors_hooks(False)
+        and config.can_keep_input(state_holds=False)
+    )
+
+
+def _is_of_attention(node: Node | None) -> bool:
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith(_ATTENTION)
+
+
+_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute")
+)
+_ATTENTION = "ScaledDotProduct"
+_saved_tensors_hooks = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)  # those that are open, or None
+
+
+def _mark(context: Context) -> tuple[object, ...]:
+    """Return what tells groups apart while something holds them."""
+    groups = context.groups
+    if groups is None or groups.ends is None:
+        return ()
+    return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
+
+
+def brought_along(
+    input: Tensor, needs: Needs, dtype: torch.dtype, config: HybridConfig, context: Context
+) -> Operand:
+    """Return the operand that a tensor is that was quantized before.
+
+    Raises:
+        ValueError: If a face that is needed is absent.
+    """
+    row = rowwise_face(
+        as_matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
+    )
+    if context.groups is not None:
+        return _of_tokens(input, row._replace(groups=context.groups), needs, dtype, config, context)
+    if not needs.weight:
+        return Operand(row, None)
+    column = take_face(input, "columnwise", name="input", gemm="grad_weight")
+    if isinstance(column, ShardedFace):
+        return ShardedInput(row, column, config, dtype, context)
+    return Operand(row, columnwise_face(as_matrix(column), dtype, "grad_weight"))
+
+
+def _of_tokens(
+    input: Tensor,
+    row: Face,
+    needs: Needs,
+    dtype: torch.dtype,
+    config: HybridConfig,
+    context: Context,
+) -> Operand:
+    """Return the operand that tokens with groups are that were quantized by row before.
+
+    Raises:
+        ValueError: If the recipe does not make the columnwise face of the rowwise one.
+    """
+    quantizer = config.input
+    if not needs.weight:
+        return Operand(row, None)
+    only_row = isinstance(input, HybridTensor) and input.columnwise is None
+    if (
+        not only_row
+        or not isinstance(quantizer, HybridQuantizer)
+        or quantizer.columnwise_source == "original"
+    ):
+        raise ValueError(
+            "grad_weight: tokens of experts with a rowwise face, of which the recipe makes the columnwise "
+            f"one, are required, got {input!r} for {config}; give the layer the tokens themselves"
+        )
+    return Operand(row, quantizer.of_rowwise(row, dtype, context))

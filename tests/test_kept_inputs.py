@@ -1,0 +1,257 @@
+"""Inputs that backward has anyway are quantized there. Oracle: eager layers, which quantize their inputs in forward."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import Graphs
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import hybridtensor as ht
+from hybridtensor.linear import KeptInput
+from hybridtensor.ops.cast.request import parse_request
+from hybridtensor.testing import random_tensor, saved_for_backward
+
+QUANTIZE = torch.ops.hybridtensor.quantize.default
+TOKENS, SIZE = 128, 64
+RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+
+
+class Normed(nn.Module):
+    """A norm, and layers that read what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(SIZE)
+        self.q, self.k = (nn.Linear(SIZE, width, bias=False) for width in (SIZE, 3 * SIZE))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.cat([self.q(x), self.k(x)], dim=-1)
+
+
+class After(nn.Module):
+    """A layer that reads what a function makes of its input, and of a product."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.first, self.second = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x), x))
+
+
+def attention(y, x):
+    heads = (t.view(2, -1, 2, SIZE // 2).transpose(1, 2) for t in (y, x, x))
+    return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2).view(-1, SIZE)
+
+
+HAD = {
+    "gelu": lambda y, x: F.gelu(y),
+    "gated": lambda y, x: F.silu(y) * x,
+    "biased": lambda y, x: F.gelu(y) + x[0],
+    "half of a norm": lambda y, x: 0.5 * F.rms_norm(y, (SIZE,)),
+    "attention": attention,
+}
+NOT_HAD = {"product": lambda y, x: y, "sum": lambda y, x: y + x, "multiple": lambda y, x: 2 * y}
+
+
+def gradients(call, module, x):
+    """Return the output and all gradients of one step."""
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    out = call(x)
+    out.backward(torch.ones_like(out))
+    return [out.detach(), x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+
+
+def traced(module, x):
+    """Return what a compiled step gives, and its graphs."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    found = gradients(torch.compile(module, fullgraph=True, backend=graphs.backend()), module, x)
+    torch._dynamo.reset()
+    return found, graphs
+
+
+def assert_same_bits(made, expected):
+    assert len(made) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+
+
+def converted(module, recipe):
+    torch.manual_seed(0)
+    return ht.quantize_(module.bfloat16(), recipe)
+
+
+def faces_saved(graphs):
+    """Return how many 8-bit copies of an input are saved."""
+    return sum(t.numel() == TOKENS * SIZE and t.itemsize == 1 for t in graphs.saved(outputs=1))
+
+
+def copies_saved(graphs):
+    """Return how many tensors of the size of an input are saved in bf16."""
+    return sum(t.numel() == TOKENS * SIZE and t.dtype == torch.bfloat16 for t in graphs.saved(outputs=1))
+
+
+def columnwise_casts(graphs):
+    """Return how many casts of the tokens are in backward that make only the columnwise face."""
+    casts = graphs.graphs["backward"].graph.find_nodes(op="call_function", target=QUANTIZE)
+    tokens = [cast for cast in casts if cast.args[0].meta["val"].shape == (TOKENS, SIZE)]
+    return sum(parse_request(cast.args[1]).row is None for cast in tokens)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_norm_returned_is_made_again(recipe):
+    """Of which layers without scales of their own make one columnwise face together."""
+    net, x = converted(Normed(), recipe), random_tensor(TOKENS, SIZE)
+    found, graphs = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+    assert faces_saved(graphs) == 0
+    assert copies_saved(graphs) == 1  # the norm's input
+    assert columnwise_casts(graphs) == (2 if recipe == "fp8_delayed" else 1)
+
+
+@pytest.mark.parametrize("function", HAD)
+def test_what_backward_has_is_not_saved_again(function):
+    """Neither it nor its face: backward needs the product that it was made of, but for attention, which keeps both."""
+    net, x = converted(After(HAD[function]), "fp8"), random_tensor(TOKENS, SIZE)
+    found, graphs = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+    assert faces_saved(graphs) == 1  # of ``x``
+    _, plain = traced(After(HAD[function]).bfloat16(), x)
+    assert copies_saved(graphs) <= copies_saved(plain)
+
+
+@pytest.mark.parametrize("function", NOT_HAD)
+def test_of_what_backward_does_not_have_the_face_is_saved(function):
+    net, x = converted(After(NOT_HAD[function]), "fp8"), random_tensor(TOKENS, SIZE)
+    found, graphs = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+    assert (faces_saved(graphs), copies_saved(graphs)) == (2, 0)
+
+
+@pytest.mark.parametrize("recipe", ["fp8+dequantized", "fp8+high_precision", "nvfp4/bf16/nvfp4"])
+def test_recipes_that_make_no_face_of_the_input_itself_save_what_they_did(recipe):
+    net, x = converted(After(HAD["gelu"]), recipe), random_tensor(TOKENS, SIZE)
+    found, _ = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+
+
+def test_random_rounding_draws_in_forward():
+    rounded = ht.NVFP4Quantizer(rounding="stochastic")
+    config = ht.HybridConfig(input=rounded, weight=ht.NVFP4Quantizer(), grad_output=rounded)
+    assert not config.can_keep_input(state_holds=True)
+
+
+class Written(Normed):
+    """The input of both layers is written in between."""
+
+    def forward(self, x):
+        x = self.norm(x)
+        q = self.q(x)
+        return torch.cat([q, self.k(x.mul_(2))], dim=-1)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_a_write_before_backward_raises_as_of_plain_layers(recipe):
+    net = converted(Written(), recipe)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        traced(net, random_tensor(TOKENS, SIZE))
+
+
+def test_state_that_changes_before_backward_raises():
+    net, x = converted(Normed(), "fp8_delayed"), random_tensor(TOKENS, SIZE).requires_grad_()
+    torch._dynamo.reset()
+    out = torch.compile(net, fullgraph=True, backend=Graphs().backend())(x)
+    ht.step_(net)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("then", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
+def test_a_checkpointed_region_is_done_as_its_policy_says(then):
+    """Its casts make both faces, when it is done again; a policy that saves the activation is not overruled."""
+    net, x = converted(After(HAD["gelu"]), "fp8"), random_tensor(TOKENS, SIZE)
+
+    def policy(context, op, *args, **kwargs):
+        return then if op is torch.ops.aten.gelu.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(net, x, use_reentrant=False, context_fn=contexts)
+
+    torch._dynamo.reset()
+    graphs = Graphs()
+    found = gradients(torch.compile(call, fullgraph=True, backend=graphs.backend()), net, x)
+    torch._dynamo.reset()
+    assert_same_bits(found, gradients(net, net, x))
+    assert columnwise_casts(graphs) == 0
+    assert graphs.count("backward", torch.ops.aten.gelu.default) == (then is CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def of_layer(out):
+    """Return the operand of the input that a layer's output remembers, and what it saved."""
+    products = out.grad_fn.products
+    return products.input, out.grad_fn.saved_tensors[: products.num_saved]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_eager_layers_keep_what_attention_returned(recipe, device):
+    """The same memory that attention keeps; delayed scales may be others in backward."""
+    net = converted(After(attention), recipe).to(device)
+    x = random_tensor(TOKENS, SIZE, device=device).requires_grad_()
+    mixed = attention(net.first(x), x)
+    out = net.second(mixed)
+    operand, saved = of_layer(out)
+    if recipe == "fp8_delayed":
+        assert not isinstance(operand, KeptInput)
+    else:
+        assert [t.data_ptr() for t in saved] == [mixed.data_ptr()]
+    out.backward(torch.ones_like(out))
+    kept = [x.grad, *(layer.weight.grad for layer in (net.first, net.second))]
+    x.grad, net.first.weight.grad, net.second.weight.grad = None, None, None
+    mixed = attention(net.first(x), x)
+    out = net.second(mixed * 1)  # no longer attention's
+    assert not isinstance(of_layer(out)[0], KeptInput)
+    out.backward(torch.ones_like(out))
+    assert_same_bits(kept, [x.grad, *(layer.weight.grad for layer in (net.first, net.second))])
+
+
+def test_where_hooks_take_what_is_saved_the_face_is():
+    net, x = converted(After(attention), "fp8"), random_tensor(TOKENS, SIZE).requires_grad_()
+    with saved_for_backward():
+        out = net.second(attention(net.first(x), x))
+    assert not isinstance(out.grad_fn.products.input, KeptInput)
+
+
+def test_eager_siblings_make_one_columnwise_face_in_backward(monkeypatch):
+    made, net = [], converted(Normed(), "fp8+save_original_input")
+    original = ht.Float8Quantizer.faces
+
+    def counted(self, x, *, context, **how):
+        if context.role == "input" and how["columnwise"]:
+            made.append(how["rowwise"])
+        return original(self, x, context=context, **how)
+
+    monkeypatch.setattr(ht.Float8Quantizer, "faces", counted)
+    x = random_tensor(TOKENS, SIZE)
+    once = gradients(net, net, x)
+    assert made == [False]
+    with ht.share_inputs(False):
+        assert_same_bits(once, gradients(net, net, x))
+    assert made == [False] * 3
+
+
+def test_a_retained_graph_makes_the_face_again():
+    net, x = converted(Normed(), "fp8+save_original_input"), random_tensor(TOKENS, SIZE).requires_grad_()
+    out = net(x)
+    out.sum().backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    out.sum().backward()
+    assert_same_bits(first, [parameter.grad for parameter in net.parameters()])
