@@ -1,14 +1,13 @@
 """Ranks that stay for all tests: starting them is what takes time. Through gloo, and on GPUs through NCCL."""
 
 import contextlib
-import multiprocessing
 import traceback
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import check_devices, join
+from processes import check_devices, context_for, join
 
 KINDS = ["cpu"]
 if torch.cuda.is_available():
@@ -23,7 +22,7 @@ class Ranks:
         self.start()
 
     def start(self):
-        context = multiprocessing.get_context("spawn")
+        context = context_for(self.device)
         self.pipes, self.processes = [], []
         self.starts += 1
         for rank in range(self.size):

@@ -1,6 +1,7 @@
 """What FSDP2 offers, with converted weights: each against an unsharded twin."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import tiers
 import torch
 from processes import here
 from sharding import Block, batch, make, mesh_of, same_bits, same_draws, shard, train, whole
+from tiers import few, in_turn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +23,7 @@ from hybridtensor.dtensor import local, with_local
 
 # The formats that gather differently: per tensor, across columns, square blocks, blocks, two levels, high precision.
 FORMATS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "nvfp4_1d_weight", "fp8_dequantized_backward", "bf16"]
-SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight"]
+SOME = ["fp8_rowwise", "nvfp4_1d_weight", "fp8"]
 
 
 def layers(model):
@@ -47,7 +49,7 @@ def hybrid_sharding(rank, recipes):
 
 
 def test_hsdp(four):
-    four.run(hybrid_sharding, SOME)
+    four.run(hybrid_sharding, few(SOME, 2))
 
 
 def resharding(rank, reshard, recipes):
@@ -55,9 +57,9 @@ def resharding(rank, reshard, recipes):
         train(rank, shard(make(recipe), mesh_of(rank, 4), reshard_after_forward=reshard), make(recipe), steps=2)
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
-def test_reshard_after_forward(four, reshard):
-    four.run(resharding, reshard, SOME)
+@pytest.mark.parametrize(("reshard", "recipe"), in_turn([True, False, 2], SOME))
+def test_reshard_after_forward(four, reshard, recipe):
+    four.run(resharding, reshard, [recipe])
 
 
 def awkward_shapes(rank, recipes, options):
@@ -163,7 +165,7 @@ def accumulation(rank, recipes):
 
 
 def test_gradient_accumulation(two):
-    two.run(accumulation, SOME)
+    two.run(accumulation, few(SOME, 2))
 
 
 class Lora(nn.Module):
@@ -187,7 +189,7 @@ def frozen(rank, recipes):
 
 
 def test_frozen_weights_with_trainable_adapters(two):
-    two.run(frozen, SOME)
+    two.run(frozen, few(SOME, 2))
 
 
 def one_by_one(parameters, lr):
@@ -209,7 +211,7 @@ def ignored_and_shared(rank, recipes):
 
 
 def test_ignored_and_shared_parameters(two):
-    two.run(ignored_and_shared, SOME)
+    two.run(ignored_and_shared, few(SOME, 2))
 
 
 class TiedToEmbedding(nn.Sequential):
@@ -329,7 +331,7 @@ def offload(rank, recipes):
 
 
 def test_cpu_offload(two):
-    two.run(offload, SOME)
+    two.run(offload, few(SOME, 2))
 
 
 def plain(value):
@@ -378,7 +380,7 @@ def nested_and_prefetching(rank, recipes):
 
 
 def test_nested_wraps_and_prefetching(two):
-    two.run(nested_and_prefetching, SOME)
+    two.run(nested_and_prefetching, few(SOME, 2))
 
 
 def train_eval_train(rank, recipes):
@@ -396,7 +398,7 @@ def train_eval_train(rank, recipes):
 
 
 def test_train_eval_train(two):
-    two.run(train_eval_train, SOME)
+    two.run(train_eval_train, few(SOME, 2))
 
 
 def recipe_switch(rank):
@@ -456,10 +458,14 @@ def checkpointing(rank, recipes, impl, order):
         train(rank, model, twin, grad_input=True)
 
 
-@pytest.mark.parametrize("order", ["inside", "outside"])
-@pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
-def test_activation_checkpointing(two, impl, order):
-    two.run(checkpointing, SOME, impl, order)
+WRAPS = list(itertools.product(CheckpointImpl, ["inside", "outside"]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "impl", "order"), [(recipe, *wrap) for recipe, wrap in in_turn(SOME, WRAPS)], ids=str
+)
+def test_activation_checkpointing(two, recipe, impl, order):
+    two.run(checkpointing, [recipe], impl, order)
 
 
 def compiled(rank, recipes, backend):
@@ -473,7 +479,7 @@ def compiled(rank, recipes, backend):
 
 
 def test_blocks_compiled_before_wrapping(two):
-    two.run(compiled, FORMATS if tiers.LONG else ["fp8", "fp8_block", "nvfp4_1d_weight"], "aot_eager")
+    two.run(compiled, FORMATS if tiers.LONG else ["fp8_block", "nvfp4_1d_weight"], "aot_eager")
 
 
 def compiled_with_checkpointing(rank, recipes, order):

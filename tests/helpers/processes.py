@@ -13,6 +13,15 @@ import torch.distributed as dist
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
+def context_for(device):
+    """Return how ranks are started: where they need no GPU, each is forked off a process that has imported all."""
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hybridtensor"])
+    return context
+
+
 def check_devices(device, size):
     """Skip the test where ranks would have no GPU of their own."""
     if device == "cuda" and torch.cuda.device_count() < size:
@@ -57,7 +66,7 @@ def run(body, size, path, *args, device="cpu", expected=None):
         expected: Exit codes, by default all 0.
     """
     check_devices(device, size)
-    context = multiprocessing.get_context("spawn")
+    context = context_for(device)
     queue = context.SimpleQueue()
     given = (size, device, body, str(path), queue, args)
     workers = [context.Process(target=_work, args=(rank, *given)) for rank in range(size)]
