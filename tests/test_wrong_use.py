@@ -9,6 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import wrong_use
@@ -46,6 +47,7 @@ def test_every_wrong_kind_of_argument_is_a_clear_error(name):
     assert not wrong, "\n".join(wrong)
 
 
+@tiers.long("test_imports shows that no check vanishes there; torch is compiled anew for it")
 def test_and_so_it_is_under_python_o():
     helpers = str(Path(wrong_use.__file__).parent)
     path = os.pathsep.join([helpers, str(Path(wrong_use.PACKAGE).parent), os.environ.get("PYTHONPATH", "")])
