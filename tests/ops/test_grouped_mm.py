@@ -9,9 +9,11 @@ import warnings
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from casting import cast_of
 from kernels import require_kernels
+from tiers import few
 
 from hybridtensor.formats import get_format
 from hybridtensor.ops import NO_INPUTS, CastRequest, Groups, grouped_kernel
@@ -20,7 +22,7 @@ from hybridtensor.ops.grouped_cast import quantize_groups
 from hybridtensor.ops.grouped_mm import by_kernels, grouped_product, reference, select_grouped_backend
 from hybridtensor.testing import random_tensor
 
-T, N, K, E, STEP = 150, 64, 128, 3, 128
+T, N, K, E = 150, 64, 128, 3
 KINDS = ["fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128_fp32_scale",
          "mxfp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4", "nvfp4_row_scaled", "nvfp4_16x16", "identity",
          "of fp8_e4m3_tensor", "of nvfp4", "of mxfp8_e4m3_32x32"]  # fmt: skip
@@ -56,7 +58,8 @@ def operands(device, left, right, ends, dtype=torch.bfloat16):
     """Return the operands of the three products."""
     x, g = (random_tensor(T, size, dtype=dtype, seed=size, device=device) / 64 for size in (K, N))  # fp16 holds sums
     w = torch.stack([random_tensor(N, K, dtype=dtype, seed=seed, device=device) for seed in range(E)])
-    groups, stack = Groups(E, torch.tensor(ends, dtype=torch.int32, device=device), STEP), Groups(E)
+    step = 32 if device == "cpu" and "128" not in left + right else 128  # in the interpreter, no larger than it must be
+    groups, stack = Groups(E, torch.tensor(ends, dtype=torch.int32, device=device), step), Groups(E)
     return [
         (face(x, left, groups, rowwise=True), face(w, right, stack, rowwise=True)),
         (face(g, left, groups, rowwise=True), face(w, right, stack, rowwise=False)),
@@ -78,11 +81,13 @@ def check(left, right, dtype):
 
 @pytest.mark.parametrize("index", range(len(KINDS)), ids=KINDS)
 def test_every_pair(device, index, small_tiles):
-    for other in (0, 1, 3, 7, 10) if device == "cpu" else range(len(KINDS)):
+    others = few((0, 3, 10, 1, 7), 3) if device == "cpu" else range(len(KINDS))
+    for other in others:
         pair = KINDS[index], KINDS[(index + other) % len(KINDS)]
         for number, (left, right) in enumerate(operands(device, *pair, ENDS[0])):
             check(left, right, torch.bfloat16)
-            if "identity" not in pair and not (pair[0].startswith("of") and number == 2):
+            of_values = "identity" in pair or (pair[0].startswith("of") and number == 2)
+            if not of_values and (tiers.LONG or device != "cpu" or other in (0, 3)):
                 check(left, right, torch.float32)
 
 
