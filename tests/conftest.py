@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -52,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
     tiers.LONG = config.getoption("--long")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
