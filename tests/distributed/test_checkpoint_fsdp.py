@@ -6,7 +6,7 @@ import pytest
 import tiers
 import torch
 import torch.distributed as dist
-from checkpointing import bits
+from checkpointing import ALL, HELD, STATES, bits
 from processes import generator, here
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +23,6 @@ from hybridtensor.dtensor import local
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.structure import flatten
 
-ALL = tuple(ht.recipes.RECIPES)
 SIZES = (1, 2, 3, 4)
 pytestmark = pytest.mark.skipif(
     not hasattr(InterceptingTensor, "gathering"), reason="converted weights cannot be wrapped by fully_shard here"
@@ -96,11 +95,10 @@ def matrix(rank, path, persistent, recipes, every_pair):
 
 @pytest.mark.parametrize(
     ("persistent", "recipes"),
-    [(False, ALL if tiers.LONG else ("fp8", "fp8_delayed", "nvfp4")), (True, ALL)],
+    [(False, ALL if tiers.LONG else STATES), (True, ALL)],
     ids=["masters", "persistent"],
 )
 def test_reshard_every_recipe_bitwise(four, persistent, recipes, tmp_path):
-    """Of master weights only the state differs by recipe: none, scales, counters."""
     four.run(matrix, str(tmp_path / "run"), persistent, recipes, tiers.LONG)
 
 
@@ -108,7 +106,7 @@ def optimizer_states(rank, persistent):
     mesh = init_device_mesh(here(), (2,))
     for full in (False, True):
         options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
-        runs = [make(persistent, mesh, seed, ("fp8", "fp8_delayed", "nvfp4")) for seed in (0, 1)]
+        runs = [make(persistent, mesh, seed, STATES) for seed in (0, 1)]
         train(*runs[0])
         state = get_optimizer_state_dict(*runs[0], options=StateDictOptions(full_state_dict=full, cpu_offload=full))
         state = copy.deepcopy(state) if rank == 0 or not full else {}  # optimizers share what they load
@@ -125,24 +123,24 @@ def test_states_of_optimizers_by_name(two, persistent):
     two.run(optimizer_states, persistent)
 
 
-def replicas(rank, path, persistent):
+def replicas(rank, path, persistent, recipes):
     row = init_device_mesh(here(), (4,))
     square = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, optimizer = make(persistent, row)
+    model, optimizer = make(persistent, row, recipes=recipes)
     train(model, optimizer)
     checkpoint.save(f"{path}/row", 1, {"model": model, "optimizer": optimizer})
-    replicated = load(f"{path}/row", persistent, square)
+    replicated = load(f"{path}/row", persistent, square, recipes)
     checkpoint.save(f"{path}/square", 1, replicated)
-    assert same(parts(model, optimizer), parts(**load(f"{path}/square", persistent, row)))
-    assert same(parts(**replicated), parts(**load(f"{path}/square", persistent, square)))
+    assert same(parts(model, optimizer), parts(**load(f"{path}/square", persistent, row, recipes)))
+    assert same(parts(**replicated), parts(**load(f"{path}/square", persistent, square, recipes)))
     alone = dist.new_group([rank], use_local_synchronization=True)
-    wholes = [load(f"{path}/{name}", persistent, None, group=alone) for name in ("row", "square")]
+    wholes = [load(f"{path}/{name}", persistent, None, recipes, group=alone) for name in ("row", "square")]
     assert bits(*wholes[0].values()) == bits(*wholes[1].values())
 
 
-def load(path, persistent, mesh, **options):
+def load(path, persistent, mesh, recipes, **options):
     """Return a model and its optimizer with what a folder holds, and other values before."""
-    model, optimizer = make(persistent, mesh, seed=1)
+    model, optimizer = make(persistent, mesh, 1, recipes)
     state = {"model": model, "optimizer": optimizer}
     assert checkpoint.load(path, state, **options) == 1
     return state
@@ -150,4 +148,5 @@ def load(path, persistent, mesh, **options):
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
 def test_with_and_without_replicas_of_shards(four, persistent, tmp_path):
-    four.run(replicas, str(tmp_path), persistent)
+    some = HELD if persistent else STATES
+    four.run(replicas, str(tmp_path), persistent, ALL if tiers.LONG else some)

@@ -8,6 +8,15 @@ import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.subclasses.structure import flatten
 
+ALL = tuple(ht.recipes.RECIPES)
+# Of each way to hold a weight one: not at all, per tensor, delayed, per row, in blocks of each kind, in one face
+HELD = (
+    "bf16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "nvfp4_1d_weight",
+    "high_precision_fwd_mxfp8_bwd",
+)  # fmt: skip
+STATES = ("fp8", "fp8_delayed", "nvfp4")
+"""Of master weights only the state differs by recipe: none, scales, counters."""
+
 
 def make(spec, persistent=False, seed=0, rate=0.01):
     """Return a model and its optimizer."""
@@ -45,7 +54,7 @@ def bits(model, optimizer=None):
         found.update({f"{i}.{key}": value for key, value in state.items()})
     if isinstance(optimizer, ht.optim.MasterWeights):
         found.update({f"master.{i}": master.detach() for i, master in enumerate(optimizer.masters().values())})
-    return {name: t.contiguous().reshape(-1).view(torch.uint8).tolist() for name, t in found.items()}
+    return {name: t.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for name, t in found.items()}
 
 
 def trained(spec="fp8", persistent=False, steps=2):
