@@ -150,6 +150,7 @@ import torch, hybridtensor as ht
 assert not torch.cuda.is_initialized()
 frameworks = {"accelerate", "lightning", "torchtitan", "transformers", "transformer_engine"}
 assert not [name for name in sys.modules if name.split(".")[0] in frameworks or "integrations" in name]
+assert "hybridtensor.verify" not in sys.modules  # or python -m would warn of it
 print("imported")
 model = ht.quantize_(torch.nn.Linear(16, 16), "fp8")
 model(torch.randn(4, 16)).sum().backward()

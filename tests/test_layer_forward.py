@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils as utils
+from processes import call
 from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, prune
@@ -258,24 +259,14 @@ def test_the_copy_of_a_layer_has_a_forward_of_its_own(how, kind):
     assert torch.equal(functional_call(layer, values, X), changed(torch.zeros_like(plain)))
 
 
-def run_in_a_process(layer, queue):
-    queue.put(layer(X).tolist())
-
-
-def test_a_layer_in_a_spawned_process():
+def test_a_layer_in_another_process():
     layer = converted("under")
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
     values = pickle.dumps(layer)  # torch's own reduction would share memory, which wrappers have none of
-    process = context.Process(target=unpickle_and_run, args=(values, queue))
-    process.start()
-    got = queue.get()
-    process.join()
-    assert got == layer(X).tolist()
+    assert call(unpickle_and_run, values) == layer(X).tolist()
 
 
-def unpickle_and_run(values, queue):
-    run_in_a_process(pickle.loads(values), queue)
+def unpickle_and_run(values):
+    return pickle.loads(values)(X).tolist()
 
 
 @pytest.mark.parametrize("kind", ["alone", "above", "under"])

@@ -1,16 +1,16 @@
 """Steps that a crash or a bad disk left: they are found, and the last good one is loaded."""
 
 import json
-import os
 import resource
+import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tiers
 from checkpointing import flip, folder, load, saved, trained
+from processes import call_program
 
 from hybridtensor import verify as command
 from hybridtensor.distributed import checkpoint
@@ -81,8 +81,11 @@ class TestDamage:
         assert load(tmp_path) == (1, expected[1])
 
 
+# What is forked cannot use a GPU
 KILLED = """
-import os, random, signal, sys, time, torch
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import random, signal, sys, time, torch
 from checkpointing import bits, make, train
 from hybridtensor.distributed import checkpoint
 torch.set_num_threads(1)
@@ -120,13 +123,15 @@ print(seen, partial)
 
 def test_killed_at_any_moment_the_last_good_step_loads(tmp_path):
     times = 30 if tiers.LONG else 12
-    steps, interrupted = map(int, script(KILLED, tmp_path / "run", str(times)).split())
+    steps, interrupted = map(int, call_program(KILLED, tmp_path / "run", times).split())
     assert steps > times / 6
     assert interrupted > times / 6
 
 
 REPLACED = """
-import os, shutil, sys, torch
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import shutil, sys, torch
 from hybridtensor.distributed import checkpoint
 torch.set_num_threads(1)
 folder = sys.argv[1]
@@ -170,23 +175,8 @@ print(at, hidden, len(set(found)))
 """
 
 
-def script(program, *arguments):
-    """Run a program that forks; return what it prints."""
-    helpers = os.path.join(os.path.dirname(__file__), os.pardir, "helpers")
-    run = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([helpers, *sys.path]),
-            "CUDA_VISIBLE_DEVICES": "",  # what is forked cannot use a GPU
-        },
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_killed_at_any_file_operation_the_only_step_is_replaced_or_there(tmp_path):
-    operations, hidden, replaced = map(int, script(REPLACED, tmp_path / "run").split())
+    operations, hidden, replaced = map(int, call_program(REPLACED, tmp_path / "run").split())
     assert operations > 12
     assert hidden  # killed between the two renames, too
     assert replaced > 1
@@ -254,10 +244,11 @@ class TestCommand:
         assert command.main([str(tmp_path / "nothing")]) == 2
         assert "no checkpoint" in capsys.readouterr().err
 
-    def test_runs_as_a_module(self, tmp_path):
+    def test_runs_as_a_module(self, tmp_path, monkeypatch, capsys):
         saved(tmp_path, 1)
-        run = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "hybridtensor.verify", tmp_path], capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert (run.returncode, run.stdout, run.stderr) == (0, "step 1: good\n", "")
+        monkeypatch.delitem(sys.modules, "hybridtensor.verify")
+        monkeypatch.setattr(sys, "argv", ["verify", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("hybridtensor.verify", run_name="__main__")
+        assert ended.value.code == 0
+        assert capsys.readouterr() == ("step 1: good\n", "")

@@ -2,9 +2,6 @@
 
 import copy
 import io
-import os
-import subprocess
-import sys
 
 import pytest
 import tiers
@@ -12,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpointing import bits, make, train
+from processes import call_program
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -221,6 +219,7 @@ def test_planners_refuse_what_has_no_memory(alone, tmp_path):
 RESUME = """
 import sys, torch
 from checkpointing import bits, make, train
+from processes import call_program
 from hybridtensor.distributed import checkpoint
 torch.set_num_threads(1)
 folder, out, device = sys.argv[1:]
@@ -251,10 +250,5 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path, device):
         losses = train(model, optimizer, 25, 50)
         expected[spec, persistent] = losses, bits(model, optimizer)
     torch.set_num_threads(threads)
-    helpers = os.path.join(os.path.dirname(__file__), os.pardir, "helpers")
-    path = os.pathsep.join([helpers, *sys.path])
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", RESUME % cases, tmp_path, tmp_path / "out", device],
-        check=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    call_program(RESUME % cases, tmp_path, tmp_path / "out", device)
     assert torch.load(tmp_path / "out", weights_only=True) == expected

@@ -1,7 +1,10 @@
 """Ranks as processes of one group: on a CPU through gloo, or one per GPU through NCCL."""
 
+import contextlib
 import datetime
+import io
 import multiprocessing
+import sys
 import time
 import traceback
 import warnings
@@ -20,6 +23,25 @@ def context_for(device):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hybridtensor"])
     return context
+
+
+def call(function, *args):
+    """Return what a function of a test module, or of a helper, returns in a new process."""
+    with context_for("cuda" if torch.cuda.is_available() else "cpu").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def call_program(program, *arguments):
+    """Return what a program prints that gets a command line in a new process."""
+    return call(_printed, program, [str(argument) for argument in arguments])
+
+
+def _printed(program, arguments):
+    warnings.simplefilter("error")
+    sys.argv = ["", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {"__name__": "__main__"})
+    return printed.getvalue()
 
 
 def check_devices(device, size):

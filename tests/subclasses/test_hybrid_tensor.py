@@ -3,11 +3,10 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import call_program
 
 from hybridtensor import (
     Float8Quantizer,
@@ -121,8 +120,11 @@ def test_weights_only_load_works_in_a_process_that_only_imports_us(tmp_path):
         f"import torch, hybridtensor; w = torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True)['w']; "
         "print(type(w).__name__, w.config, w.dequantize().float().sum().item().hex())"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["HybridTensor", "fp8+dequantized", weight.dequantize().float().sum().item().hex()]
+    assert call_program(program).split() == [
+        "HybridTensor",
+        "fp8+dequantized",
+        weight.dequantize().float().sum().item().hex(),
+    ]
 
 
 def test_a_wrapper_reports_the_plain_tensors_shape_and_strides():
