@@ -62,7 +62,7 @@ def train(rank, model, twin, steps=3):
 
 def trains_like_the_twin(rank, recipes, size, options):
     for recipe in recipes:
-        train(rank, shard(make(recipe), mesh_of(rank, size), **options), make(recipe))
+        train(rank, shard(make(recipe), mesh_of(rank, size), **options), make(recipe), steps=2)
 
 
 def test_every_recipe_trains_like_the_unsharded_model(two):

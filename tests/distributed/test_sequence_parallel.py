@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from processes import here
 from tensor_parallel import cut, data, make, step, tp_mesh, whole
-from tiers import long
+from tiers import few, long
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
@@ -217,7 +217,7 @@ def compiled(rank, recipes):
 @pytest.mark.filterwarnings("ignore")
 def test_one_graph_that_sends_as_much(two):
     """One forward and one backward graph, with the collectives of eager mode: siblings share theirs."""
-    two.run(compiled, ["mxfp8", "fp8", "fp8_rowwise", "fp8_delayed"])
+    two.run(compiled, few(["mxfp8", "fp8_rowwise", "fp8_delayed", "fp8"], 3))
 
 
 def in_symmetric_memory(rank, recipe):
