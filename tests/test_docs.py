@@ -243,7 +243,7 @@ def test_the_results_of_the_readme_are_those_of_the_benchmarks():
     assert table("results", README) == [
         [recipe, speeds.get(("eager", recipe), ""), speeds.get(("compiled", recipe), ""), losses.get(recipe, "")]
         for recipe in dict.fromkeys(recipe for _, recipe in speeds)
-        if recipe in ht.recipes.RECIPES or recipe.startswith("torchao")
+        if recipe in ht.recipes.RECIPES or recipe.startswith(("torchao", "TransformerEngine"))
     ]
     (noise,) = {
         f"{r['noise %']:.2f} %" for r in results("convergence_nvidia_h200")["rows"] if r["recipe"].startswith("fp8")

@@ -50,6 +50,13 @@ def _check_face(face: Any, role: str, direction: str, *, in_hybrid: bool) -> Non
             "one per row",
             "use fp8, fp8_block or mxfp8",
         )
+    of_tensor = isinstance(face, ours.Float8Quantizer) and face.granularity == "tensor"
+    if in_hybrid and of_tensor and direction == "columnwise":
+        raise _unable(
+            f"a rowwise face with the same scale beside {where} is",
+            "one of another kind",
+            f"give both products of {role} one format",
+        )
     if isinstance(face, ours.DelayedFloat8Quantizer):
         if in_hybrid:
             raise _unable(

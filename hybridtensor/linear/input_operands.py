@@ -196,6 +196,8 @@ def _costs_nothing(input: Tensor, config: HybridConfig) -> bool:
     In a graph nothing writes state before backward: torch raises. In eager code not where hooks take what
     is saved, as offloading does: they would take it twice.
     """
+    if config.keep_faces == "always":
+        return False
     if is_traced():
         return config.can_keep_input(state_holds=True) and is_kept_anyway(input)
     return (

@@ -78,12 +78,14 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are
             not: the faces are then those of the model's bf16 export, which inference engines
             quantize.
-        keep_faces: How long faces of weights in high precision live; no bit depends on it.
-            ``"auto"``: until the next write where several forwards use a weight in between, as while
-            gradients accumulate, else the rowwise one while forward uses it, and the columnwise one,
-            which backward makes, while that does. ``"always"``: until the next write. ``"never"``: as if
-            nothing used a weight again. In graphs of ``torch.compile`` faces never outlive a backward,
-            and ``"always"`` only means that forward makes both.
+        keep_faces: How long faces live that can be made again; no bit depends on it. Those of weights in
+            high precision: ``"auto"``: until the next write where several forwards use a weight in
+            between, as while gradients accumulate, else the rowwise one while forward uses it, and the
+            columnwise one, which backward makes, while that does. ``"always"``: until the next write.
+            ``"never"``: as if nothing used a weight again. In graphs of ``torch.compile`` they never
+            outlive a backward, and ``"always"`` only means that forward makes both. The columnwise face
+            of an input that backward has anyway, as attention keeps what it returned, and a graph makes
+            again what a norm or an activation did: backward makes it, but with ``"always"``.
 
     Raises:
         TypeError: If a role is not a quantizer.
