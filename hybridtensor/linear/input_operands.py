@@ -13,7 +13,7 @@ compiler makes again.
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import is_kept_anyway, make_again
-from hybridtensor.quantizers import HybridQuantizer
+from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -85,7 +85,7 @@ class KeptInput(Operand):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         """See ``Operand.columnwise``."""
-        return self._sharing.take(partial(self._made, saved[0]))
+        return self._sharing.take(functools.partial(self._made, saved[0]))
 
     def _made(self, x: Tensor) -> Face:
         context = self._context._replace(record=True, after=self._after)
@@ -140,7 +140,7 @@ class ShardedInput(Operand):
     def columnwise(self, saved: list[Tensor]) -> Face:
         """See ``Operand.columnwise``."""
         self._start(saved)
-        return self._sharing.take(partial(self._gathered, super().columnwise(saved)))
+        return self._sharing.take(functools.partial(self._gathered, super().columnwise(saved)))
 
     def _gathered(self, part: Face) -> Face:
         """Return the gathered face, or that of gathered values, quantized now."""
@@ -178,8 +178,10 @@ def input_operand(
     dtype = input.dtype
     kept = needs.weight and (config.save_original_input or _costs_nothing(cast_from, config))
     columnwise = needs.weight and not kept
-    how = (config.input, columnwise, kept, dtype, _mark(context))
-    read = reading(cast_from, weight.record, how) if config.input.repeatable else Reading()
+    read = Reading()
+    if config.input.repeatable:
+        how = (config.input, columnwise, dtype)
+        read = reading(cast_from, weight.record, how, context.groups, kept=kept)
     if read.faces is None:
         read.faces = config.input.faces(
             input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
@@ -199,12 +201,25 @@ def _costs_nothing(input: Tensor, config: HybridConfig) -> bool:
     if config.keep_faces == "always":
         return False
     if is_traced():
-        return config.can_keep_input(state_holds=True) and is_kept_anyway(input)
+        return _can_be_kept(config.input, state_holds=True) and is_kept_anyway(input)
     return (
         _is_of_attention(input.grad_fn)
         and not _saved_tensors_hooks(False)
-        and config.can_keep_input(state_holds=False)
+        and _can_be_kept(config.input, state_holds=False)
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _can_be_kept(quantizer: Quantizer, *, state_holds: bool) -> bool:
+    """Return whether the columnwise face is quantized, made of the tensor itself, and can be made again with
+    the same bits; of what depends on the layer's state only if that is sure to be forward's still.
+    """
+    own, source = quantizer, "original"
+    if isinstance(quantizer, HybridQuantizer):
+        own, source = quantizer.columnwise, quantizer.columnwise_source
+    if isinstance(own, IdentityQuantizer) or source != "original" or own.stochastic:
+        return False
+    return own.repeatable or state_holds
 
 
 def _is_of_attention(node: Node | None) -> bool:
@@ -217,17 +232,8 @@ _VIEWS = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute")
 )
 _ATTENTION = "ScaledDotProduct"
-_saved_tensors_hooks = (
-    torch._C._autograd._top_saved_tensors_default_hooks
-)  # those that are open, or None
-
-
-def _mark(context: Context) -> tuple[object, ...]:
-    """Return what tells groups apart while something holds them."""
-    groups = context.groups
-    if groups is None or groups.ends is None:
-        return ()
-    return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
+# Those that are open, or None
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def brought_along(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridtensor.arguments import require_flag
-from hybridtensor.ops import Faces
+from hybridtensor.ops import Faces, Groups
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.record import WeightRecord
@@ -187,21 +187,39 @@ def _leave(module: nn.Module, args: object, output: object) -> None:
         _thread.scope = scope.outer
 
 
-def reading(input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
+def reading(
+    input: Tensor,
+    record: WeightRecord,
+    how: tuple[object, ...],
+    groups: Groups | None = None,
+    *,
+    kept: bool = False,
+) -> Reading:
     """Return what is shared of an input with the layers that read it, too, if any.
 
     Args:
         input: What is quantized.
         record: That of the weight that its faces are multiplied with.
         how: What else faces depend on, compared with ``==``.
+        groups: Which rows belong to which weight, or None.
+        kept: Whether backward quantizes it, too.
     """
     if is_traced():
-        return Reading(_of_graph(input, (input._version, *how)))
+        if not kept:  # then a compiler takes equal casts for one
+            return Reading()
+        return Reading(_of_graph(input, (input._version, *how, *_mark(groups))))
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
     of_module = isinstance(layer, LayerState) and layer.parent == scope.parent
-    return scope.read(input, record, how) if of_module else Reading()
+    return scope.read(input, record, (*how, kept, *_mark(groups))) if of_module else Reading()
+
+
+def _mark(groups: Groups | None) -> tuple[object, ...]:
+    """Return what tells groups apart while something holds them."""
+    if groups is None or groups.ends is None:
+        return ()
+    return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
 def _of_graph(input: Tensor, key: tuple[object, ...]) -> Sharing:

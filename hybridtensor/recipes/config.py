@@ -187,14 +187,6 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         rules = (getattr(self, role).delayed_rules(role) for role in ROLES)
         return {slot: rule for of_role in rules for slot, rule in of_role.items()}
 
-    def can_keep_input(self, *, state_holds: bool) -> bool:
-        """Return whether backward can quantize an input that is kept until then, to the same bits.
-
-        Args:
-            state_holds: Whether the layer's state is sure to be that of forward still.
-        """
-        return _can_be_kept(self.input, state_holds)
-
     @property
     def stochastic(self) -> bool:
         """Whether anything is rounded at random."""
@@ -342,17 +334,6 @@ def weight_values(config: HybridConfig, values: Tensor) -> Tensor:
 
 def _told_formats(config: HybridConfig, gemm: Gemm) -> str:
     return f"{gemm.name} of " + " and ".join(str(fmt) for fmt in config.formats(gemm))
-
-
-@functools.lru_cache(maxsize=256)
-def _can_be_kept(quantizer: Quantizer, state_holds: bool) -> bool:
-    """Whether the columnwise face is quantized, made of the tensor itself, and can be made again."""
-    own, source = quantizer, "original"
-    if isinstance(quantizer, HybridQuantizer):
-        own, source = quantizer.columnwise, quantizer.columnwise_source
-    if isinstance(own, IdentityQuantizer) or source != "original" or own.stochastic:
-        return False
-    return own.repeatable or state_holds
 
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:
