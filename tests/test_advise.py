@@ -160,7 +160,8 @@ def test_within_the_budget_and_cheaper(budget):
 def test_what_is_emulated_never_pays():
     advice = advise(model_of(), hardware="h200", budget="nvfp4")
     assert {row.format for row in advice.table} <= {"bf16", "fp8", "fp8_rowwise", "fp8_block"}
-    assert advice.cost <= costs.table("h200").cost(ht.HybridConfig.parse("fp8").formats(ht.recipes.spec.GEMMS[0]))
+    uniform = costs.table("h200").cost(ht.HybridConfig.parse("fp8").formats(ht.recipes.spec.GEMMS[0]))
+    assert advice.cost <= uniform * (1 + 1e-9)  # the sum of its products' shares is rounded
 
 
 def test_no_error_allowed_and_none_possible():
