@@ -23,8 +23,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in
     place of two, and one in place of four in backward, which keeps only ``gate`` and ``up``: two
     bytes less per element than torch keeps, in bf16. In graphs of ``torch.compile`` it is torch's
-    operations, done again in backward, so that a plain layer behind it keeps nothing, as a quantized
-    one does not anyway. For DTensors and in ``torch.func`` transforms it is torch's operations, too.
+    operations, done again in backward, so that a plain layer behind it keeps nothing. For DTensors and in
+    ``torch.func`` transforms it is torch's operations, too.
 
     Args:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.

@@ -22,8 +22,8 @@ LAYERS = [
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "common_scale",
-    "intercepting", "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor", "followers",
-    "master_tensor", "quantizing", "operators",
+    "intercepting", "quantized_tensor", "identity_tensor", "shared_face", "sharded_face", "faces", "hybrid_tensor",
+    "followers", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]
 

@@ -53,8 +53,8 @@ def _check_face(face: Any, role: str, direction: str, *, in_hybrid: bool) -> Non
     of_tensor = isinstance(face, ours.Float8Quantizer) and face.granularity == "tensor"
     if in_hybrid and of_tensor and direction == "columnwise":
         raise _unable(
-            f"a rowwise face with the same scale beside {where} is",
-            "one of another kind",
+            f"a rowwise face of the same format beside {where} is",
+            "one of another",
             f"give both products of {role} one format",
         )
     if isinstance(face, ours.DelayedFloat8Quantizer):

@@ -1,8 +1,9 @@
 """The linear layer as one autograd function.
 
-Saved for backward are plain tensors, a list whose length depends on the recipe and on who needs a
-gradient, and on nothing else: one columnwise face per operand that backward will use. Hooks on
-saved tensors (offload, recomputation) therefore see FP8 bytes, and always as many.
+Saved for backward are plain tensors, a list that depends on the recipe, on who needs a gradient and on what
+made the input, and never on the phase: one columnwise face per operand that backward will use, or
+the input where backward has it anyway. Hooks on saved tensors (offload, recomputation) see FP8
+bytes, and always as many.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 | ``KeptInput`` | an input in high precision that is kept; backward makes its columnwise face |
 | ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
 
-An input is kept where the recipe says so, and where it costs nothing, because backward has it anyway: what
-attention returned, and in a graph of ``torch.compile`` also what a norm or an activation returned, which a
-compiler makes again.
+An input is kept where the recipe says so, and where backward has it anyway: what attention returned, and in a
+graph of ``torch.compile`` also what a norm or an activation returned, which a compiler makes again of
+what their own backward needs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from hybridtensor.linear.operands import (
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.library import is_traced
-from hybridtensor.ops.order import is_kept_anyway, make_again
+from hybridtensor.ops.order import can_make_again, is_in_region, make_again
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
 from hybridtensor.subclasses.operators.matmul import take_face
-from hybridtensor.subclasses.sharded_face import ShardedFace, Sharing
+from hybridtensor.subclasses.sharded_face import ShardedFace
+from hybridtensor.subclasses.shared_face import SharedFace
 
 
 class KeptInput(Operand):
@@ -50,9 +51,10 @@ class KeptInput(Operand):
         dtype: Dtype of the computation.
         context: Which tensor this is.
         sharing: What layers that read the same input share of its columnwise face.
+        again: Whether a graph makes the input again instead of keeping it.
     """
 
-    __slots__ = ("_after", "_config", "_context", "_dtype", "_sharing", "_x")
+    __slots__ = ("_after", "_again", "_config", "_context", "_dtype", "_sharing", "_x")
 
     def __init__(
         self,
@@ -61,21 +63,23 @@ class KeptInput(Operand):
         config: HybridConfig,
         dtype: torch.dtype,
         context: Context,
-        sharing: Sharing,
+        sharing: SharedFace,
+        again: bool,
     ) -> None:
         super().__init__(row, None)
         self._x: Tensor | None = x
         self._after: Tensor | None = None
         self._config, self._dtype, self._context = config, dtype, context
-        self._sharing = sharing
+        self._sharing, self._again = sharing, again
 
     def save(self) -> list[Tensor]:
-        """See ``Operand.save``; a graph keeps nothing, if it can make the input again."""
+        """See ``Operand.save``."""
         x, self._x, self._row = self._x, None, None
         if x is None:
             return []
         self._sharing.readers += 1
-        make_again(x)
+        if self._again:
+            make_again(x)
         return [x]
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
@@ -176,7 +180,8 @@ def input_operand(
     if isinstance(input, QUANTIZED):
         return brought_along(input, needs, input.dtype, config, context)
     dtype = input.dtype
-    kept = needs.weight and (config.save_original_input or _costs_nothing(cast_from, config))
+    had = needs.weight and _is_had(cast_from, input, config)
+    kept = had or (needs.weight and config.save_original_input)
     columnwise = needs.weight and not kept
     read = Reading()
     if config.input.repeatable:
@@ -188,25 +193,31 @@ def input_operand(
         )
     row, column = read.faces
     if kept:
-        return KeptInput(row, input, config, dtype, context, read.columnwise)
+        return KeptInput(row, input, config, dtype, context, read.columnwise, had)
     return Operand(row, column)
 
 
-def _costs_nothing(input: Tensor, config: HybridConfig) -> bool:
-    """Return whether an input is there in backward anyway, which may then quantize it.
+def _is_had(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
+    """Return whether backward has an input anyway, so that it may quantize it to the bits of forward.
 
-    In a graph nothing writes state before backward: torch raises. In eager code not where hooks take what
-    is saved, as offloading does: they would take it twice.
+    In eager code not where hooks take what is saved, as offloading does: they would take it twice. In a
+    graph nothing writes state before backward: torch raises.
+
+    Args:
+        input: What other operations made.
+        x: The same in the dtype of the computation.
+        config: The recipe.
     """
-    if config.keep_faces == "always":
+    traced = is_traced()
+    node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
+    if node is None or config.keep_faces == "always":
         return False
-    if is_traced():
-        return _can_be_kept(config.input, state_holds=True) and is_kept_anyway(input)
-    return (
-        _is_of_attention(input.grad_fn)
-        and not _saved_tensors_hooks(False)
-        and _can_be_kept(config.input, state_holds=False)
-    )
+    if not _can_be_kept(config.input, state_holds=traced):
+        return False
+    of_attention = node.name().startswith(_ATTENTION)
+    if traced:
+        return not is_in_region(x) if of_attention else _keeps_inputs(node) and can_make_again(x)
+    return of_attention and x is input and not _saved_tensors_hooks(False)
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,16 +233,35 @@ def _can_be_kept(quantizer: Quantizer, *, state_holds: bool) -> bool:
     return own.repeatable or state_holds
 
 
-def _is_of_attention(node: Node | None) -> bool:
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name().startswith(_ATTENTION)
+def _behind(node: Node | None, passed: frozenset[str]) -> Node | None:
+    """Return the first of autograd's nodes that is none of ``passed``, nor a multiple of the one before it."""
+    while node is not None:
+        name = node.name()
+        if name not in passed:
+            return node
+        inputs = [before for before, _ in node.next_functions if before is not None]
+        if name in _PRODUCTS and len(inputs) > 1:
+            return node
+        node = inputs[0] if inputs else None
+    return None
 
 
-_VIEWS = frozenset(
-    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute")
-)
+def _keeps_inputs(node: Node) -> bool:
+    """Return whether an operation's own backward needs what it was made of, all of it."""
+    return node.name() in _KEEP_INPUTS or node.name() in _PRODUCTS
+
+
+def _nodes(*names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward0" for name in names)
+
+
 _ATTENTION = "ScaledDotProduct"
+_VIEWS = _nodes("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute")
+_PRODUCTS = _nodes("Mul", "Div")
+_PASSED_IN_GRAPHS = _VIEWS | _PRODUCTS | _nodes("ToCopy", "Clone")
+_KEEP_INPUTS = _nodes(
+    *("Silu", "Gelu", "Glu", "Mish", "Hardswish", "Pow"), *("NativeLayerNorm", "FusedRmsNorm")
+)
 # Those that are open, or None
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

@@ -26,7 +26,7 @@ from hybridtensor.ops import Faces, Groups
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.record import WeightRecord
-from hybridtensor.subclasses.sharded_face import Sharing
+from hybridtensor.subclasses.shared_face import SharedFace
 
 
 class Reading:
@@ -39,9 +39,9 @@ class Reading:
 
     __slots__ = ("columnwise", "faces")
 
-    def __init__(self, columnwise: Sharing | None = None) -> None:
+    def __init__(self, columnwise: SharedFace | None = None) -> None:
         self.faces: Faces | None = None
-        self.columnwise = columnwise or Sharing()
+        self.columnwise = columnwise or SharedFace()
 
 
 class _Scope:
@@ -69,8 +69,8 @@ class _Scope:
     def read(self, input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
         """Return what is shared of this very input, new unless another layer of the module has read it.
 
-        Another view of the same elements is the same input: DTensors give each layer a view. It is kept
-        for as long as the input lives and the forward runs.
+        Another view of the same elements is the same input: DTensors give each layer a view. The faces of
+        forward are kept for as long as the input lives and the forward runs.
 
         Args:
             input: What is quantized.
@@ -212,7 +212,7 @@ def reading(
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
     of_module = isinstance(layer, LayerState) and layer.parent == scope.parent
-    return scope.read(input, record, (*how, kept, *_mark(groups))) if of_module else Reading()
+    return scope.read(input, record, (*how, *_mark(groups))) if of_module else Reading()
 
 
 def _mark(groups: Groups | None) -> tuple[object, ...]:
@@ -222,13 +222,13 @@ def _mark(groups: Groups | None) -> tuple[object, ...]:
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
-def _of_graph(input: Tensor, key: tuple[object, ...]) -> Sharing:
+def _of_graph(input: Tensor, key: tuple[object, ...]) -> SharedFace:
     """Return what layers of the graph that is traced share of the columnwise face of an input: their
     casts wait for different gradients, so that a compiler would take them for different ones.
     """
-    known: tuple[object, Sharing] | None = _of_graphs.get(input)
+    known: tuple[object, SharedFace] | None = _of_graphs.get(input)
     if known is None or known[0] != key:
-        known = _of_graphs[input] = key, Sharing()
+        known = _of_graphs[input] = key, SharedFace()
     return known[1]
 
 

@@ -31,65 +31,25 @@ def after(x: Tensor, other: Tensor) -> Tensor:
     return copied.view(x.dtype)
 
 
-def make_again(x: Tensor) -> None:
-    """Have a compiler make ``x`` again in backward, if operations make it that it does again elsewhere.
+def can_make_again(x: Tensor) -> bool:
+    """Return whether ``make_again`` has an effect: in a trace, of what one cheap operation made.
 
-    It would keep what an operator reads into which it fuses nothing. Outside of traces, nothing happens.
+    Not in a checkpointed region, all of which is done again, or what a policy says.
+    """
+    node = _producer(x)
+    return node is not None and _is_cheap(node) and not is_in_region(x)
+
+
+def make_again(x: Tensor) -> None:
+    """Have a compiler make ``x`` again in backward. Without this it keeps what an operator reads that it
+    cannot fuse into.
     """
     node = _producer(x)
     if node is not None and _is_cheap(node):
         node.meta.setdefault("recompute", _AGAIN)  # as a checkpointed region marks its own
 
 
-def is_kept_anyway(x: Tensor) -> bool:
-    """Return whether the backward of the graph that is traced has ``x``, or makes it again of what it has.
-
-    Attention keeps what it returns, and most operations what they are given: not sums, copies and
-    multiples. Not in a checkpointed region, all of which is done again, or what a policy says.
-    """
-    if _is_in_region(x):
-        return False
-    node = _producer(x)
-    while node is not None and node.target in _LINEAR:
-        large = [arg for arg in node.all_input_nodes if _is_as_large(arg, x)]
-        of_two = len(node.all_input_nodes) > 1 and node.target in _PRODUCTS
-        if len(large) != 1 or of_two:
-            break
-        node = _behind_views(large[0])
-    if node is None or (node.target in _LINEAR and node.target not in _PRODUCTS):
-        return False
-    if node.target is operator.getitem:
-        node = node.all_input_nodes[0]
-    return str(node.target).startswith(_ATTENTION) or _is_cheap(node)
-
-
-_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
-_ATEN = torch.ops.aten
-_PRODUCTS = (_ATEN.mul.Tensor, _ATEN.div.Tensor)
-_LINEAR = (
-    *_PRODUCTS,
-    _ATEN.add.Tensor,
-    _ATEN.sub.Tensor,
-    _ATEN.clone.default,
-    _ATEN._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-)
-_VIEWS = (  # that the compiler puts others in place of, after it has traced
-    _ATEN.transpose.int,
-    _ATEN.detach.default,
-    _ATEN._unsafe_view.default,
-    _ATEN.unsqueeze.default,
-    _ATEN.squeeze.dim,
-)
-_ATTENTION = ("aten._scaled_dot_product", "flex_attention")
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    """Return whether a compiler does an operation again; of one of several results it cannot be asked."""
-    return node.target is not operator.getitem and bool(_operations().is_recomputable(node))
-
-
-def _is_in_region(x: Tensor) -> bool:
+def is_in_region(x: Tensor) -> bool:
     """Return whether a checkpointed region is traced: it marks every operation, such as one done here, which
     nothing uses.
     """
@@ -97,12 +57,20 @@ def _is_in_region(x: Tensor) -> bool:
     return node is not None and "ac_graph_id" in node.meta
 
 
-def _is_as_large(node: fx.Node, x: Tensor) -> bool:
-    """Return whether a node has as many elements; of unknown extents none is compared, which would guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
+_ATEN = torch.ops.aten
+_VIEWS = (  # that the compiler puts others in place of, after it has traced
+    _ATEN.transpose.int,
+    _ATEN.detach.default,
+    _ATEN._unsafe_view.default,
+    _ATEN.unsqueeze.default,
+    _ATEN.squeeze.dim,
+)
 
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and statically_known_true(value.numel() >= x.numel())
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Return whether a compiler does an operation again; of one of several results it cannot be asked."""
+    return node.target is not operator.getitem and bool(_operations().is_recomputable(node))
 
 
 def _producer(x: Tensor) -> fx.Node | None:

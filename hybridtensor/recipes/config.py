@@ -69,7 +69,8 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
             gradient is that of the quantized function. Shorthand: it rewrites the three roles, and
             stays here for printing.
         save_original_input: Keep the input itself for backward and make its columnwise face there;
-            the bits are the same. Saves memory where the producer of the input keeps it anyway.
+            the bits are the same, but for the roundings that a compiler skips. Saves memory where the
+            producer of the input keeps it anyway.
             Implied by ``"high_precision"``.
         fast_accum: Let the matrix units of a Hopper GPU add up the two products of backward by
             themselves, as they do in the forward. Faster, with fewer bits than fp32 in sums (some
@@ -78,14 +79,15 @@ class HybridConfig(AOBaseConfig):  # type: ignore[misc]
         bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are
             not: the faces are then those of the model's bf16 export, which inference engines
             quantize.
-        keep_faces: How long faces live that can be made again; no bit depends on it. Those of weights in
-            high precision: ``"auto"``: until the next write where several forwards use a weight in
-            between, as while gradients accumulate, else the rowwise one while forward uses it, and the
-            columnwise one, which backward makes, while that does. ``"always"``: until the next write.
-            ``"never"``: as if nothing used a weight again. In graphs of ``torch.compile`` they never
-            outlive a backward, and ``"always"`` only means that forward makes both. The columnwise face
-            of an input that backward has anyway, as attention keeps what it returned, and a graph makes
-            again what a norm or an activation did: backward makes it, but with ``"always"``.
+        keep_faces: How long faces live that can be made again; no bit depends on it, but for the roundings
+            that a compiler skips. Those of weights in high precision: ``"auto"``: until the next write
+            where several forwards use a weight in between, as while gradients accumulate, else the
+            rowwise one while forward uses it, and the columnwise one, which backward makes, while that
+            does. ``"always"``: until the next write. ``"never"``: as if nothing used a weight again. In
+            graphs of ``torch.compile`` they never outlive a backward, and ``"always"`` only means that
+            forward makes both. The columnwise face of an input that backward has anyway (attention's
+            output; in a graph also that of a norm or an activation) is made in backward, with
+            ``"always"`` in forward.
 
     Raises:
         TypeError: If a role is not a quantizer.

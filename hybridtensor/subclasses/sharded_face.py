@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, Self
 
 import torch
@@ -13,6 +12,7 @@ from hybridtensor.ops import Face
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.shared_face import SharedFace
 from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
 
 
@@ -24,34 +24,6 @@ class Sequence(Protocol):
 
     def finish(self, face: Face, direction: str, parts: list[Tensor], shape: torch.Size) -> Face:
         """Wait for them, and return the whole face."""
-
-
-class Sharing:
-    """What layers that read one input share of its columnwise face in backward.
-
-    Attributes:
-        readers: How many layers saved it.
-        waiting: How many have not asked for it yet.
-        parts: What is being gathered, or None.
-        face: The whole face, or None.
-    """
-
-    __slots__ = ("face", "parts", "readers", "waiting")
-
-    def __init__(self) -> None:
-        self.readers = self.waiting = 0
-        self.parts: list[Tensor] | None = None
-        self.face: Face | None = None
-
-    def take(self, make: Callable[[], Face]) -> Face:
-        """Return the face, which the first layer that asks makes, and the last one lets go of."""
-        if self.face is None:
-            self.face, self.parts, self.waiting = make(), None, self.readers
-        face = self.face
-        self.waiting -= 1
-        if self.waiting <= 0:
-            self.face = None
-        return face
 
 
 class ShardedFace(WrapperTensor):
@@ -72,7 +44,7 @@ class ShardedFace(WrapperTensor):
     source: QuantizedTensor | IdentityTensor
     sequence: Sequence
     quantize: bool
-    sharing: Sharing
+    sharing: SharedFace
 
     @staticmethod
     def __new__(
@@ -96,7 +68,7 @@ class ShardedFace(WrapperTensor):
         stride: Stride = None,
     ) -> None:
         self.source, self.sequence, self.quantize = source, sequence, quantize
-        self.sharing = Sharing()
+        self.sharing = SharedFace()
 
     @property
     def format(self) -> Format:

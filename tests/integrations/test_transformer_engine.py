@@ -116,7 +116,7 @@ REFUSED = {
     "fp8_rowwise": "one per row; use fp8, fp8_block or mxfp8",
     "fp8+fast_accum": "got fast_accum; drop it",
     "mxfp8+bf16_weight_values": "got bf16_weight_values; give its layers bf16 weights",
-    "fp8/bf16/fp8": "a rowwise face with the same scale beside grad_output.columnwise is required",
+    "fp8/bf16/fp8": "a rowwise face of the same format beside grad_output.columnwise is required",
     "fp8_delayed/fp8/fp8": "delayed scaling of one direction; use fp8 there",
     ht.HybridConfig(*[NV(hadamard=True)] * 3): "rotation of columnwise faces only in input.rowwise",
     ht.HybridConfig(NV(row_scaled=True), NV(), NV()): "rows scaled in the forward only, in input.columnwise",
