@@ -333,9 +333,10 @@ def test_every_recipe_has_a_fingerprint_of_its_own(losses):
 COMPILED = ["fp8_delayed", "nvfp4_last_tenth_bf16", "nvfp4_edge_blocks_bf16", "bf16_disturbed", *ht.recipes.RECIPES]
 
 
+@long("models that are compiled elsewhere, too")
 @pytest.mark.filterwarnings("default")  # compiling, torch warns of its own ways
-@pytest.mark.parametrize("name", few(dict.fromkeys(COMPILED), 1))
-@pytest.mark.parametrize("backend", few(["aot_eager", "inductor"], 1))
+@pytest.mark.parametrize("name", dict.fromkeys(COMPILED))
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_runs_are_those_of_eager_code(backend, name, losses, smoke, monkeypatch):
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain(self, backend=backend, **options))

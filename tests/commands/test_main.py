@@ -1,6 +1,7 @@
 """The command line as a whole: its ways in, and its exit codes."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -10,23 +11,20 @@ import hybridtensor as ht
 from hybridtensor.__main__ import main
 
 
-def run(*arguments, reads=None):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hybridtensor", *arguments], stdout=reads or subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def test_module_is_a_command():
-    done = run("recipes")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "fp8_rowwise_hp_grad_weight" in done.stdout
+def test_module_is_a_command(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "hybridtensor.__main__")
+    monkeypatch.setattr(sys, "argv", ["hybridtensor", "recipes"])
+    with pytest.raises(SystemExit) as exited:
+        runpy.run_module("hybridtensor", run_name="__main__")
+    assert exited.value.code == 0
+    assert "fp8_rowwise_hp_grad_weight" in capsys.readouterr().out
 
 
 def test_whoever_reads_may_stop(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
-    done = run("recipes", reads=writing)
+    command = [sys.executable, "-W", "error", "-m", "hybridtensor", "recipes"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
 
