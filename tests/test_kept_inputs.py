@@ -129,6 +129,35 @@ def test_what_a_norm_returned_is_made_again(recipe):
     assert columnwise_casts(graphs) == (2 if recipe == "fp8_delayed" else 1)
 
 
+class Viewed(Normed):
+    """Each layer has a view of its own, as parts of DTensors are."""
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.cat([self.q(x.view_as(x)), self.k(x.view_as(x))], dim=-1)
+
+
+def test_views_of_one_input_share_a_cast():
+    net, x = converted(Viewed(), "fp8"), random_tensor(TOKENS, SIZE)
+    found, graphs = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+    assert columnwise_casts(graphs) == 1
+
+
+class Halves(Normed):
+    """Two layers read the two halves of one tensor: views of one place and of another."""
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.cat([self.q(x[: TOKENS // 2]), self.k(x[TOKENS // 2 :])], dim=-1)
+
+
+def test_other_elements_of_one_tensor_are_cast_apart():
+    net, x = converted(Halves(), "fp8+save_original_input"), random_tensor(TOKENS, SIZE)
+    found, _ = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+
+
 @pytest.mark.parametrize("function", HAD)
 def test_what_backward_has_is_not_saved_again(function):
     """Neither it nor its face: backward needs the product that it was made of, but for attention, which keeps both."""

@@ -80,8 +80,7 @@ class _Scope:
         stream = (
             torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
         )  # orders the cast
-        place = (input.shape, input.stride(), input.storage_offset())
-        key = (input._version, place, stream, *how)
+        key = (*_place(input), stream, *how)
         owner = _owner(input)
         known = self.input is not None and self.input() is owner and self.key == key
         if known and all(record is not reader for reader in self.readers):
@@ -94,6 +93,11 @@ class _Scope:
     def clear(self) -> None:
         """Let go of what is shared."""
         self.input, self.reading, self.readers = None, Reading(), []
+
+
+def _place(input: Tensor) -> tuple[object, ...]:
+    """Return which elements of its owner a tensor has, as they are now."""
+    return input._version, input.shape, input.stride(), input.storage_offset()
 
 
 def _owner(input: Tensor) -> Tensor:
@@ -207,7 +211,8 @@ def reading(
     if is_traced():
         if not kept:  # then a compiler takes equal casts for one
             return Reading()
-        return Reading(_of_graph(input, (input._version, *how, *_mark(groups))))
+        place = str(_place(input))  # comparing extents that are not known would guard them
+        return Reading(_of_graph(_owner(input), (place, *how, *_mark(groups))))
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
