@@ -33,6 +33,16 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
 
 
 def check_weight(layer: Layer, persistent: bool) -> None:
+    """Raise TypeError or ValueError if the weight of a layer cannot be quantized as it is.
+
+    Args:
+        layer: The layer.
+        persistent: Whether its weight is to be quantized for good.
+
+    Raises:
+        TypeError: If it is computed, of a wrong dtype or class, or was sharded by FSDP2 before.
+        ValueError: If it is persistent already and is to have a high-precision value.
+    """
     where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
         kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"

@@ -79,13 +79,8 @@ def export_pretrained(
     everyone = together(who, model, timeout)
     first = not dist.is_initialized() or dist.get_rank() == 0
     everyone(lambda: _check_new(who, target) if first else None)
-    options: dict[str, Any] = {
-        "experts": experts,
-        "dtype": dtype,
-        "bucket_bytes": bucket_bytes,
-        "timeout": timeout,
-    }
-    tensors = inference_tensors(model, layout, ranks="first", **options)
+    sending: dict[str, Any] = {"ranks": "first", "bucket_bytes": bucket_bytes, "timeout": timeout}
+    tensors = inference_tensors(model, layout, experts=experts, dtype=dtype, **sending)
     config = everyone(
         lambda: _config(model, inference_config(model, layout, experts=experts), dtype)
     )

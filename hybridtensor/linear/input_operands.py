@@ -180,8 +180,8 @@ def input_operand(
     if isinstance(input, QUANTIZED):
         return brought_along(input, needs, input.dtype, config, context)
     dtype = input.dtype
-    had = needs.weight and _is_had(cast_from, input, config)
-    kept = had or (needs.weight and config.save_original_input)
+    free = needs.weight and _backward_has(cast_from, input, config)
+    kept = free or (needs.weight and config.save_original_input)
     columnwise = needs.weight and not kept
     read = Reading()
     if config.input.repeatable:
@@ -193,11 +193,11 @@ def input_operand(
         )
     row, column = read.faces
     if kept:
-        return KeptInput(row, input, config, dtype, context, read.columnwise, had)
+        return KeptInput(row, input, config, dtype, context, read.columnwise, free)
     return Operand(row, column)
 
 
-def _is_had(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
+def _backward_has(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
     """Return whether backward has an input anyway, so that it may quantize it to the bits of forward.
 
     In eager code not where hooks take what is saved, as offloading does: they would take it twice. In a

@@ -35,6 +35,7 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
 
 
 def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous, by a kernel."""
     if not gate.numel() or gate.dtype == torch.float64:
         return _reference(gate, up)
     out = _fake(gate, up)
@@ -43,6 +44,7 @@ def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    """Return the gradients of ``gate`` and ``up``, contiguous, by a kernel; all are ``[..., N]``."""
     if not gate.numel() or gate.dtype == torch.float64:
         return _backward_reference(grad, gate, up)
     out = _backward_fake(grad, gate, up)
