@@ -20,7 +20,7 @@ import hybridtensor as ht
 BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
 SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
 OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
-FUSED = ["bf16, swiglu", "fp8, swiglu"]
+FUSED = ["bf16, fused", "fp8, fused", "fp8_delayed, fused"]
 RECIPES = {
     "eager": [*OURS, *FUSED, "torchao tensorwise", *te_peer.names()],
     "compiled": [*OURS, *FUSED, "torchao tensorwise", "torchao rowwise"],
@@ -49,7 +49,7 @@ def training(
     """Return one training step.
 
     Args:
-        recipe: See ``convert``; ``, swiglu`` behind it gives the blocks ``ht.swiglu``.
+        recipe: See ``convert``; ``, fused`` behind it gives the blocks ``ht.rms_norm`` and ``ht.swiglu``.
         mode: ``eager``, ``compiled`` (by block) or ``checkpointed`` (by block).
         device: Where.
         make_optimizer: Called with parameters and ``lr``.
@@ -57,10 +57,11 @@ def training(
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(SIZES[torch.device(device).type]).bfloat16()
-    recipe, _, activation = recipe.partition(", ")
+    recipe, _, fused = recipe.partition(", ")
     stateful = convert(model, recipe)
     for block in model.blocks:
-        block.mlp.fused = bool(activation)
+        if fused:
+            block.fuse()
         if mode == "compiled":
             block.compile()
         elif mode == "checkpointed":

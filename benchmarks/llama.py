@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP, whose activation is that of this library if it is ``fused``."""
+    """A gated MLP, whose activation is that of this library if it is ``fused``, and hands over what is quantized."""
 
     fused = False
 
@@ -58,16 +58,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
-        activation = ht.swiglu if self.fused else _swiglu
-        return self.down_proj(activation(self.gate_proj(x), self.up_proj(x)))
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(ht.swiglu(gate, up, into=self.down_proj) if self.fused else F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each behind a norm and beside a residual."""
+    """Attention and a gated MLP, each behind a norm and beside a residual; if ``fused``, with this library's norms."""
+
+    fused = False
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -76,8 +74,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
-        x = x + self.attention(self.norm1(x), turn)
-        return x + self.mlp(self.norm2(x))
+        attention, mlp = self.attention, self.mlp
+        x = x + attention(self._normed(x, self.norm1, (attention.q, attention.k, attention.v)), turn)
+        return x + mlp(self._normed(x, self.norm2, (mlp.gate_proj, mlp.up_proj)))
+
+    def fuse(self) -> None:
+        """Use norms and an activation that hand over what the layers behind them would quantize."""
+        self.fused = self.mlp.fused = True
+
+    def _normed(self, x: Tensor, norm: nn.RMSNorm, readers: tuple[nn.Linear, ...]) -> Tensor:
+        return ht.rms_norm(x, norm.weight, norm.eps, into=readers) if self.fused else norm(x)
 
 
 class Llama(nn.Module):

@@ -2,7 +2,7 @@
 
 import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
 from hybridtensor import costs, distributed, formats, linear, offload, optim, recipes
-from hybridtensor.activations import swiglu
+from hybridtensor.activations import rms_norm, swiglu
 from hybridtensor.advising import advise
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
@@ -74,6 +74,7 @@ __all__ = [
     "quantize_",
     "recipes",
     "report",
+    "rms_norm",
     "set_config_",
     "set_data_parallel_group_",
     "set_mesh_",

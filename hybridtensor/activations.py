@@ -1,4 +1,6 @@
-"""Activations that save less for backward than the operations that they consist of."""
+"""Activations and norms that save less for backward than the operations that they consist of, and quantize what
+they return for the layers that read it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hybridtensor.arguments import require_float
+from hybridtensor.arguments import require_float, require_number
+from hybridtensor.linear.readers import Into, Readers, readers_of
+from hybridtensor.ops import norm
 from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu as forward_op
 from hybridtensor.ops.swiglu import swiglu_backward as backward_op
+from hybridtensor.quantizers import tokens
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     """Return ``silu(gate) * up``, the gated activation of most transformers.
 
     The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in
@@ -26,12 +32,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     operations, done again in backward, so that a plain layer behind it keeps nothing. For DTensors and in
     ``torch.func`` transforms it is torch's operations, too.
 
+    With ``into``, eager code casts while it computes::
+
+        return self.down_proj(ht.swiglu(self.gate_proj(x), self.up_proj(x), into=self.down_proj))
+
     Args:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.
         up: Of the same shape, dtype and device.
+        into: The layers that read what is returned, and nothing else does. It then is a ``HybridTensor`` with
+            the faces that they would make, to the same bits, and its values are never stored. Where they do
+            not quantize alike, are sharded, not converted or wrapped, or run under autocast, it is the values.
 
     Raises:
-        TypeError: If one is not a dense tensor of these dtypes.
+        TypeError: If one is not a dense tensor of these dtypes, or ``into`` no modules.
         ValueError: If they differ in shape, dtype or device.
     """
     for name, x in (("gate", gate), ("up", up)):
@@ -52,7 +65,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return checkpoint(_operations, gate, up, use_reentrant=False)  # type: ignore[no-any-return]
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
         return _operations(gate, up)
-    return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+    readers = readers_of("swiglu", into, gate, (gate, up))
+    return _SwiGLU.apply(gate, up, readers)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _operations(gate: Tensor, up: Tensor) -> Tensor:
@@ -61,8 +75,10 @@ def _operations(gate: Tensor, up: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, readers: Readers | None) -> Tensor:
         ctx.save_for_backward(gate, up)
+        if readers is not None:
+            return readers.cast(gate, Gated(tokens(up)))
         return forward_op(gate, up)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -74,5 +90,91 @@ class _SwiGLU(torch.autograd.Function):
             found = [grad * up * slope, grad * F.silu(gate)]
         else:
             found = backward_op(grad, gate, up)
-        needed = ctx.needs_input_grad
-        return tuple(x if needs else None for x, needs in zip(found, needed, strict=True))
+        needed = ctx.needs_input_grad[:2]
+        return *(x if needs else None for x, needs in zip(found, needed, strict=True)), None
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float | None = None, *, into: Into = ()
+) -> Tensor:
+    """Return ``weight * x / sqrt(mean(x ** 2) + eps)`` over the last dimension, computed in fp32 and rounded once.
+
+    Eager code runs one kernel, and one and a sum in backward, which keeps only ``x``, the weight and a factor
+    per row. In graphs of ``torch.compile``, for DTensors, for more than 16384 features and in ``torch.func``
+    transforms it is ``F.rms_norm``. ::
+
+        x = ht.rms_norm(x, self.norm.weight, self.norm.eps, into=(self.q_proj, self.k_proj, self.v_proj))
+
+    Args:
+        x: ``[..., N]``, bf16, fp16 or fp32.
+        weight: ``[N]``, of the dtype of ``x``, or None.
+        eps: What is added to the mean; None is the smallest step from 1 in fp32, as torch takes it.
+        into: The layers that read what is returned; see ``swiglu``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the weight has another shape, dtype or device.
+    """
+    require_float("rms_norm: x", x)
+    if not x.dim():
+        raise ValueError("rms_norm: x of shape [..., N] is required, got a scalar")
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    require_number("rms_norm", eps=eps)
+    if weight is not None:
+        _require_weight(weight, x)
+    given = (x,) if weight is None else (x, weight)
+    plain = all(type(one) in _PLAIN for one in given)
+    if (
+        not plain
+        or is_traced()
+        or x.shape[-1] > norm.MOST_COLUMNS
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    readers = readers_of("rms_norm", into, x, given)
+    weight = x.new_ones(x.shape[-1]) if weight is None else weight
+    return _RMSNorm.apply(x, weight, eps, readers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _require_weight(weight: Tensor, x: Tensor) -> None:
+    """Raise unless a weight is as ``rms_norm`` takes it."""
+    require_float("rms_norm: weight", weight)
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or weight.device != x.device:
+        told = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (weight, x)]
+        raise ValueError(
+            f"rms_norm: a weight of {x.shape[-1]} elements, of the dtype and device of x, is required, "
+            f"got {told[0]} for {told[1]}"
+        )
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, readers: Readers | None) -> Tensor:
+        matrix = tokens(x)
+        if readers is None:
+            y, factor = norm.rms_norm(matrix, weight, eps)
+            out: Tensor = y.view(x.shape)
+        else:
+            factor, *amax = norm.rms_norm_factors(matrix, weight, eps, readers.scales_by_amax)
+            out = readers.cast(x, Normed(factor, weight), *amax)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.eps = eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, factor = ctx.saved_tensors
+        matrix = tokens(x)
+        if torch.is_grad_enabled():  # create_graph: by operations that have gradients themselves
+            of_x, of_weight = norm.backward(
+                tokens(grad), matrix, weight, norm.factors(matrix, ctx.eps)
+            )
+        else:
+            of_x, of_weight = norm.rms_norm_backward(tokens(grad), matrix, weight, factor)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        return (
+            of_x.view(x.shape) if needs_x else None,
+            of_weight if needs_weight else None,
+            None,
+            None,
+        )

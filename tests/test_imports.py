@@ -16,7 +16,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
     "version", "arguments", "dtensor", "formats", "kernels", "ops", "debug", "state", "quantizers", "torchao_compat",
-    "activations", "recipes", "costs", "subclasses", "linear", "optim", "offload", "distributed", "layers", "selection",
+    "recipes", "costs", "subclasses", "linear", "activations", "optim", "offload", "distributed", "layers", "selection",
     "swap", "state_dicts", "common_scales", "fitting", "convert", "plain", "check", "explanation", "explain", "export",
     "inference", "watching", "advising", "integrations", "commands", "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip

@@ -28,6 +28,50 @@ class Matrix(NamedTuple):
     K: int
 
 
+class GatedMatrix(NamedTuple):
+    """A matrix that is ``silu(x) * up`` of two; the first five are those of ``Matrix``.
+
+    Attributes:
+        x: Address of the gate.
+        stride_m: From row to row of the gate.
+        stride_k: From column to column of both.
+        M: Rows.
+        K: Columns.
+        up: Address of what is gated.
+        up_stride_m: From row to row of it.
+    """
+
+    x: Address
+    stride_m: int
+    stride_k: int
+    M: int
+    K: int
+    up: Address
+    up_stride_m: int
+
+
+class NormedMatrix(NamedTuple):
+    """A matrix that is ``x`` times a factor per row and one per column; the first five are those of ``Matrix``.
+
+    Attributes:
+        x: Address of what is normalized.
+        stride_m: From row to row.
+        stride_k: From column to column.
+        M: Rows.
+        K: Columns.
+        factors: fp32, of rows.
+        weight: Of columns.
+    """
+
+    x: Address
+    stride_m: int
+    stride_k: int
+    M: int
+    K: int
+    factors: Address
+    weight: Address
+
+
 class Output(NamedTuple):
     """The addresses of a face ``[OTHER, ALONG]`` that is written, and the amaxes that it is scaled by.
 
@@ -118,6 +162,8 @@ class TileConstants(NamedTuple):
         even: Whether tiles cover the matrix exactly.
         wide: Whether offsets take 64 bits.
         aligned: Whether K is a multiple of 8, so that eight neighbours share a draw; false where nothing is drawn.
+        prologue: What the matrix is computed of while it is read, as ``prologue`` names it.
+        gpu: Whether a GPU runs this, which has functions that the interpreter lacks.
     """
 
     BM: int
@@ -127,6 +173,8 @@ class TileConstants(NamedTuple):
     even: bool
     wide: bool
     aligned: bool = False
+    prologue: int = 0
+    gpu: bool = False
 
 
 class Place(NamedTuple):

@@ -5,13 +5,8 @@ Legend: a tile is ``[BM, BN]`` of a matrix ``[M, N]``. Roundings are those of th
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-
-@triton.jit
-def _sigmoid_denominator(x, HW: tl.constexpr):
-    """Return ``1 + exp(-x)``, on a GPU by the function that torch's kernels call; the interpreter has another."""
-    return 1.0 + (libdevice.exp(-x) if HW else tl.exp(-x))
+from hybridtensor.kernels.prologue import gated, sigmoid_denominator
 
 
 @triton.jit
@@ -25,14 +20,13 @@ def _tile(N, M, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def swiglu_kernel(gate, gate_stride, up, up_stride, out, M, N, BM: tl.constexpr, BN: tl.constexpr, HW: tl.constexpr):
+def swiglu_kernel(gate, gate_stride, up, up_stride, out, M, N, BM: tl.constexpr, BN: tl.constexpr, GPU: tl.constexpr):
     """Write one tile of ``silu(gate) * up``, contiguous, of matrices with contiguous rows that are strides apart."""
     i, j, mask = _tile(N, M, BM, BN)
     g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    activated = tl.div_rn(g, _sigmoid_denominator(g, HW)).to(kind).to(tl.float32)
-    tl.store(out + i * N + j, (activated * u).to(kind), mask=mask)
+    tl.store(out + i * N + j, gated(g, u, kind, GPU).to(kind), mask=mask)
 
 
 @triton.jit
@@ -49,7 +43,7 @@ def swiglu_backward_kernel(
     N,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    HW: tl.constexpr,
+    GPU: tl.constexpr,
 ):
     """Write one tile of the gradients of ``gate`` and ``up``, contiguous."""
     i, j, mask = _tile(N, M, BM, BN)
@@ -57,7 +51,7 @@ def swiglu_backward_kernel(
     g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
     kind = grad_gate.dtype.element_ty
-    denominator = _sigmoid_denominator(g, HW)
+    denominator = sigmoid_denominator(g, GPU)
     activated = tl.div_rn(g, denominator).to(kind).to(tl.float32)
     sigmoid = tl.div_rn(1.0, denominator)
     of_activated = (dy * u).to(kind).to(tl.float32)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels.numbers import max_of_groups
+from hybridtensor.kernels.prologue import GATED, NORMED, gated, normed
 
 
 @triton.jit
@@ -29,25 +30,51 @@ def as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(matrix, top, left, TILE: tl.constexpr):
-    """Load the tile ``[R, BM / R, BK]`` that begins at row ``top`` and column ``left``, as fp32."""
-    V: tl.constexpr = TILE.V
-    rows = rows_of_tile(TILE.BM, TILE.R)[:, :, None]
-    columns = tl.arange(0, TILE.BK)[None, None, :]
-    start = top.to(tl.int64) * matrix.stride_m + left.to(tl.int64) * matrix.stride_k
-    if TILE.wide:
-        offsets = rows.to(tl.int64) * matrix.stride_m + columns.to(tl.int64) * matrix.stride_k
+def _load(x, start, offsets, mask, EVEN: tl.constexpr):
+    """Load a tile as fp32, with zeros beyond the matrix."""
+    if EVEN:
+        tile = tl.load(x + start + offsets)
     else:
-        offsets = rows * matrix.stride_m + columns * matrix.stride_k
+        tile = tl.load(x + start + offsets, mask=mask, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _offsets(rows, columns, stride_m, stride_k, TILE: tl.constexpr):
+    """Return where the elements of a tile are, from its first."""
+    V: tl.constexpr = TILE.V
+    if TILE.wide:
+        offsets = rows.to(tl.int64) * stride_m + columns.to(tl.int64) * stride_k
+    else:
+        offsets = rows * stride_m + columns * stride_k
     # The 2 is not true. It makes Triton hand out threads along columns, then groups of rows, so that the first axis,
     # neighbouring rows, is left to each thread.
-    offsets = tl.max_contiguous(offsets, [1, 2, V])
-    if TILE.even:
-        tile = tl.load(matrix.x + start + offsets)
-    else:
-        mask = (rows < matrix.M - top) & (columns < matrix.K - left)
-        tile = tl.load(matrix.x + start + offsets, mask=mask, other=0.0)
-    return tile.to(tl.float32)
+    return tl.max_contiguous(offsets, [1, 2, V])
+
+
+@triton.jit
+def load_tile(matrix, top, left, TILE: tl.constexpr):
+    """Load the tile ``[R, BM / R, BK]`` that begins at row ``top`` and column ``left``, as fp32; or compute it of what
+    the matrix is made of.
+    """
+    KIND: tl.constexpr = matrix.x.dtype.element_ty
+    rows = rows_of_tile(TILE.BM, TILE.R)[:, :, None]
+    columns = tl.arange(0, TILE.BK)[None, None, :]
+    mask = (rows < matrix.M - top) & (columns < matrix.K - left)
+    start = top.to(tl.int64) * matrix.stride_m + left.to(tl.int64) * matrix.stride_k
+    offsets = _offsets(rows, columns, matrix.stride_m, matrix.stride_k, TILE)
+    tile = _load(matrix.x, start, offsets, mask, TILE.even)
+    if TILE.prologue == GATED:
+        start = top.to(tl.int64) * matrix.up_stride_m + left.to(tl.int64) * matrix.stride_k
+        offsets = _offsets(rows, columns, matrix.up_stride_m, matrix.stride_k, TILE)
+        tile = gated(tile, _load(matrix.up, start, offsets, mask, TILE.even), KIND, TILE.gpu)
+    elif TILE.prologue == NORMED:
+        factor = tl.load(matrix.factors + top + rows, mask=rows < matrix.M - top, other=0.0)
+        weight = tl.load(matrix.weight + left + columns, mask=columns < matrix.K - left, other=0.0)
+        tile = normed(tile, factor, weight.to(tl.float32), KIND)
+        if not TILE.even:
+            tile = tl.where(mask, tile, 0.0)  # not -0
+    return tile
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def _launch(
     (rows, columns), (bm, bn) = shape, _TILE
     programs = -(-rows // bm) * -(-columns // bn)
     on_gpu = device.type == "cuda"
-    return Launch("swiglu", kernel, programs, BM=bm, BN=bn, HW=on_gpu, options={"num_warps": 8})
+    return Launch("swiglu", kernel, programs, BM=bm, BN=bn, GPU=on_gpu, options={"num_warps": 8})
 
 
 swiglu = define("swiglu(Tensor gate, Tensor up) -> Tensor", reference=_reference, fake=_fake)

@@ -279,6 +279,13 @@ def _amaxes(needs: _Needs, context: Context) -> tuple[Tensor | None, Tensor | No
     )
 
 
+def scales_by_amax(request: CastRequest) -> bool:
+    """Return whether the faces of a matrix are all scaled by its amax, which a cast does not know from before."""
+    needs = _needs(request)
+    wanted = [needs.row == needs.row_of_tensor, needs.column == needs.column_of_tensor]
+    return all(wanted) and not needs.hint and not needs.delayed
+
+
 class _Needs:
     """What a request needs beside the matrix.
 

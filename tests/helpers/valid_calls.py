@@ -222,7 +222,11 @@ ROWS = {
         model=lambda: nn.Linear(32, 32), recipe="fp8", filter_fn=None, keep_bf16=(), persistent=False, name=None,
         transposed=(), common_scale=(), keep_faces="auto",
     ),
-    "swiglu": row(ht.swiglu, gate=HALF, up=HALF),
+    "swiglu": row(ht.swiglu, {"into": "module"}, gate=HALF, up=HALF, into=()),
+    "rms_norm": row(
+        ht.rms_norm, {"weight": "None", "eps": "None integer fraction", "into": "module"},
+        x=HALF, weight=torch.ones(32), eps=1e-5, into=(),
+    ),
     "set_config_": row(ht.set_config_, model=linear, recipe="mxfp8"),
     "explain": row(ht.explain, {"model": "module", "show": "flag"}, model=linear, show=False),
     "check": row(

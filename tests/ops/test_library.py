@@ -165,6 +165,14 @@ SAMPLES = {
         "rows": lambda device: (matrix(device), matrix(device)),
         "strided": lambda device: tuple(matrix(device).chunk(2, dim=1)),
     },
+    "rms_norm": {"rows": lambda device: (matrix(device), matrix(device)[0], 1e-5)},
+    "rms_norm_factors": {
+        "measured": lambda device: (matrix(device), matrix(device)[0], 1e-5, True),
+        "factors": lambda device: (matrix(device), matrix(device)[0], 1e-5, False),
+    },
+    "rms_norm_backward": {
+        "rows": lambda device: (matrix(device), matrix(device), matrix(device)[0], torch.ones(32, device=device)),
+    },
     "swiglu_backward": {"rows": lambda device: (matrix(device), matrix(device), matrix(device))},
     "after": {"bytes": lambda device: (torch.ones(4, 8, dtype=torch.uint8, device=device), matrix(device))},
 }

@@ -33,6 +33,8 @@ from hybridtensor.ops.cast.tiles import (
 )
 from hybridtensor.ops.kernel_library import on_device
 from hybridtensor.ops.library import is_captured
+from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
+from hybridtensor.ops.prologue import Prologue
 
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
@@ -50,6 +52,7 @@ class _Key(NamedTuple):
     notes: bool
     row_amax: tuple[torch.Size, bool] | None  # of a given amax: its shape, whether it is aligned so
     column_amax: tuple[torch.Size, bool] | None
+    prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
 
 
 _CASTS: dict[_Key, KernelCast] = {}
@@ -60,7 +63,7 @@ def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCa
     """Return the cast of ``x``, not empty, by kernels: worked out for the first matrix that lies
     so.
     """
-    row_amax, column_amax = inputs.row_amax, inputs.column_amax
+    row_amax, column_amax, prologue = inputs.row_amax, inputs.column_amax, inputs.prologue
     key = _Key(
         request,
         x.shape,
@@ -74,6 +77,7 @@ def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCa
         None
         if column_amax is None
         else (column_amax.shape, column_amax.data_ptr() % _ALIGNMENT == 0),
+        None if prologue is None else (*prologue.key(), prologue.is_readable()),
     )
     cast = _CASTS.get(key)
     if cast is None:
@@ -91,6 +95,8 @@ def _is_readable(key: _Key) -> bool:
     Kernels rely on it: for narrower reads Triton 3.6 lays tiles out in a way that it then reduces
     wrongly.
     """
+    if key.prologue is not None and not key.prologue[-1]:
+        return False
     return key.strides[1] == 1 and key.strides[0] % 16 == 0 and key.aligned
 
 
@@ -114,12 +120,14 @@ class KernelCast(PreparedCast):
         m, k = key.shape
         matrix = Matrix(None, key.strides[0], key.strides[1], m, k)
         tile = tile_of(row, column, source is not None)
-        draws = max(row.stream, column.stream) >= 0
+        tiling = Tiling.of(tile, matrix, key.dtype, draws=max(row.stream, column.stream) >= 0)
+        if key.prologue is not None and not self._copies:
+            tiling = tiling.of_prologue(key.prologue[0], key.device)
         self.task = KernelTask(
             matrix=matrix,
             dtype=key.dtype,
             device=key.device,
-            tiling=Tiling.of(tile, matrix, key.dtype, draws=draws),
+            tiling=tiling,
             faces=faces,
             outputs=(FaceOutput.of(request.row, m, k), FaceOutput.of(request.column, k, m)),
             held=None if source is None else request.dtype or key.dtype,
@@ -155,10 +163,10 @@ class KernelCast(PreparedCast):
         """See ``PreparedCast.run``."""
         row, column = self.task.outputs
         row_out, column_out = row.empty(x.device), column.empty(x.device)
-        x = _readable_copy(x) if self._copies else x
+        x, inputs = self._readable(x, inputs)
         with on_device(x.device):
             if inputs.hint is not None and self.is_one_pow2_scale and not is_captured():
-                self._run_by(inputs.hint, x, row_out, column_out)
+                self._run_by(inputs.hint, x, row_out, column_out, inputs.prologue)
             else:
                 self._run(x, row_out, column_out, inputs)
         return row.face(row_out), column.face(column_out)
@@ -166,10 +174,18 @@ class KernelCast(PreparedCast):
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""
         of_row = len(self.task.outputs[0].layouts)
-        x = _readable_copy(x) if self._copies else x
+        x, inputs = self._readable(x, inputs)
         with on_device(x.device):
             self._run(x, out[:of_row], out[of_row:], inputs)
         increment_version(out)  # kernels write where autograd does not look
+
+    def _readable(self, x: Tensor, inputs: CastInputs) -> tuple[Tensor, CastInputs]:
+        """Return what is cast as kernels can read it."""
+        if not self._copies:
+            return x, inputs
+        if inputs.prologue is None:
+            return _readable_copy(x), inputs
+        return _readable_copy(inputs.prologue.matrix(x)), inputs._replace(prologue=None)
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See ``PreparedCast.measure``.
@@ -216,7 +232,9 @@ class KernelCast(PreparedCast):
         if not self.by_largest:
             return CastLaunch(self.task, column=face, store=False, reverse=reverse)
         tiling, vector = self.task.tiling, self.task.tiling.constants.V * self.task.dtype.itemsize
-        constants = tiling.constants._replace(even=False, wide=False, V=vector // 4)
+        constants = tiling.constants._replace(
+            even=False, wide=False, V=vector // 4, prologue=NO_PROLOGUE
+        )
         task = self.task._replace(
             matrix=Matrix(None, 1, 1, 1, 1), tiling=Tiling(constants, 1, tiling.options)
         )
@@ -228,7 +246,7 @@ class KernelCast(PreparedCast):
         """Measure what is not given, and cast."""
         row_amax = column_amax = x  # stands for nothing
         if self._measurement is not None:
-            row_amax, column_amax = self._measurement.run(x)
+            row_amax, column_amax = self._measurement.run(x, inputs.prologue)
         if inputs.row_amax is not None:
             row_amax = inputs.row_amax
         if inputs.column_amax is not None:
@@ -236,8 +254,10 @@ class KernelCast(PreparedCast):
         if self.measure_held is not None:
             size = self.key.shape[1] if self.task.faces[1].kind in PER_ROW else 1
             column_amax = torch.zeros(size, dtype=torch.float32, device=x.device)
-            seen = row_amax if self.by_largest else x
-            self.measure_held(seen, Written([], [], row_amax, column_amax), inputs)
+            seen, of_it = x, inputs
+            if self.by_largest:
+                seen, of_it = row_amax, inputs._replace(prologue=None)
+            self.measure_held(seen, Written([], [], row_amax, column_amax), of_it)
         self.cast(x, Written(row_out, column_out, row_amax, column_amax), inputs)
 
     @functools.cached_property
@@ -260,7 +280,12 @@ class KernelCast(PreparedCast):
         return guess, RecastLaunch(self.task, store=store)
 
     def _run_by(
-        self, hint: Hint, x: Tensor, row_out: list[Tensor], column_out: list[Tensor]
+        self,
+        hint: Hint,
+        x: Tensor,
+        row_out: list[Tensor],
+        column_out: list[Tensor],
+        prologue: Prologue | None,
     ) -> None:
         """Cast in one pass if the tensor has the scale of the hint's amax; the faces are those of
         ``_run``.
@@ -270,10 +295,12 @@ class KernelCast(PreparedCast):
         if last is not None:
             now = torch.zeros(1, dtype=torch.float32, device=x.device)
             guess, check = self._guess_and_check
-            guess(x, Written(row_out, column_out, last, last), CastInputs(noted_amax=now))
-            check(x, Written(row_out, column_out, now, now), last)
+            inputs = CastInputs(noted_amax=now, prologue=prologue)
+            guess(x, Written(row_out, column_out, last, last), inputs)
+            check(x, Written(row_out, column_out, now, now), last, prologue)
         else:
-            amaxes = (x, x) if self._measurement is None else self._measurement.run(x)
-            self.cast(x, Written(row_out, column_out, *amaxes), NO_INPUTS)
+            amaxes = (x, x) if self._measurement is None else self._measurement.run(x, prologue)
+            inputs = NO_INPUTS._replace(prologue=prologue)
+            self.cast(x, Written(row_out, column_out, *amaxes), inputs)
             now = amaxes[0] if self.task.faces[0].kind == TENSOR else amaxes[1]
         hint.amax, hint.stream = now if now.data_ptr() % _ALIGNMENT == 0 else None, stream

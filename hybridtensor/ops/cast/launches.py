@@ -22,6 +22,7 @@ from hybridtensor.ops.cast.request import Cast, CastInputs
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
 from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch
+from hybridtensor.ops.prologue import MatrixArgument, Prologue, as_argument
 
 Take = Callable[[Tensor], Address]
 """What makes an argument of a kernel of a tensor; see ``Launch.take``."""
@@ -172,12 +173,13 @@ class KernelTask(NamedTuple):
             "HW": converts_to_fp8(self.device),
         }
 
-    def arguments(self, x: Tensor, written: Written, take: Take) -> tuple[Matrix, Output, Output]:
+    def arguments(
+        self, x: Tensor, written: Written, take: Take, prologue: Prologue | None = None
+    ) -> tuple[MatrixArgument, Output, Output]:
         """Return the matrix and both faces as the kernels take them."""
-        _, stride_m, stride_k, m, k = self.matrix
         taken, (row, column) = take(x), self.outputs
         return (
-            Matrix(taken, stride_m, stride_k, m, k),
+            as_argument(self.matrix._replace(x=taken), prologue, take),
             row.arguments(written.row, take(written.row_amax), taken, take),
             column.arguments(written.column, take(written.column_amax), taken, take),
         )
@@ -226,7 +228,7 @@ class CastLaunch:
     def __call__(self, x: Tensor, written: Written, inputs: CastInputs) -> None:
         """Cast ``x``, which stands for tensors that are not there."""
         take = self._launch.take
-        matrix, row, column = self._task.arguments(x, written, take)
+        matrix, row, column = self._task.arguments(x, written, take, inputs.prologue)
         encode_scale, noted_amax, rounding, first_row = inputs[:4]
         state = State(
             matrix.x if encode_scale is None else take(encode_scale),
@@ -262,6 +264,8 @@ class RecastLaunch:
             **task.constants(task.faces[1], (False, False), store=store),
         )
 
-    def __call__(self, x: Tensor, written: Written, guess: Tensor) -> None:
+    def __call__(
+        self, x: Tensor, written: Written, guess: Tensor, prologue: Prologue | None
+    ) -> None:
         """Cast ``x`` again if the amaxes of ``written`` give another scale than ``guess``."""
-        self._launch(*self._task.arguments(x, written, self._launch.take), guess)
+        self._launch(*self._task.arguments(x, written, self._launch.take, prologue), guess)

@@ -14,6 +14,7 @@ from hybridtensor.ops.cast.tiles import (
     overlaps_kernels,
 )
 from hybridtensor.ops.kernel_library import Launch
+from hybridtensor.ops.prologue import Prologue, as_argument
 
 _FLAT_BLOCK, _FLAT_STEPS = 8192, 4
 
@@ -45,7 +46,7 @@ class Measurement:
             not per_row and not face.rotated for per_row, face in zip(of_rows, faces, strict=True)
         ]
         shared = all(wanted) and all(plain)
-        contiguous = stride_k == 1 and stride_m == k
+        contiguous = stride_k == 1 and stride_m == k and not tiling.constants.prologue
         self._flat = contiguous and all(p for p, w in zip(plain, wanted, strict=True) if w)
         self._one = self._flat or shared
         self._matrix, self._size = matrix, m * k
@@ -82,22 +83,26 @@ class Measurement:
             FOLLOWED=followed,
         )
 
-    def run(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, x: Tensor, prologue: Prologue | None = None) -> tuple[Tensor, Tensor]:
         """Return the amaxes of the rowwise and of the columnwise face, fp32; one tensor for both
         where they are one.
         """
         new = torch.empty if self._alone else torch.zeros
         amaxes = new(1 if self._one else sum(self._sizes), dtype=torch.float32, device=x.device)
         of_row, of_column = (amaxes, amaxes) if self._one else amaxes.split(self._sizes)
-        self._start(x, of_row, of_column)
+        self._start(x, of_row, of_column, prologue)
         return of_row, of_column
 
     def run_into(self, x: Tensor, out: Tensor) -> None:
         """Write the amaxes of the one face that is measured into ``out``, which holds zeros."""
         self._start(x, out, out)
 
-    def _start(self, x: Tensor, of_row: Tensor, of_column: Tensor) -> None:
+    def _start(
+        self, x: Tensor, of_row: Tensor, of_column: Tensor, prologue: Prologue | None = None
+    ) -> None:
         if self._flat:
             self._launch(x, of_row, self._size)
-        else:
-            self._launch(self._matrix._replace(x=self._launch.take(x)), of_row, of_column)
+            return
+        take = self._launch.take
+        matrix = as_argument(self._matrix._replace(x=take(x)), prologue, take)
+        self._launch(matrix, of_row, of_column)

@@ -159,6 +159,8 @@ class OperatorCast(ReferenceCast):
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         """See ``PreparedCast.run``."""
+        if inputs.prologue is not None:
+            x = inputs.prologue.matrix(x)
         made = _QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
         row, column = self._kinds
         return (
@@ -168,6 +170,8 @@ class OperatorCast(ReferenceCast):
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""
+        if inputs.prologue is not None:
+            x = inputs.prologue.matrix(x)
         _QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:

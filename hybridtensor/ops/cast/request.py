@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, get_format
+from hybridtensor.ops.prologue import Prologue
 
 
 class Cast(NamedTuple):
@@ -127,6 +128,7 @@ class CastInputs(NamedTuple):
         column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
         hint: What the last matrix of this kind was scaled by; see ``Hint``.
         after: What a graph computes before this cast, whose values do not matter; see ``ops.order``.
+        prologue: What the matrix is computed of while it is read; None where it is there.
     """
 
     encode_scale: Tensor | None = None
@@ -137,6 +139,7 @@ class CastInputs(NamedTuple):
     column_amax: Tensor | None = None
     hint: Hint | None = None
     after: Tensor | None = None
+    prologue: Prologue | None = None
 
 
 NO_INPUTS = CastInputs()

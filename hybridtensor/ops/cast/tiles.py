@@ -189,6 +189,11 @@ class Tiling(NamedTuple):
         number = -(-m // tile.rows) * -(-k // tile.columns)
         return cls(constants, number, {"num_warps": tile.warps, "maxnreg": tile.registers})
 
+    def of_prologue(self, kind: int, device: torch.device) -> Tiling:
+        """Return the tiling of a matrix that is computed while it is read."""
+        on_gpu = device.type == "cuda"
+        return self._replace(constants=self.constants._replace(prologue=kind, gpu=on_gpu))
+
 
 def converts_to_fp8(device: torch.device) -> bool:
     """Return whether the device rounds to FP8 itself."""

@@ -20,6 +20,8 @@ def define_faces(
 ) -> tuple[Face | None, Face | None]:
     """Return the rowwise and the columnwise face of ``x``: what ``quantize`` is."""
     row, column = request[:2]
+    if inputs.prologue is not None:
+        x = inputs.prologue.matrix(x)
     made = None if row is None else _face(x, row, inputs, transposed=False)
     if column is None:
         return made, None

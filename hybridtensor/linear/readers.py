@@ -1,0 +1,137 @@
+"""What a function returns, quantized for the layers that read it: a norm or an activation whose result
+is computed while it is cast, and never stored in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor import ops
+from hybridtensor.arguments import require_items, wrong
+from hybridtensor.linear.layer_forward import runs_linear
+from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.ops import CastRequest
+from hybridtensor.ops.library import autocasts, runs_directly
+from hybridtensor.ops.prologue import Prologue
+from hybridtensor.quantizers import tokens
+from hybridtensor.quantizers.base import cast_inputs, scales_by_amax
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import Context
+from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.faces import face_tensor
+from hybridtensor.subclasses.observing import observers
+
+Into = nn.Module | Iterable[nn.Module]
+
+
+class Readers(NamedTuple):
+    """How layers quantize an input that they all read.
+
+    Attributes:
+        request: The cast that makes the faces.
+        context: Which tensor of which layer it is: of the first.
+    """
+
+    request: CastRequest
+    context: Context
+
+    @property
+    def scales_by_amax(self) -> bool:
+        """Whether faces are scaled by the amax of the tensor, which another function may measure."""
+        return scales_by_amax(self.request)
+
+    def cast(self, x: Tensor, prologue: Prologue, amax: Tensor | None = None) -> HybridTensor:
+        """Return the tensor that is computed of ``x``, quantized.
+
+        Args:
+            x: ``[..., K]``.
+            prologue: How it is computed, of matrices ``[M, K]``.
+            amax: Its largest magnitude, if that is known.
+        """
+        matrix = tokens(x)
+        inputs = cast_inputs(matrix, self.request, self.context)._replace(prologue=prologue)
+        if amax is not None:
+            row, column = self.request.row, self.request.column
+            inputs = inputs._replace(
+                row_amax=None if row is None else amax, column_amax=None if column is None else amax
+            )
+        row_face, column_face = ops.quantize(matrix, self.request, inputs)
+        return HybridTensor(
+            face_tensor(row_face, -1, x.shape, x.dtype),
+            face_tensor(column_face, 0, x.shape, x.dtype),
+        )
+
+
+def readers_of(who: str, into: Into, x: Tensor, operands: Iterable[Tensor]) -> Readers | None:
+    """Return how the layers that will read a tensor quantize it, or None where its values are wanted: they
+    are no layers of ``quantize_`` or do not quantize alike, something watches, or a compiler fuses casts
+    itself.
+
+    Args:
+        who: Begins the message of an error.
+        into: The layers.
+        x: Of the shape, dtype and device of that tensor.
+        operands: What it is computed of.
+
+    Raises:
+        TypeError: If one is not a module.
+    """
+    layers = _modules(who, into)
+    if not layers or not 1 < x.dim() <= 4 or not x.numel():
+        return None
+    if observers or autocasts(x.device.type):
+        return None
+    if not all(runs_directly(operand) for operand in operands):
+        return None
+    weights = [_weight_of(layer, x) for layer in layers]
+    config = _common_recipe(weights)
+    if config is None:
+        return None
+    first = weights[0]
+    training = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *weights))
+    columnwise = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    context = Context("input", first.state, record=training, section=first.record.section)
+    request = config.input.request(
+        rowwise=True, columnwise=columnwise, dtype=x.dtype, context=context
+    )
+    return None if request is None else Readers(request, context)
+
+
+def _modules(who: str, into: Into) -> list[nn.Module]:
+    """Return the layers that are given, one or several."""
+    if isinstance(into, nn.Module) and not isinstance(into, nn.ModuleList):
+        return [into]
+    layers = require_items(who, "linear layers as into", into, "pass the modules that read it")
+    for layer in layers:
+        if not isinstance(layer, nn.Module):
+            raise wrong(who, "linear layers as into", layer, "pass the modules that read it")
+    return layers
+
+
+def _weight_of(layer: nn.Module, x: Tensor) -> Any:
+    """Return the weight of a layer that takes faces of such a tensor, or None: whatever runs before the
+    product wants values.
+    """
+    if not isinstance(layer, nn.Linear) or not runs_linear(layer) or layer._forward_pre_hooks:
+        return None
+    weight: Any = layer._parameters.get("weight")
+    if not isinstance(weight, WEIGHTS) or weight.config is None:
+        return None
+    alike = weight.dtype == x.dtype and weight.device == x.device
+    return weight if alike and weight.shape[-1] == x.shape[-1] else None
+
+
+def _common_recipe(weights: list[Any]) -> HybridConfig | None:
+    """Return the recipe by which all quantize their input, or None."""
+    if any(weight is None for weight in weights):
+        return None
+    config: HybridConfig = weights[0].recipe
+    if len(weights) > 1 and not config.input.repeatable:
+        return None
+    same = all(weight.recipe.input == config.input for weight in weights)
+    keeps = any(weight.recipe.save_original_input for weight in weights)
+    return config if same and not keeps else None

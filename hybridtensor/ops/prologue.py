@@ -1,0 +1,92 @@
+"""Matrices that a cast computes while it reads what they are made of, so that they are never stored.
+
+Shape letters: ``M`` rows, ``K`` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtensor.kernels.groups import Address, GatedMatrix, Matrix, NormedMatrix
+
+_ALIGNMENT = 16  # bytes
+_FAR = 2**23  # between rows: beyond, offsets in a tile of 128 would take 64 bits
+
+
+class Gated(NamedTuple):
+    """The matrix ``silu(x) * up``, each operation rounded to the dtype of ``x``.
+
+    Attributes:
+        up: ``[M, K]``, of the dtype of ``x``.
+    """
+
+    up: Tensor
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """Return the matrix, ``[M, K]``."""
+        return F.silu(x) * self.up
+
+    def is_readable(self) -> bool:
+        """Return whether kernels can read it as they read ``x``."""
+        along, across = self.up.stride()
+        near = along < _FAR and along % 16 == 0
+        return across == 1 and near and self.up.data_ptr() % _ALIGNMENT == 0
+
+    def key(self) -> tuple[int, ...]:
+        """Return what decides how kernels read it, but for addresses: its kind first."""
+        return GATED, self.up.stride(0)
+
+    def of(self, plain: Matrix, addresses: tuple[Address, ...]) -> GatedMatrix:
+        """Return the matrix as kernels take it, of ``x`` as they take it."""
+        return GatedMatrix(*plain, addresses[0], self.up.stride(0))
+
+
+class Normed(NamedTuple):
+    """The matrix ``weight * (factor * x)``, in fp32, rounded once to the dtype of ``x``.
+
+    Attributes:
+        factor: fp32 ``[M]``.
+        weight: ``[K]``, of the dtype of ``x``.
+    """
+
+    factor: Tensor
+    weight: Tensor
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """Return the matrix, ``[M, K]``."""
+        return (self.weight.float() * (self.factor[:, None] * x.float())).to(x.dtype)
+
+    def is_readable(self) -> bool:
+        """Return whether kernels can read it as they read ``x``."""
+        parts = (self.factor, self.weight)
+        return all(part.stride(0) == 1 and part.data_ptr() % _ALIGNMENT == 0 for part in parts)
+
+    def key(self) -> tuple[int, ...]:
+        """Return what decides how kernels read it, but for addresses: its kind first."""
+        return (NORMED,)
+
+    def of(self, plain: Matrix, addresses: tuple[Address, ...]) -> NormedMatrix:
+        """Return the matrix as kernels take it, of ``x`` as they take it."""
+        return NormedMatrix(*plain, *addresses)
+
+
+Prologue = Gated | Normed
+MatrixArgument = Matrix | GatedMatrix | NormedMatrix
+NONE, GATED, NORMED = range(3)  # as the kernels name them
+
+
+def as_argument(
+    plain: Matrix, prologue: Prologue | None, take: Callable[[Tensor], Address]
+) -> MatrixArgument:
+    """Return a matrix as kernels take it.
+
+    Args:
+        plain: What lies in memory.
+        prologue: What is made of it while it is read, or None.
+        take: What makes an argument of a tensor.
+    """
+    return plain if prologue is None else prologue.of(plain, tuple(map(take, prologue)))

@@ -1,0 +1,195 @@
+"""Functions that quantize what they return for the layers that read it.
+
+Oracle: the same functions returning values, which the layers then quantize themselves.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+from hybridtensor.testing import random_tensor, saved_for_backward
+
+SPECS = {
+    **dict.fromkeys(("fp8", "fp8+pow2_scale", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"), (True, True)),
+    **dict.fromkeys(("nvfp4_row_scaled_fwd_mxfp8_bwd", "mxfp8/bf16/mxfp8"), (True, True)),
+    "fp8_delayed": (False, True),  # gate and up have a scale each
+    # Faces in high precision are values
+    **dict.fromkeys(("fp8_high_precision_backward", "fp8_dequantized_backward", "bf16/mxfp8/fp8"), (False, False)),
+}
+"""Recipes, and whether the norm and the activation hand over faces."""
+EPS = 1e-5
+
+
+class MLP(nn.Module):
+    """A gated MLP behind a norm, which hands over what its layers would quantize."""
+
+    def __init__(self, hands_over=True):
+        super().__init__()
+        self.norm = nn.RMSNorm(128, eps=EPS)
+        self.gate_proj, self.up_proj = (nn.Linear(128, 256, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(256, 128, bias=False)
+        self.hands_over = hands_over
+        self.handed = []
+
+    def forward(self, x):
+        first, last = ((self.gate_proj, self.up_proj), self.down_proj) if self.hands_over else ((), ())
+        y = ht.rms_norm(x, self.norm.weight, self.norm.eps, into=first)
+        z = ht.swiglu(self.gate_proj(y), self.up_proj(y), into=last)
+        self.handed = [isinstance(t, ht.HybridTensor) for t in (y, z)]
+        return x + self.down_proj(z)
+
+
+def pair(spec, device, **options):
+    """Return two converted models of the same weights: one hands over, one does not."""
+    torch.manual_seed(0)
+    plain = MLP(hands_over=False).to(device, torch.bfloat16)
+    fused = copy.deepcopy(plain)
+    fused.hands_over = True
+    for model in (plain, fused):
+        ht.quantize_(model, spec, **options)
+    return plain, fused
+
+
+def step(model, x):
+    """Train a step, and return the loss and all gradients."""
+    x = x.detach().requires_grad_()
+    torch.manual_seed(1)
+    y = model(x)
+    y.backward(random_tensor(*y.shape, seed=9, device=y.device))
+    found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    ht.step_(model)
+    return found
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(64, 128), (2, 48, 128)], ids=["matrix", "batch"])
+def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, device):
+    plain, fused = pair(spec, device)
+    for seed in range(3):  # delayed scales, hints and random draws go on
+        x = random_tensor(*shape, seed=seed, device=device)
+        assert_same(step(fused, x), step(plain, x))
+    assert tuple(fused.handed) == SPECS[spec]
+    assert plain.handed == [False, False]
+
+
+def test_values_are_never_saved(device):
+    saved = {}
+    for name, model in zip(("plain", "fused"), pair("fp8", device), strict=True):
+        x = random_tensor(64, 128, device=device).requires_grad_()
+        with saved_for_backward() as found:
+            model(x)
+        saved[name] = found.nbytes()
+    bf16 = 64 * 128 * 2
+    assert saved["plain"] - saved["fused"] <= 8  # faces of either; values of what was normalized or gated of neither
+    assert saved["fused"] < bf16 + 2 * 2 * bf16 + bf16 // 2 + bf16 + 2**10
+
+
+@pytest.mark.parametrize("spec", ["fp8", "mxfp8"])
+def test_with_checkpoints(spec, device):
+    plain, fused = pair(spec, device)
+    x = random_tensor(64, 128, device=device)
+    expected = step(plain, x)
+    x = x.requires_grad_()
+    y = checkpoint(fused, x, use_reentrant=False)
+    y.backward(random_tensor(*y.shape, seed=9, device=y.device))
+    assert fused.handed == [True, True]
+    assert_same([y.detach(), x.grad, *(p.grad for p in fused.parameters())], expected)
+
+
+def test_without_gradients(device):
+    plain, fused = pair("fp8", device)
+    x = random_tensor(64, 128, device=device)
+    with torch.no_grad():
+        assert torch.equal(fused(x), plain(x))
+    assert fused.handed == [True, True]
+    for model in (plain, fused):
+        model.requires_grad_(False)
+    assert_same(*(step_of_frozen(model, x) for model in (plain, fused)))
+
+
+def step_of_frozen(model, x):
+    x = x.detach().requires_grad_()
+    model(x).sum().backward()
+    return [x.grad]
+
+
+@pytest.mark.filterwarnings("default")
+def test_in_graphs_values_go_on(device):
+    """There a compiler fuses what it can; ``F.rms_norm`` rounds as its parts are computed."""
+    plain, fused = pair("fp8", device)
+    x = random_tensor(64, 128, device=device)
+    compiled = [torch.compile(model, backend="aot_eager")(x) for model in (plain, fused)]
+    assert torch.equal(*compiled)
+    torch._dynamo.reset()
+
+
+def hooked(model):
+    model.down_proj.register_forward_pre_hook(lambda module, args: None)
+
+
+def other_recipe(model):
+    ht.quantize_(model.up_proj, "mxfp8")
+    ht.set_config_(model.down_proj, "fp8+save_original_input")
+
+
+def plain_layers(model):
+    ht.plain_(model)
+
+
+class Wrapped(nn.Module):
+    """A layer of another library around one of ours."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x * 1)
+
+
+def wrapped(model):
+    model.down_proj = Wrapped(model.down_proj)
+
+
+CHANGES = {"hook": (hooked, (True, False)), "recipes": (other_recipe, (False, False)),
+           "plain": (plain_layers, (False, False)), "wrapped": (wrapped, (True, False))}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_go_where_they_are_wanted(change, device):
+    plain, fused = pair("fp8", device)
+    change, handed = CHANGES[change]
+    for model in (plain, fused):
+        change(model)
+    x = random_tensor(64, 128, device=device)
+    assert_same(step(fused, x), step(plain, x))
+    assert tuple(fused.handed) == handed
+
+
+def test_autocast_and_who_watches_want_values(device):
+    plain, fused = pair("fp8", device)
+    x = random_tensor(64, 128, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert_same(step(fused, x), step(plain, x))
+    assert fused.handed == [False, False]
+    report = ht.check(fused, x, show=False)
+    assert report
+    assert fused.handed == [False, False]
+
+
+@pytest.mark.parametrize("into", ["down", [3], torch.ones(2)], ids=str)
+def test_wrong_use(into):
+    x = torch.ones(4, 8)
+    for call in (lambda: ht.swiglu(x, x, into=into), lambda: ht.rms_norm(x, into=into)):
+        with pytest.raises(TypeError, match="linear layers as into is required"):
+            call()
