@@ -84,6 +84,8 @@ class Format:
             formats.
         tensor_scale_max: In two-level formats the value that the tensor scale, an amax, maps to:
             ``value = element * scale * tensor_scale / tensor_scale_max``.
+        values_of: Name of the format whose elements, times their block scales, this one's elements are; see
+            ``values``.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Format:
     hadamard: bool = False
     tensor_block: tuple[int | None, int | None] | None = None
     tensor_scale_max: float = 1.0
+    values_of: str | None = None
 
     def __post_init__(self) -> None:
         who = "Format"
@@ -140,6 +143,37 @@ class Format:
         return self.block[1] is not None and (
             self.pow2_scale or self.scale_dtype == torch.float8_e4m3fn
         )
+
+    @functools.cached_property
+    def values(self) -> Format | None:
+        """Format of what a product computes with where the device multiplies no such elements: elements times
+        block scales, in bfloat16, and one factor of the whole sum in place of tensor scales. None where block
+        scales do not go into the elements, or the hardware multiplies by them (FP8 in blocks).
+        """
+        if not self.scale_fits or self.scale_dtype == torch.float32:
+            return None
+        two_level = self.tensor_block is not None
+        return register_format(
+            Format(
+                f"{self.name}_values",
+                torch.bfloat16,
+                torch.finfo(torch.bfloat16).max,
+                self.tensor_block or (None, None),
+                torch.float32 if two_level else None,
+                hadamard=self.hadamard,
+                values_of=self.name,
+            )
+        )
+
+    @functools.cached_property
+    def cast(self) -> Format:
+        """Format that a tensor is cast to before it is one of this format: ``values_of``, or this one."""
+        return self if self.values_of is None else get_format(self.values_of)
+
+    @functools.cached_property
+    def num_tensors(self) -> int:
+        """How many tensors a face consists of: elements, scales, tensor scales."""
+        return 1 + (self.scale_dtype is not None) + (self.tensor_block is not None)
 
     @functools.cached_property
     def scales_partial_sums(self) -> bool:
@@ -249,6 +283,11 @@ def register_format(fmt: Format) -> Format:
     return known
 
 
+def all_formats() -> tuple[Format, ...]:
+    """Return the records of the registry."""
+    return tuple(_REGISTRY.values())
+
+
 def get_format(name: str) -> Format:
     """Return the record called ``name``.
 
@@ -259,6 +298,11 @@ def get_format(name: str) -> Format:
     known = _REGISTRY.get(name) if isinstance(name, str) else None
     if known is None:
         require_text("get_format", name=name)
+        values = (
+            _REGISTRY[base].values if (base := name.removesuffix("_values")) in _REGISTRY else None
+        )
+        if values is not None and values.name == name:
+            return values
         raise ValueError(f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}")
     return known
 
@@ -266,7 +310,12 @@ def get_format(name: str) -> Format:
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
-_MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2, torch.float4_e2m1fn_x2: 1}
+_MANTISSA_BITS = {
+    torch.bfloat16: 7,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+    torch.float4_e2m1fn_x2: 1,
+}
 
 IDENTITY = register_format(Format("identity", element=None, max=float("inf")))
 
@@ -292,7 +341,7 @@ def _nvfp4(
     name: str,
     block: tuple[int, int] = (1, 16),
     tensor_block: tuple[int | None, None] = (None, None),
-    **options: bool,
+    hadamard: bool = False,
 ) -> Format:
     return register_format(
         Format(
@@ -305,7 +354,7 @@ def _nvfp4(
             elements_per_byte=2,
             tensor_block=tensor_block,
             tensor_scale_max=E4M3_MAX * E2M1_MAX,
-            **options,
+            hadamard=hadamard,
         )
     )
 

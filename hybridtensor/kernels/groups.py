@@ -122,6 +122,7 @@ class FaceConstants(NamedTuple):
         store: Whether it is wanted, not only what it holds.
         step: Entries along the contraction are stored up to a multiple of this, the last ones zeros; 1 where there are
             as many anyway.
+        values: Whether elements times block scales are stored, in bf16, and in place of scales what is left of them.
     """
 
     kind: int
@@ -135,6 +136,7 @@ class FaceConstants(NamedTuple):
     note: bool = False
     store: bool = True
     step: int = 1
+    values: bool = False
 
 
 class MeasureConstants(NamedTuple):

@@ -15,6 +15,7 @@ from hybridtensor.kernels.groups import Place, State
 from hybridtensor.kernels.hadamard import rotate, rotate_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
 from hybridtensor.kernels.numbers import (
+    BF16,
     FP32_MAX,
     INF_BITS,
     e2m1_codes,
@@ -160,9 +161,12 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
         exponent = e8m0_round_up(blocks(v, P, Q, SIDE, 32) * INVERSE)
         y = v * spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
         unit = spread(e8m0_value(exponent), P, Q, SIDE, 32)
-        if FACE.store:
+        if FACE.store and not FACE.values:
             _store_scales(out, exponent.to(tl.uint8), place, P, Q, SIDE, 32)
-    if FACE.store:
+    if FACE.store and FACE.values:
+        held = round_to(fp8_rounded(y, FACE.e5m2, HW) * unit, BF16, HW)
+        _store(out.codes, held, place, 1, TILE, P, Q)
+    elif FACE.store:
         if FACE.kind == ROW and place.along == 0:
             tl.store(out.scales + i, scale, mask=i < place.OTHER)
         if (FACE.kind == GIVEN or FACE.kind == TENSOR) and (place.along == 0) & (place.other == 0):
@@ -175,19 +179,27 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
-    """Return the fp32 scales of a two-level format, one or ``[P, 1]``, after storing them."""
+    """Return the fp32 scales of a two-level format, one or ``[P, 1]``, after storing them, or the factors that they are
+    of whole sums.
+    """
     if FACE.kind == NVFP4_ROW:
         i = place.other + tl.arange(0, P)
         level = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0)
         level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
         if FACE.store and place.along == 0:
-            tl.store(out.levels + i, level, mask=i < place.OTHER)
+            if FACE.values:
+                tl.store(out.scales + i, level * (1.0 / 2688.0), mask=i < place.OTHER)
+            else:
+                tl.store(out.levels + i, level, mask=i < place.OTHER)
         return level[:, None]
     else:
         level = tl.load(out.measured)
         level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
         if FACE.store and (place.along == 0) & (place.other == 0):
-            tl.store(out.levels, level)
+            if FACE.values:
+                tl.store(out.scales, level * (1.0 / 2688.0))
+            else:
+                tl.store(out.levels, level)
         return level
 
 
@@ -207,7 +219,10 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
         scale = tl.where(nan > 0, float("nan"), scale)
         v = tl.where(v != v, 0.0, v)
     y = v * spread(factor, P, Q, SIDE, 16)
-    if FACE.store:
+    if FACE.store and FACE.values:
+        held = e2m1_rounded(y, uniform, FACE.stochastic) * spread(scale, P, Q, SIDE, 16)
+        _store(out.codes, held, place, 1, TILE, P, Q)
+    elif FACE.store:
         _store_scales(out, scale_codes.to(tl.uint8), place, P, Q, SIDE, 16)
         _store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
     if HELD:

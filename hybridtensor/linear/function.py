@@ -178,7 +178,7 @@ def _forward(
         note_operand(weight.record.layer, "input", input, key)
         note_operand(weight.record.layer, "weight", weight, key)
         note_product(weight.record.layer, "output", left, right, dtype)
-    if left.scale is None and right.scale is None and left.groups is None:
+    if left.format.is_identity and right.format.is_identity and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
     out = output(left, right, bias, dtype)
     shape = (*input.shape[:-1], weight.shape[-2])

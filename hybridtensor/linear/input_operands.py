@@ -36,6 +36,7 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
+from hybridtensor.subclasses.observing import for_products
 from hybridtensor.subclasses.operators.matmul import take_face
 from hybridtensor.subclasses.sharded_face import ShardedFace
 from hybridtensor.subclasses.shared_face import SharedFace
@@ -93,6 +94,7 @@ class KeptInput(Operand):
 
     def _made(self, x: Tensor) -> Face:
         context = self._context._replace(record=True, after=self._after)
+        context = for_products(context, self._dtype, row=False, column=True)
         column = self._config.input.faces(
             x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
         )[1]
@@ -188,8 +190,9 @@ def input_operand(
         how = (config.input, columnwise, dtype)
         read = reading(cast_from, weight.record, how, context.groups, kept=kept)
     if read.faces is None:
+        at_once = for_products(context, dtype, row=True, column=False)
         read.faces = config.input.faces(
-            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=context
+            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=at_once
         )
     row, column = read.faces
     if kept:

@@ -24,7 +24,7 @@ from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.observing import note_operand, note_product
+from hybridtensor.subclasses.observing import for_products, note_operand, note_product
 
 
 class Gradients(NamedTuple):
@@ -110,6 +110,7 @@ class Backward(NamedTuple):
         if isinstance(grad, HybridTensor):
             row, column = faces_of(grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype)
         else:
+            context = for_products(context, dtype, row=True, column=True)
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )

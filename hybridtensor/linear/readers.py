@@ -18,12 +18,12 @@ from hybridtensor.ops import CastRequest
 from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
 from hybridtensor.quantizers import tokens
-from hybridtensor.quantizers.base import cast_inputs, scales_by_amax
+from hybridtensor.quantizers.base import cast_inputs, in_values, scales_by_amax
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import face_tensor
-from hybridtensor.subclasses.observing import observers
+from hybridtensor.subclasses.observing import for_products, observers
 
 Into = nn.Module | Iterable[nn.Module]
 
@@ -59,7 +59,9 @@ class Readers(NamedTuple):
             inputs = inputs._replace(
                 row_amax=None if row is None else amax, column_amax=None if column is None else amax
             )
-        row_face, column_face = ops.quantize(matrix, self.request, inputs)
+        context = for_products(self.context, x.dtype, row=True, column=False)
+        request = in_values(self.request, context, x.device)
+        row_face, column_face = ops.quantize(matrix, request, inputs)
         return HybridTensor(
             face_tensor(row_face, -1, x.shape, x.dtype),
             face_tensor(column_face, 0, x.shape, x.dtype),

@@ -19,6 +19,7 @@ from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.ops import Face
 from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.observing import for_products
 
 
 class MasterOperand(Operand):
@@ -115,13 +116,15 @@ class TracedMaster(Operand):
         dtype: Dtype of the computation.
     """
 
-    __slots__ = ("_after", "_amaxes", "_dtype", "_weight")
+    __slots__ = ("_after", "_amaxes", "_context", "_dtype", "_weight")
 
     def __init__(self, weight: MasterWeight, needs: Needs, dtype: torch.dtype) -> None:
         self._weight, self._dtype = weight, dtype
         self._after: Tensor | None = None
         self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
-        super().__init__(weight.quantized(True, False, dtype, amaxes=self._amaxes)[0], None)
+        self._context = for_products(weight.context, dtype, row=True, column=True)
+        row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=self._context)
+        super().__init__(row, None)
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
@@ -130,7 +133,12 @@ class TracedMaster(Operand):
     def columnwise(self, saved: list[Tensor]) -> Face:
         """See ``Operand.columnwise``."""
         _, column = self._weight.quantized(
-            False, True, self._dtype, amaxes=self._amaxes, after=self._after
+            False,
+            True,
+            self._dtype,
+            amaxes=self._amaxes,
+            after=self._after,
+            context=self._context,
         )
         return required_face(column, "columnwise", "grad_input")
 

@@ -20,7 +20,13 @@ from hybridtensor.ops.face import Face, FaceKind, Groups, columnwise_of, empty_f
 from hybridtensor.ops.grouped_cast import quantize_groups
 from hybridtensor.ops.order import after
 from hybridtensor.ops.product import product
-from hybridtensor.ops.scaled_mm import Backend, rowwise_values, scaled_mm, select_backend
+from hybridtensor.ops.scaled_mm import (
+    Backend,
+    multiplies_values,
+    rowwise_values,
+    scaled_mm,
+    select_backend,
+)
 from hybridtensor.ops.transpose import transpose
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "dequantize",
     "empty_face",
     "high_precision",
+    "multiplies_values",
     "prepare",
     "product",
     "quantize",

@@ -170,7 +170,7 @@ def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
     Called inside of operators only, where nothing watches.
     """
     fmt, scale = face.format, face.scale
-    if scale is None:
+    if scale is None or fmt.values_of is not None:
         return face.qdata.to(dtype)
     if face.qdata.is_cuda:
         return _by_kernel(face.qdata, scale, None, fmt, dtype, False)

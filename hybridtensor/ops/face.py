@@ -186,15 +186,18 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[Layout, ...
     Raises:
         TypeError: If the format is the identity.
     """
-    if fmt.storage is None or fmt.scale_dtype is None:
+    if fmt.storage is None:
         raise TypeError("face_layouts: a quantized format is required, got the identity")
     contraction = fmt.stored(contraction)
     width = contraction // fmt.elements_per_byte
+    elements = Layout((other, width), (max(width, 1), 1), fmt.storage)
+    if fmt.scale_dtype is None:
+        return (elements,)
     rows, blocks = fmt.scale_shape(other, contraction)
     block_by_block = fmt.block[0] == 1 and fmt.block[1] is not None
     scale_strides = (1, max(rows, 1)) if block_by_block else (max(blocks, 1), 1)
     layouts = (
-        Layout((other, width), (max(width, 1), 1), fmt.storage),
+        elements,
         Layout((rows, blocks), scale_strides, fmt.scale_dtype),
     )
     level = fmt.tensor_scale_shape(other, contraction)

@@ -59,6 +59,7 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
     if (
         left.element is None
         or right.element is None
+        or torch.bfloat16 in (left.element, right.element)
         or left.element == right.element == torch.float8_e5m2
     ):
         return None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import Format, get_format
+from hybridtensor.formats import Format, all_formats, get_format
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
@@ -69,6 +69,18 @@ def select_backend(
     if kind.bf16_only and out_dtype != torch.bfloat16:
         return Backend("emulated", f"{kind.name} gives bfloat16 only, got {out_dtype}")
     return Backend("native", kind.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def multiplies_values(fmt: Format, device: torch.device) -> bool:
+    """Return whether the device has no product of the elements of a format, which has ``values``: all of them compute
+    with these.
+    """
+    if fmt.values is None:
+        return False
+    alike = (other for other in all_formats() if other.hadamard == fmt.hadamard)
+    pairs = ((left, right) for other in alike for left, right in ((fmt, other), (other, fmt)))
+    return all(select_backend(*pair, torch.bfloat16, device).name != "native" for pair in pairs)
 
 
 def _on_any_device(
@@ -227,7 +239,7 @@ def matrix_product(
     """
     a = left if left.dequantized_rowwise is None else _dequantized(left)
     b = right if right.dequantized_rowwise is None else _dequantized(right)
-    if a.scale is None and b.scale is None:
+    if a.format.is_identity and b.format.is_identity:
         columns = b.qdata.t()
         return torch.mm(a.qdata, columns) if bias is None else torch.addmm(bias, a.qdata, columns)
     return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)

@@ -184,7 +184,31 @@ def cast_faces(x: Tensor, request: CastRequest, context: Context) -> Faces:
     if is_traced() and context.role != "weight" and context.amaxes == (None, None):
         context = _measured_by_the_graph(matrix, request, context)
     inputs = cast_inputs(matrix, request, context)
+    request = in_values(request, context, x.device)
     return ops.prepare(matrix, request, inputs).run(matrix, inputs)
+
+
+def in_values(request: CastRequest, context: Context, device: torch.device) -> CastRequest:
+    """Return the request for values instead, of those faces that products read at once and whose elements the device
+    does not multiply.
+    """
+    if not any(context.values):
+        return request
+    as_values = _as_values.__wrapped__ if is_traced() else _as_values  # no caches in traces
+    return as_values(request, context.values, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_values(
+    request: CastRequest, wanted: tuple[bool, bool], device: torch.device
+) -> CastRequest:
+    row, column = (
+        cast.for_values()
+        if value and cast is not None and ops.multiplies_values(cast.format, device)
+        else cast
+        for cast, value in zip(request[:2], wanted, strict=True)
+    )
+    return request._replace(row=row, column=column)
 
 
 def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Context) -> Context:

@@ -166,6 +166,8 @@ class HybridQuantizer(Quantizer):
         if request is not None:
             return cast_faces(x, request, context)
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
+        if of_rowwise:  # which reads elements
+            context = context._replace(values=(False, False))
         row = column = None
         if rowwise or of_rowwise:  # transient if not asked for
             of_row = context._replace(direction="rowwise")

@@ -32,6 +32,8 @@ class Context(NamedTuple):
         amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
             tensor is a part of one whose scales it gets; see ``ops.quantize``.
         after: What a graph computes before it quantizes this; see ``ops.order``.
+        values: Whether the rowwise and the columnwise face are multiplied at once and nothing else reads them, so
+            that they may be values where the device has no such elements; see ``Format.values``.
     """
 
     role: str = "input"
@@ -43,6 +45,7 @@ class Context(NamedTuple):
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
     groups: Groups | None = None
     after: Tensor | None = None
+    values: tuple[bool, bool] = (False, False)
 
     def __str__(self) -> str:
         return (
@@ -107,6 +110,9 @@ def require_context(who: str, context: object) -> None:
     require_kind(who, "a Section or None as section", context.section, (Section, type(None)))
     require_kind(who, "Groups or None as groups", context.groups, (Groups, type(None)))
     require_kind(who, "a tensor or None as after", context.after, (Tensor, type(None)))
+    if not (isinstance(context.values, tuple) and len(context.values) == 2):
+        raise wrong(who, "a pair of flags as values", context.values)
+    require_flag(who, row_values=context.values[0], column_values=context.values[1])
     amaxes = context.amaxes
     if not (isinstance(amaxes, tuple) and len(amaxes) == 2):
         raise wrong(who, "a pair of tensors or None as amaxes", amaxes)

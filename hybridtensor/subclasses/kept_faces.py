@@ -102,7 +102,11 @@ class KeptFaces:
                 forward uses, since the last write or before it, and from recomputing to the backward
                 that follows.
         """
-        return policy == "always" or (policy == "auto" and (self._is_reused or _recomputes()))
+        return self.outlast_step(policy) or (policy == "auto" and _recomputes())
+
+    def outlast_step(self, policy: str) -> bool:
+        """Return whether faces outlast the backward that uses them."""
+        return policy == "always" or (policy == "auto" and self._is_reused)
 
     def end_forward(self, policy: str, *, trained: bool) -> None:
         """Let go of what a forward has used and nothing will use again."""
@@ -133,7 +137,8 @@ class KeptFaces:
         """
         if self._stamp is None or self._stamp._replace(dtype=stamp.dtype) != stamp:
             return None
-        return self.of(plain).row
+        row = self.of(plain).row
+        return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
         """Return all faces that are kept."""

@@ -16,6 +16,7 @@ from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Stamp
+from hybridtensor.subclasses.observing import for_products
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import WeightRecord, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
@@ -189,16 +190,18 @@ class MasterWeight(InterceptingTensor):
         record.count_others(plain)
         stamp = self._stamp(dtype)
         record.kept.begin_use(stamp, forward=rowwise, trained=trained)
-        kept = self._completed(stamp, rowwise, columnwise, backward_follows)
+        kept = self._completed(stamp, rowwise, columnwise, trained, backward_follows)
         return kept.row if rowwise else None, kept.column if columnwise else None
 
     @torch.no_grad()
     def _completed(
-        self, stamp: Stamp, rowwise: bool, columnwise: bool, backward_follows: bool
+        self, stamp: Stamp, rowwise: bool, columnwise: bool, trained: bool, backward_follows: bool
     ) -> Kept:
         """Return what is kept, with what is missing."""
         kept, dtype = self.record.kept.of(self.plain), stamp.dtype
-        both = backward_follows and self.record.kept.outlast(self.config.keep_faces)
+        policy, faces = self.config.keep_faces, self.record.kept
+        both = backward_follows and faces.outlast(policy)
+        lasting = faces.outlast_step(policy) if columnwise else not trained or faces.outlast(policy)
         row_is_missing = rowwise and kept.row is None
         column_is_missing = (columnwise or both) and kept.column is None
         if not (row_is_missing or column_is_missing):
@@ -206,7 +209,10 @@ class MasterWeight(InterceptingTensor):
         amaxes = kept.amaxes
         if backward_follows and not both and amaxes == (None, None):
             amaxes = self.amaxes(dtype)
-        row, column = self.quantized(row_is_missing, column_is_missing, dtype, amaxes=amaxes)
+        context = for_products(self.context, dtype, row=not lasting, column=not lasting)
+        row, column = self.quantized(
+            row_is_missing, column_is_missing, dtype, amaxes=amaxes, context=context
+        )
         kept = Kept(row or kept.row, column or kept.column, amaxes)
         self.record.kept.keep(self.plain, stamp, kept)
         return kept

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face
+from hybridtensor.state import Context
 
 
 class Observer(Protocol):
@@ -49,6 +50,23 @@ class Observer(Protocol):
 
 observers: list[Observer] = []
 """Those who watch; looked at before anything is told."""
+
+
+def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: bool) -> Context:
+    """Return the context of a tensor whose faces only products read, and at once: they may be values.
+
+    Who watches wants elements, and so does what goes by groups; in other dtypes a product of one operand in high
+    precision would round values to these.
+
+    Args:
+        context: Which tensor it is.
+        dtype: Dtype of the computation.
+        row: Whether that is so of the rowwise face.
+        column: Whether that is so of the columnwise face.
+    """
+    if observers or dtype != torch.bfloat16 or context.groups is not None:
+        return context
+    return context._replace(values=(row, column))
 
 
 def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:

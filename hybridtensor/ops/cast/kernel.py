@@ -116,7 +116,10 @@ class KernelCast(PreparedCast):
             key = key._replace(strides=(-(-key.shape[1] // 16) * 16, 1))
         self.key = key
         source = None if request.column is None else request.source
-        row, column = faces = KernelFace.of(source or request.row), KernelFace.of(request.column)
+        row, column = KernelFace.of(source or request.row), KernelFace.of(request.column)
+        if request.row is not None:
+            row = row._replace(values=KernelFace.of(request.row).values)
+        faces = row, column
         m, k = key.shape
         matrix = Matrix(None, key.strides[0], key.strides[1], m, k)
         tile = tile_of(row, column, source is not None)

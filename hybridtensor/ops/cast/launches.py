@@ -42,7 +42,7 @@ class FaceOutput:
 
     def __init__(self, kind: FaceKind | None, layouts: tuple[Layout, ...]) -> None:
         self._kind, self.layouts = kind, layouts
-        self._scale_strides = layouts[1].strides[-2:] if layouts else _NO_STRIDES
+        self._scale_strides = layouts[1].strides[-2:] if len(layouts) > 1 else _NO_STRIDES
 
     @classmethod
     def of(cls, cast: Cast | None, other: int, contraction: int) -> FaceOutput:
@@ -84,8 +84,8 @@ class FaceOutput:
         if not tensors:
             return Output(nothing, nothing, 0, 0, nothing, amax)
         other, along = self._scale_strides
-        level = take(tensors[2]) if len(tensors) == 3 else nothing
-        return Output(take(tensors[0]), take(tensors[1]), other, along, level, amax)
+        codes, scales, level = (*map(take, tensors), nothing, nothing)[:3]
+        return Output(codes, scales, other, along, level, amax)
 
 
 class Written(NamedTuple):

@@ -154,8 +154,7 @@ class OperatorCast(ReferenceCast):
         super().__init__(request)
         self._text = str(request)
         self._kinds = [None if cast is None else FaceKind(cast.format) for cast in request[:2]]
-        of_row = request.row
-        self._row_size = 0 if of_row is None else 2 + (of_row.format.tensor_block is not None)
+        self._row_size = 0 if request.row is None else request.row.format.num_tensors
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         """See ``PreparedCast.run``."""

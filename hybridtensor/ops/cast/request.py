@@ -33,7 +33,7 @@ class Cast(NamedTuple):
         """Whether scales follow from an amax per row; False is one amax of the tensor, None is no
         amax.
         """
-        fmt = self.format
+        fmt = self.format.cast
         if fmt.tensor_block is not None:
             return fmt.tensor_block[0] is not None
         if self.slot >= 0 or fmt.block[1] is not None:
@@ -45,6 +45,14 @@ class Cast(NamedTuple):
         rowwise one.
         """
         return self if self.stream < 0 else self._replace(stream=self.stream + 1)
+
+    def for_values(self) -> Cast:
+        """Return the cast of a face of values; the same if there are none of this format."""
+        return self if self.format.values is None else self._replace(format=self.format.values)
+
+    def for_codes(self) -> Cast:
+        """Undo ``for_values``."""
+        return self if self.format.values_of is None else self._replace(format=self.format.cast)
 
     def __str__(self) -> str:
         return f"{self.format.name};{int(self.pow2_scale)};{self.slot};{self.stream}"
@@ -148,7 +156,7 @@ NO_INPUTS = CastInputs()
 def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
     """Raise ValueError unless the inputs are those that the request needs."""
     row, column, source, _ = request
-    if source is not None and row not in (None, source):
+    if source is not None and row is not None and row.for_codes() != source:
         raise ValueError(
             f"quantize: a columnwise face of the rowwise one is required, got source {source} of {row}"
         )

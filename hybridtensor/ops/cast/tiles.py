@@ -29,6 +29,7 @@ class KernelFace(NamedTuple):
         slot: Which delayed scale; -1 is none.
         stream: Which random numbers; -1 is none.
         step: Of what number the entries stored along the contraction are a multiple.
+        values: Whether values are stored in place of elements and block scales.
     """
 
     kind: int
@@ -39,13 +40,14 @@ class KernelFace(NamedTuple):
     slot: int = -1
     stream: int = -1
     step: int = 1
+    values: bool = False
 
     @classmethod
     def of(cls, cast: Cast | None) -> KernelFace:
         """Return the face that a cast makes."""
         if cast is None:
             return cls(NONE)
-        fmt = cast.format
+        fmt = cast.format.cast
         return cls(
             kind=_kind(fmt, cast.slot),
             side=fmt.block[0] or 1,
@@ -54,7 +56,8 @@ class KernelFace(NamedTuple):
             rotated=fmt.hadamard,
             slot=cast.slot,
             stream=cast.stream,
-            step=fmt.step,
+            step=cast.format.step,
+            values=fmt is not cast.format,
         )
 
     def constants(
@@ -81,6 +84,7 @@ class KernelFace(NamedTuple):
             note=note,
             store=store,
             step=1 if whole else self.step,
+            values=self.values,
         )
 
 

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.formats import Format
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
-from hybridtensor.ops.dequantize import dequantize_reference
+from hybridtensor.ops.dequantize import dequantize_reference, multipliable_values
+from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.references import float8, mx, nvfp4
 
@@ -19,9 +21,29 @@ def define_faces(
     x: Tensor, request: CastRequest, inputs: CastInputs
 ) -> tuple[Face | None, Face | None]:
     """Return the rowwise and the columnwise face of ``x``: what ``quantize`` is."""
-    row, column = request[:2]
     if inputs.prologue is not None:
         x = inputs.prologue.matrix(x)
+    row, column = request[:2]
+    codes = request._replace(row=row and row.for_codes(), column=column and column.for_codes())
+    of_row, of_column = _define_codes(x, codes, inputs)
+    if row is not None and of_row is not None and row != codes.row:
+        of_row = _values(of_row, row.format, x.shape[1])
+    if column is not None and of_column is not None and column != codes.column:
+        of_column = _values(of_column, column.format, x.shape[0])
+    return of_row, of_column
+
+
+def _values(face: Face, fmt: Format, contraction: int) -> Face:
+    """Return the values of a face, without the zeros behind ``contraction``."""
+    values = multipliable_values(face, torch.bfloat16)[:, :contraction].contiguous()
+    return Face(values, sum_factor(face), None, fmt)
+
+
+def _define_codes(
+    x: Tensor, request: CastRequest, inputs: CastInputs
+) -> tuple[Face | None, Face | None]:
+    """Return the faces as elements and scales."""
+    row, column = request[:2]
     made = None if row is None else _face(x, row, inputs, transposed=False)
     if column is None:
         return made, None
