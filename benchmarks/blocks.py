@@ -72,7 +72,7 @@ def measure(kind: Callable[..., nn.Module], recipe: str, device: str, repeats: i
         ht.quantize_(model, recipe, filter_fn=lambda module, name: isinstance(module, nn.Linear))
     grads = [torch.randn_like(y) for y in model(x, "modules")]
     variants = {how: functools.partial(step, model, x, grads, how) for how in ("modules", "values", "into")}
-    times = time_alternating(variants, device, repeats, lead=1, count=3)
+    times = time_alternating(variants, device, repeats)
     ratios = {f"{how} over modules": times["modules"] / times[how] for how in ("values", "into")}
     return {
         "block": kind.__name__,

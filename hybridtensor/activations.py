@@ -18,6 +18,7 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu as forward_op
 from hybridtensor.ops.swiglu import swiglu_backward as backward_op
+from hybridtensor.ops.swiglu import swiglu_measured as measured_op
 from hybridtensor.quantizers import tokens
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -39,9 +40,10 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     Args:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.
         up: Of the same shape, dtype and device.
-        into: The layers that read what is returned, and nothing else does. It then is a ``HybridTensor`` with
-            the faces that they would make, to the same bits, and its values are never stored. Where they do
-            not quantize alike, are sharded, not converted or wrapped, or run under autocast, it is the values.
+        into: The layers that read what is returned, and nothing else does. Where that saves a pass, it then is a
+            ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor,
+            current or delayed, and with MXFP8. Else it is the values: with other scales, and of layers that do not
+            quantize alike, are sharded, not converted or wrapped, or run under autocast.
 
     Raises:
         TypeError: If one is not a dense tensor of these dtypes, or ``into`` no modules.
@@ -77,9 +79,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, readers: Readers | None) -> Tensor:
         ctx.save_for_backward(gate, up)
-        if readers is not None:
-            return readers.cast(gate, Gated(tokens(up)))
-        return forward_op(gate, up)  # type: ignore[no-any-return]
+        if readers is None:
+            return forward_op(gate, up)  # type: ignore[no-any-return]
+        if readers.scale_by_amax:
+            return readers.cast(*measured_op(gate, up))
+        return readers.cast_computed(gate, Gated(tokens(up)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,7 +101,9 @@ class _SwiGLU(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float | None = None, *, into: Into = ()
 ) -> Tensor:
-    """Return ``weight * x / sqrt(mean(x ** 2) + eps)`` over the last dimension, computed in fp32 and rounded once.
+    """Return ``weight * x / sqrt(mean(x ** 2) + eps)`` over the last dimension, rounded once.
+
+    The factor of a row is computed in float64, the rest in fp32.
 
     Eager code runs one kernel, and one and a sum in backward, which keeps only ``x``, the weight and a factor
     per row. In graphs of ``torch.compile``, for DTensors, for more than 16384 features and in ``torch.func``
@@ -120,6 +126,7 @@ def rms_norm(
         raise ValueError("rms_norm: x of shape [..., N] is required, got a scalar")
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     require_number("rms_norm", eps=eps)
+    eps = torch.tensor(eps, dtype=torch.float32, device="cpu").item()  # as kernels take it
     if weight is not None:
         _require_weight(weight, x)
     given = (x,) if weight is None else (x, weight)
@@ -151,12 +158,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, readers: Readers | None) -> Tensor:
         matrix = tokens(x)
-        if readers is None:
-            y, factor = norm.rms_norm(matrix, weight, eps)
+        if readers is None or readers.scale_by_amax:
+            y, factor, *amax = norm.rms_norm(matrix, weight, eps, readers is not None)
             out: Tensor = y.view(x.shape)
+            if readers is not None:
+                out = readers.cast(out, *amax)
         else:
-            factor, *amax = norm.rms_norm_factors(matrix, weight, eps, readers.scales_by_amax)
-            out = readers.cast(x, Normed(factor, weight), *amax)
+            factor = norm.rms_norm_factors(matrix, eps)
+            out = readers.cast_computed(x, Normed(factor, weight))
         ctx.save_for_backward(x, weight, factor)
         ctx.eps = eps
         return out

@@ -14,11 +14,11 @@ import hybridtensor as ht
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 SPECS = {
-    **dict.fromkeys(("fp8", "fp8+pow2_scale", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"), (True, True)),
-    **dict.fromkeys(("nvfp4_row_scaled_fwd_mxfp8_bwd", "mxfp8/bf16/mxfp8"), (True, True)),
+    **dict.fromkeys(("fp8", "fp8+pow2_scale", "mxfp8", "mxfp8/bf16/mxfp8"), (True, True)),
     "fp8_delayed": (False, True),  # gate and up have a scale each
-    # Faces in high precision are values
+    # Faces in high precision are values; of the others casts gain nothing
     **dict.fromkeys(("fp8_high_precision_backward", "fp8_dequantized_backward", "bf16/mxfp8/fp8"), (False, False)),
+    **dict.fromkeys(("fp8_rowwise", "fp8_block", "nvfp4", "nvfp4_row_scaled_fwd_mxfp8_bwd"), (False, False)),
 }
 """Recipes, and whether the norm and the activation hand over faces."""
 EPS = 1e-5

@@ -100,14 +100,31 @@ def smooth(losses: Sequence[float], points: int = 150) -> list[float]:
     return [round(sum(losses[i : i + window]) / window, 5) for i in range(0, len(losses) - window + 1, window)]
 
 
+def draw_order(axes: Any, made: list[dict[str, Any]]) -> None:
+    """Draw the gaps of recipes one below the other, the smallest first, and what is allowed."""
+    shown = sorted((row for row in made if row["recipe"] != BASELINE), key=lambda row: -row["gap %"])
+    for place, row in enumerate(shown):
+        color = "tab:orange" if row["allowed %"] > 0.5 else "tab:blue"
+        if row["low %"] is not None:
+            axes.plot([row["low %"], row["high %"]], [place, place], color=color, linewidth=2)
+        axes.plot(row["gap %"], place, "o", color=color)
+        axes.plot(row["validation gap %"], place, "x", color="gray")
+        axes.plot([row["allowed %"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1)
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set_yticks(range(len(shown)), [f"{row['recipe']} ({row['seeds']})" for row in shown], fontsize=7)
+    axes.set(xlabel="above BF16 (%), with the 95 % interval; x: held-out text; |: allowed; (seeds)")
+
+
 def plot(records: Sequence[Record], path: Path) -> None:
-    """Draw the losses of the first seed, and below how far each recipe is from BF16, the mean over seeds."""
+    """Draw the losses of the first seed, how far each recipe is from BF16 while it trains, the mean over seeds, and in
+    the end, with the 95 % interval.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (losses, above) = plt.subplots(2, figsize=(10, 10), layout="constrained", height_ratios=[2, 3])
+    figure, (losses, above, order) = plt.subplots(3, figsize=(10, 15), layout="constrained", height_ratios=[2, 3, 3])
     base = {r["seed"]: smooth(r["losses"], 50) for r in records if r["recipe"] == BASELINE}
     first = min(base)
     steps = [(i + 1) * len(records[0]["losses"]) / len(base[first]) for i in range(len(base[first]))]
@@ -126,6 +143,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     above.axhline(0, color="black", linewidth=1)
     if above.get_legend_handles_labels()[1]:
         above.legend(fontsize=7, ncols=2)
+    draw_order(order, rows(records))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

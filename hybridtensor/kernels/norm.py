@@ -13,26 +13,26 @@ from hybridtensor.kernels.tiles import raise_to
 @triton.jit
 def norm_kernel(x, stride, weight, out, factors, amax, K, EPS, B: tl.constexpr, STORE: tl.constexpr,
                 MEASURE: tl.constexpr):  # fmt: skip
-    """Write the factor of one row, and its normalized values or the amax of all.
+    """Write the factor of one row, and its normalized values.
 
     Args:
         x: Rows, each contiguous, ``stride`` apart.
         weight: Of columns.
         out: ``[M, K]``, contiguous, in the dtype of ``x``; written with STORE.
         factors: fp32, of rows.
-        amax: fp32, begins at zero; raised with MEASURE.
+        amax: Of what is stored, fp32, begins at zero; raised with MEASURE.
     """
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, B)
     mask = j < K
     v = tl.load(x + row * stride + j, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v, 0) / K + EPS))
+    exact = v.to(tl.float64)  # squares are exact, and rounding once makes the order of the sum no matter
+    factor = (1.0 / tl.sqrt(tl.sum(exact * exact, 0) / K + EPS)).to(tl.float32)
     tl.store(factors + row, factor)
-    if STORE or MEASURE:
+    if STORE:
         w = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32)
         y = normed(v, factor, w, x.dtype.element_ty)
-        if STORE:
-            tl.store(out + row * K + j, y.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * K + j, y.to(out.dtype.element_ty), mask=mask)
         if MEASURE:
             magnitude = tl.abs(y)
             largest = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), 0)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels.prologue import gated, sigmoid_denominator
+from hybridtensor.kernels.tiles import raise_to
 
 
 @triton.jit
@@ -20,13 +21,21 @@ def _tile(N, M, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def swiglu_kernel(gate, gate_stride, up, up_stride, out, M, N, BM: tl.constexpr, BN: tl.constexpr, GPU: tl.constexpr):
-    """Write one tile of ``silu(gate) * up``, contiguous, of matrices with contiguous rows that are strides apart."""
+def swiglu_kernel(gate, gate_stride, up, up_stride, out, amax, M, N, BM: tl.constexpr, BN: tl.constexpr,
+                  GPU: tl.constexpr, MEASURE: tl.constexpr):  # fmt: skip
+    """Write one tile of ``silu(gate) * up``, contiguous, of matrices with contiguous rows that are strides apart; with
+    MEASURE raise its amax, fp32, which begins at zero.
+    """
     i, j, mask = _tile(N, M, BM, BN)
     g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    tl.store(out + i * N + j, gated(g, u, kind, GPU).to(kind), mask=mask)
+    y = gated(g, u, kind, GPU)
+    tl.store(out + i * N + j, y.to(kind), mask=mask)
+    if MEASURE:
+        magnitude = tl.abs(y)
+        largest = tl.max(tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), 1), 0)
+        raise_to(amax, largest, largest >= 0)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from hybridtensor.ops import CastRequest
 from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
 from hybridtensor.quantizers import tokens
-from hybridtensor.quantizers.base import cast_inputs, in_values, scales_by_amax
+from hybridtensor.quantizers.base import cast_inputs, gains_by_fusing, in_values, scales_by_amax
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -40,31 +40,32 @@ class Readers(NamedTuple):
     context: Context
 
     @property
-    def scales_by_amax(self) -> bool:
-        """Whether faces are scaled by the amax of the tensor, which another function may measure."""
+    def scale_by_amax(self) -> bool:
+        """Whether faces are scaled by the amax of the tensor, which who computes it can measure on the way."""
         return scales_by_amax(self.request)
 
-    def cast(self, x: Tensor, prologue: Prologue, amax: Tensor | None = None) -> HybridTensor:
-        """Return the tensor that is computed of ``x``, quantized.
+    def cast(self, y: Tensor, amax: Tensor) -> HybridTensor:
+        """Return a tensor ``[..., K]``, quantized, whose amax is known."""
+        row, column = (cast and amax for cast in self.request[:2])
+        return self._cast(y, {"row_amax": row, "column_amax": column})
+
+    def cast_computed(self, x: Tensor, prologue: Prologue) -> HybridTensor:
+        """Return the tensor that is computed of ``x``, ``[..., K]``, quantized.
 
         Args:
-            x: ``[..., K]``.
-            prologue: How it is computed, of matrices ``[M, K]``.
-            amax: Its largest magnitude, if that is known.
+            x: What it is computed of.
+            prologue: How, of matrices ``[M, K]``.
         """
+        return self._cast(x, {"prologue": prologue})
+
+    def _cast(self, x: Tensor, given: dict[str, Any]) -> HybridTensor:
         matrix = tokens(x)
-        inputs = cast_inputs(matrix, self.request, self.context)._replace(prologue=prologue)
-        if amax is not None:
-            row, column = self.request.row, self.request.column
-            inputs = inputs._replace(
-                row_amax=None if row is None else amax, column_amax=None if column is None else amax
-            )
+        inputs = cast_inputs(matrix, self.request, self.context)._replace(**given)
         context = for_products(self.context, x.dtype, row=True, column=False)
         request = in_values(self.request, context, x.device)
-        row_face, column_face = ops.quantize(matrix, request, inputs)
+        row, column = ops.quantize(matrix, request, inputs)
         return HybridTensor(
-            face_tensor(row_face, -1, x.shape, x.dtype),
-            face_tensor(column_face, 0, x.shape, x.dtype),
+            face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
 
 
@@ -100,7 +101,7 @@ def readers_of(who: str, into: Into, x: Tensor, operands: Iterable[Tensor]) -> R
     request = config.input.request(
         rowwise=True, columnwise=columnwise, dtype=x.dtype, context=context
     )
-    return None if request is None else Readers(request, context)
+    return None if request is None or not gains_by_fusing(request) else Readers(request, context)
 
 
 def _modules(who: str, into: Into) -> list[nn.Module]:

@@ -1,5 +1,5 @@
-"""Root mean square normalization: of each row, ``weight * (factor * x)`` with
-``factor = 1 / sqrt(mean(x ** 2) + eps)``, all in fp32, rounded once.
+"""Root mean square normalization: of each row, ``weight * (factor * x)`` in fp32, rounded once, with
+``factor = 1 / sqrt(mean(x ** 2) + eps)`` in float64, rounded to fp32, so that the order of the sum is no matter.
 
 Shape letters: ``M`` rows, ``K`` columns.
 """
@@ -22,17 +22,13 @@ _PROGRAMS = 2  # of backward, per multiprocessor
 
 def factors(x: Tensor, eps: float) -> Tensor:
     """Return the factors of the rows of a matrix, by operations that have gradients."""
-    return torch.rsqrt(x.float().square().mean(dim=1) + eps)
+    return torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
 
 
-def _reference(x: Tensor, weight: Tensor, eps: float) -> list[Tensor]:
+def _reference(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
     factor = factors(x, eps)
-    return [Normed(factor, weight).matrix(x), factor]
-
-
-def _factors_reference(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
-    y, factor = _reference(x, weight, eps)
-    return [factor, block_amax(y, (None, None)).view(1)] if measure else [factor]
+    y = Normed(factor, weight).matrix(x)
+    return [y, factor, *([block_amax(y, (None, None)).view(1)] if measure else [])]
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> list[Tensor]:
@@ -44,38 +40,36 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> list[Te
     return [grad_x.to(x.dtype).contiguous(), (dy * v).sum(dim=0).to(weight.dtype)]
 
 
-def _fake(x: Tensor, weight: Tensor, eps: float) -> list[Tensor]:
-    return [x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)]
+def _fake(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
+    sizes = (x.shape[0], 1) if measure else x.shape[:1]
+    return [x.new_empty(x.shape), *(x.new_empty(size, dtype=torch.float32) for size in sizes)]
 
 
-def _factors_fake(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
-    return [
-        x.new_empty(size, dtype=torch.float32)
-        for size in ((x.shape[0], 1) if measure else x.shape[:1])
-    ]
+def _factors_fake(x: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
 def _backward_fake(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> list[Tensor]:
     return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
 
 
-def norm_cuda(x: Tensor, weight: Tensor, eps: float) -> list[Tensor]:
+def norm_cuda(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
     """Implement ``rms_norm``."""
     if not _has_kernel(x):
-        return _reference(x, weight, eps)
-    out, factor = _fake(x, weight, eps)
-    _forward(x, weight, eps, out, factor, None)
-    return [out, factor]
+        return _reference(x, weight, eps, measure)
+    out, factor = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+    amax = factor.new_zeros(1) if measure else None
+    _forward(x, weight, eps, out, factor, amax)
+    return [out, factor] if amax is None else [out, factor, amax]
 
 
-def norm_factors_cuda(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
+def norm_factors_cuda(x: Tensor, eps: float) -> Tensor:
     """Implement ``rms_norm_factors``."""
     if not _has_kernel(x):
-        return _factors_reference(x, weight, eps, measure)
-    factor = x.new_empty(x.shape[0], dtype=torch.float32)
-    amax = factor.new_zeros(1) if measure else None
-    _forward(x, weight, eps, None, factor, amax)
-    return [factor] if amax is None else [factor, amax]
+        return factors(x, eps)
+    factor = _factors_fake(x, eps)
+    _forward(x, x, eps, None, factor, None)
+    return factor
 
 
 def _has_kernel(x: Tensor) -> bool:
@@ -162,17 +156,17 @@ def _warps(block: int) -> int:
 
 
 rms_norm = define(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor[]", reference=_reference, fake=_fake
+    "rms_norm(Tensor x, Tensor weight, float eps, bool measure) -> Tensor[]",
+    reference=_reference,
+    fake=_fake,
 )
-"""The normalized matrix ``[M, K]``, and the factors of its rows, fp32 ``[M]``."""
+"""The normalized matrix ``[M, K]``, the factors of its rows, fp32 ``[M]``, and if wanted its amax, fp32 ``[1]``."""
 implement("rms_norm", norm_cuda)
 
 rms_norm_factors = define(
-    "rms_norm_factors(Tensor x, Tensor weight, float eps, bool measure) -> Tensor[]",
-    reference=_factors_reference,
-    fake=_factors_fake,
+    "rms_norm_factors(Tensor x, float eps) -> Tensor", reference=factors, fake=_factors_fake
 )
-"""The factors, and if it is to be measured the largest magnitude of what ``rms_norm`` returns, fp32 ``[1]``."""
+"""The factors alone, where a cast normalizes."""
 implement("rms_norm_factors", norm_factors_cuda)
 
 rms_norm_backward = define(

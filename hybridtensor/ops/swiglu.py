@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement
+from hybridtensor.ops.references.blocks import block_amax
 
 _TILE = (4, 1024)
 
@@ -24,6 +25,15 @@ def _reference(gate: Tensor, up: Tensor) -> Tensor:
 def _backward_reference(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
     of_gate = torch.ops.aten.silu_backward(grad * up, gate)
     return [of_gate.contiguous(), (grad * F.silu(gate)).contiguous()]
+
+
+def _measured_reference(gate: Tensor, up: Tensor) -> list[Tensor]:
+    y = _reference(gate, up)
+    return [y, block_amax(y.view(-1, y.shape[-1]), (None, None)).view(1)]
+
+
+def _measured_fake(gate: Tensor, up: Tensor) -> list[Tensor]:
+    return [_fake(gate, up), gate.new_empty(1, dtype=torch.float32)]
 
 
 def _fake(gate: Tensor, up: Tensor) -> Tensor:
@@ -39,8 +49,17 @@ def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
     if not gate.numel() or gate.dtype == torch.float64:
         return _reference(gate, up)
     out = _fake(gate, up)
-    _run("swiglu_kernel", [gate, up], [out])
+    _run("swiglu_kernel", [gate, up], [out, out], MEASURE=False)
     return out
+
+
+def swiglu_measured_cuda(gate: Tensor, up: Tensor) -> list[Tensor]:
+    """Return the same and its amax, fp32 ``[1]``."""
+    if not gate.numel() or gate.dtype == torch.float64:
+        return _measured_reference(gate, up)
+    out, amax = _fake(gate, up), gate.new_zeros(1, dtype=torch.float32)
+    _run("swiglu_kernel", [gate, up], [out, amax], MEASURE=True)
+    return [out, amax]
 
 
 def swiglu_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
@@ -52,14 +71,16 @@ def swiglu_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]
     return out
 
 
-def _run(kernel: str, read: list[Tensor], written: list[Tensor]) -> None:
+def _run(kernel: str, read: list[Tensor], written: list[Tensor], **constants: bool) -> None:
     """Run a kernel on tensors ``[..., N]`` of one shape."""
     rows = [_as_rows(x) for x in read]
     shape = rows[0].shape
     strides = tuple(x.stride(0) for x in rows)
     aligned = tuple(x.data_ptr() % 16 == 0 for x in (*rows, *written))
     with on_device(rows[0].device):
-        launch = _launch(kernel, shape, strides, aligned, rows[0].dtype, rows[0].device)
+        launch = _launch(
+            kernel, shape, strides, aligned, rows[0].dtype, rows[0].device, **constants
+        )
         given = [argument for x in rows for argument in (x, x.stride(0))]
         launch(*given, *written, *shape)
 
@@ -73,18 +94,28 @@ def _as_rows(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _launch(
     kernel: str, shape: torch.Size, strides: tuple[int, ...], aligned: tuple[bool, ...], dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device, **constants: bool,
 ) -> Launch:  # fmt: skip
     """Return the launch for matrices of one kind; all of it decides what Triton compiles."""
     (rows, columns), (bm, bn) = shape, _TILE
     programs = -(-rows // bm) * -(-columns // bn)
     on_gpu = device.type == "cuda"
-    return Launch("swiglu", kernel, programs, BM=bm, BN=bn, GPU=on_gpu, options={"num_warps": 8})
+    return Launch(
+        "swiglu", kernel, programs, BM=bm, BN=bn, GPU=on_gpu, **constants, options={"num_warps": 8}
+    )
 
 
 swiglu = define("swiglu(Tensor gate, Tensor up) -> Tensor", reference=_reference, fake=_fake)
 """``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous; bits are torch's."""
 implement("swiglu", swiglu_cuda)
+
+swiglu_measured = define(
+    "swiglu_measured(Tensor gate, Tensor up) -> Tensor[]",
+    reference=_measured_reference,
+    fake=_measured_fake,
+)
+"""The same, and its largest magnitude, fp32 ``[1]``; NaN does not count."""
+implement("swiglu_measured", swiglu_measured_cuda)
 
 swiglu_backward = define(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor[]",

@@ -165,11 +165,12 @@ SAMPLES = {
         "rows": lambda device: (matrix(device), matrix(device)),
         "strided": lambda device: tuple(matrix(device).chunk(2, dim=1)),
     },
-    "rms_norm": {"rows": lambda device: (matrix(device), matrix(device)[0], 1e-5)},
-    "rms_norm_factors": {
+    "rms_norm": {
         "measured": lambda device: (matrix(device), matrix(device)[0], 1e-5, True),
-        "factors": lambda device: (matrix(device), matrix(device)[0], 1e-5, False),
+        "rows": lambda device: (matrix(device), matrix(device)[0], 1e-5, False),
     },
+    "rms_norm_factors": {"rows": lambda device: (matrix(device), 1e-5)},
+    "swiglu_measured": {"rows": lambda device: (matrix(device), matrix(device))},
     "rms_norm_backward": {
         "rows": lambda device: (matrix(device), matrix(device), matrix(device)[0], torch.ones(32, device=device)),
     },

@@ -44,7 +44,7 @@ def normed(device, rows=80, columns=192, dtype=torch.bfloat16, apart=0):
     """The same for a norm."""
     x = random_tensor(rows, columns + apart, device=device).to(dtype)[:, :columns]
     weight = 1 + random_tensor(1, columns, seed=7, device=device)[0].to(dtype) / 4
-    y, factor = norm_cuda(x, weight, 1e-5)
+    y, factor = norm_cuda(x, weight, 1e-5, False)
     return x, Normed(factor, weight), y
 
 
@@ -112,7 +112,7 @@ def test_nan_and_inf(kind, device):
         if kind == "gated":
             matrix = swiglu_cuda(x, prologue.up)
         else:
-            matrix, factor = norm_cuda(x, prologue.weight, 1e-5)
+            matrix, factor = norm_cuda(x, prologue.weight, 1e-5, False)
             prologue = prologue._replace(factor=factor)
         check((x, prologue, matrix), request_of(cast, cast))
 

@@ -29,6 +29,7 @@ from hybridtensor.ops.cast.tiles import (
     TENSOR,
     KernelFace,
     Tiling,
+    computed,
     tile_of,
 )
 from hybridtensor.ops.kernel_library import on_device
@@ -123,9 +124,12 @@ class KernelCast(PreparedCast):
         m, k = key.shape
         matrix = Matrix(None, key.strides[0], key.strides[1], m, k)
         tile = tile_of(row, column, source is not None)
-        tiling = Tiling.of(tile, matrix, key.dtype, draws=max(row.stream, column.stream) >= 0)
+        draws, prologue = max(row.stream, column.stream) >= 0, None
         if key.prologue is not None and not self._copies:
-            tiling = tiling.of_prologue(key.prologue[0], key.device)
+            tile, prologue = computed(tile), key.prologue[0]
+        tiling = Tiling.of(tile, matrix, key.dtype, draws=draws)
+        if prologue is not None:
+            tiling = tiling.of_prologue(prologue, key.device)
         self.task = KernelTask(
             matrix=matrix,
             dtype=key.dtype,
