@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hybridtensor.arguments import require_float, require_number
-from hybridtensor.linear.readers import Into, Readers, readers_of
+from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.prologue import Gated, Normed
@@ -42,8 +42,9 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
         up: Of the same shape, dtype and device.
         into: The layers that read what is returned, and nothing else does. Where that saves a pass, it then is a
             ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor,
-            current or delayed, and with MXFP8. Else it is the values: with other scales, and of layers that do not
-            quantize alike, are sharded, not converted or wrapped, or run under autocast.
+            current or delayed, and with MXFP8 where the device multiplies it. Else it is the values: with other
+            scales, and of layers that do not quantize alike, are sharded, not converted, wrapped or hooked, or run
+            under autocast.
 
     Raises:
         TypeError: If one is not a dense tensor of these dtypes, or ``into`` no modules.
@@ -62,12 +63,12 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
             "swiglu: gate and up of one shape [..., N], dtype and device are required, got "
             + " and ".join(told)
         )
-    plain = type(gate) in _PLAIN and type(up) in _PLAIN
+    layers, plain = modules_of("swiglu", into), type(gate) in _PLAIN and type(up) in _PLAIN
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         return checkpoint(_operations, gate, up, use_reentrant=False)  # type: ignore[no-any-return]
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
         return _operations(gate, up)
-    readers = readers_of("swiglu", into, gate, (gate, up))
+    readers = readers_of(layers, gate, (gate, up))
     return _SwiGLU.apply(gate, up, readers)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -129,7 +130,7 @@ def rms_norm(
     eps = torch.tensor(eps, dtype=torch.float32, device="cpu").item()  # as kernels take it
     if weight is not None:
         _require_weight(weight, x)
-    given = (x,) if weight is None else (x, weight)
+    layers, given = modules_of("rms_norm", into), (x,) if weight is None else (x, weight)
     plain = all(type(one) in _PLAIN for one in given)
     if (
         not plain
@@ -138,7 +139,7 @@ def rms_norm(
         or torch._C._are_functorch_transforms_active()
     ):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    readers = readers_of("rms_norm", into, x, given)
+    readers = readers_of(layers, x, given)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     return _RMSNorm.apply(x, weight, eps, readers)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -104,6 +104,8 @@ class Format:
     def __post_init__(self) -> None:
         who = "Format"
         require_text(who, name=self.name)
+        if self.values_of is not None:
+            require_text(who, values_of=self.values_of)
         require_number(who, max=self.max, tensor_scale_max=self.tensor_scale_max)
         for dtype in (self.element, self.scale_dtype):
             require_kind(who, "a dtype or None", dtype, (torch.dtype, type(None)))
@@ -152,18 +154,16 @@ class Format:
         """
         if not self.scale_fits or self.scale_dtype == torch.float32:
             return None
-        two_level = self.tensor_block is not None
-        return register_format(
-            Format(
-                f"{self.name}_values",
-                torch.bfloat16,
-                torch.finfo(torch.bfloat16).max,
-                self.tensor_block or (None, None),
-                torch.float32 if two_level else None,
-                hadamard=self.hadamard,
-                values_of=self.name,
-            )
+        made = Format(
+            f"{self.name}_values",
+            torch.bfloat16,
+            torch.finfo(torch.bfloat16).max,
+            self.tensor_block or (None, None),
+            None if self.tensor_block is None else torch.float32,
+            hadamard=self.hadamard,
+            values_of=self.name,
         )
+        return _VALUES.setdefault(made.name, made)
 
     @functools.cached_property
     def cast(self) -> Format:
@@ -190,8 +190,10 @@ class Format:
     @functools.cached_property
     def step(self) -> int:
         """What a face stores along the contraction is a multiple of this: of the block where that
-        may not be partial, else of 1.
+        may not be partial, else of 1. Values are as many as the elements: a rotation spreads each over a block.
         """
+        if self.values_of is not None:
+            return self.cast.step
         along = self.block[1]
         return 1 if self.ragged or along is None else along
 
@@ -247,7 +249,7 @@ class Format:
         return contraction / self.elements_per_byte + scales * scale_bytes + tensor_scale
 
     def __reduce__(self) -> tuple[object, ...]:
-        return get_format, (self.name,)
+        return format_of_face, (self.name,)
 
     def __str__(self) -> str:
         return self.name
@@ -265,6 +267,7 @@ def _num_blocks(extent: int, block: int | None) -> int:
 
 
 _REGISTRY: dict[str, Format] = {}
+_VALUES: dict[str, Format] = {}  # formats of values, which nothing is stored in
 
 
 def register_format(fmt: Format) -> Format:
@@ -283,6 +286,19 @@ def register_format(fmt: Format) -> Format:
     return known
 
 
+def format_of_face(name: str) -> Format:
+    """Return the record called ``name``, also one of values: what operators get beside the tensors of a face.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name in _VALUES:
+        return _VALUES[name]
+    base = name.removesuffix("_values")
+    values = _REGISTRY[base].values if base in _REGISTRY and base != name else None
+    return get_format(name) if values is None else values
+
+
 def all_formats() -> tuple[Format, ...]:
     """Return the records of the registry."""
     return tuple(_REGISTRY.values())
@@ -298,11 +314,6 @@ def get_format(name: str) -> Format:
     known = _REGISTRY.get(name) if isinstance(name, str) else None
     if known is None:
         require_text("get_format", name=name)
-        values = (
-            _REGISTRY[base].values if (base := name.removesuffix("_values")) in _REGISTRY else None
-        )
-        if values is not None and values.name == name:
-            return values
         raise ValueError(f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}")
     return known
 
@@ -387,4 +398,4 @@ NVFP4_ROW_SCALED_HADAMARD = _nvfp4(
     "nvfp4_row_scaled_hadamard", tensor_block=(1, None), hadamard=True
 )
 
-torch.serialization.add_safe_globals([get_format])
+torch.serialization.add_safe_globals([get_format, format_of_face])

@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor, saved_for_backward
+from tests.test_values import without
 
 SPECS = {
-    **dict.fromkeys(("fp8", "fp8+pow2_scale", "mxfp8", "mxfp8/bf16/mxfp8"), (True, True)),
+    **dict.fromkeys(("fp8", "fp8+pow2_scale"), (True, True)),
+    **dict.fromkeys(("mxfp8", "mxfp8/bf16/mxfp8"), (False, False)),  # values, which casts make again
     "fp8_delayed": (False, True),  # gate and up have a scale each
     # Faces in high precision are values; of the others casts gain nothing
     **dict.fromkeys(("fp8_high_precision_backward", "fp8_dequantized_backward", "bf16/mxfp8/fp8"), (False, False)),
@@ -82,6 +84,15 @@ def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, device):
     assert plain.handed == [False, False]
 
 
+@pytest.mark.parametrize("spec", ["mxfp8", "mxfp8/bf16/mxfp8"])
+def test_elements_that_the_device_multiplies_are_handed_over(spec, device):
+    with without():
+        plain, fused = pair(spec, device)
+        x = random_tensor(64, 128, device=device)
+        assert_same(step(fused, x), step(plain, x))
+        assert fused.handed == [True, True]
+
+
 def test_values_are_never_saved(device):
     saved = {}
     for name, model in zip(("plain", "fused"), pair("fp8", device), strict=True):
@@ -94,7 +105,7 @@ def test_values_are_never_saved(device):
     assert saved["fused"] < bf16 + 2 * 2 * bf16 + bf16 // 2 + bf16 + 2**10
 
 
-@pytest.mark.parametrize("spec", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("spec", ["fp8", "fp8+pow2_scale"])
 def test_with_checkpoints(spec, device):
     plain, fused = pair(spec, device)
     x = random_tensor(64, 128, device=device)
@@ -134,7 +145,11 @@ def test_in_graphs_values_go_on(device):
 
 
 def hooked(model):
-    model.down_proj.register_forward_pre_hook(lambda module, args: None)
+    model.down_proj.register_forward_pre_hook(lambda module, args: (args[0].abs() * 0 + args[0],))
+
+
+def hooked_behind(model):
+    model.down_proj.register_forward_hook(lambda module, args, out: out + args[0].abs().max() * 0)
 
 
 def other_recipe(model):
@@ -161,8 +176,13 @@ def wrapped(model):
     model.down_proj = Wrapped(model.down_proj)
 
 
-CHANGES = {"hook": (hooked, (True, False)), "recipes": (other_recipe, (False, False)),
-           "plain": (plain_layers, (False, False)), "wrapped": (wrapped, (True, False))}  # fmt: skip
+CHANGES = {
+    "hook": (hooked, (True, False)),
+    "hook behind": (hooked_behind, (True, False)),
+    "recipes": (other_recipe, (False, False)),
+    "plain": (plain_layers, (False, False)),
+    "wrapped": (wrapped, (True, False)),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -174,6 +194,31 @@ def test_values_go_where_they_are_wanted(change, device):
     x = random_tensor(64, 128, device=device)
     assert_same(step(fused, x), step(plain, x))
     assert tuple(fused.handed) == handed
+
+
+def test_hooks_of_all_modules_want_values(device):
+    plain, fused = pair("fp8", device)
+    x = random_tensor(64, 128, device=device)
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0].abs() * 0 + args[0],))
+    try:
+        assert_same(step(fused, x), step(plain, x))
+    finally:
+        handle.remove()
+    assert fused.handed == [False, False]
+
+
+def test_amaxes_are_noted_where_anything_is_trained(device):
+    """Of delayed scales: also for a bias alone."""
+    noted = []
+    for into in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(256, 64).to(device, torch.bfloat16)
+        ht.quantize_(layer, "fp8_delayed")
+        layer.weight.requires_grad_(False)
+        gate, up = (random_tensor(32, 256, seed=i, device=device) for i in range(2))
+        layer(ht.swiglu(gate, up, into=layer if into else ())).sum().backward()
+        noted.append([buffer.clone() for buffer in layer.buffers()])
+    assert_same(*noted)
 
 
 def test_autocast_and_who_watches_want_values(device):
@@ -189,7 +234,11 @@ def test_autocast_and_who_watches_want_values(device):
 
 @pytest.mark.parametrize("into", ["down", [3], torch.ones(2)], ids=str)
 def test_wrong_use(into):
-    x = torch.ones(4, 8)
-    for call in (lambda: ht.swiglu(x, x, into=into), lambda: ht.rms_norm(x, into=into)):
+    x, wide = torch.ones(4, 8), torch.ones(2, 2**14 + 1)
+    for call in (
+        lambda: ht.swiglu(x, x, into=into),
+        lambda: ht.rms_norm(x, into=into),
+        lambda: ht.rms_norm(wide, into=into),
+    ):
         with pytest.raises(TypeError, match="linear layers as into is required"):
             call()

@@ -56,14 +56,14 @@ def model(spec, device):
     return net
 
 
-def step(net, seeds=(1,), run=None):
+def step(net, seeds=(1,), run=None, rows=48):
     """Return outputs and gradients of a step of some microbatches."""
     device = net[0].weight.device
     found = []
     for seed in seeds:
-        x = random_tensor(48, 64, seed=seed, device=device).requires_grad_()
+        x = random_tensor(rows, 64, seed=seed, device=device).requires_grad_()
         y = (run or net)(x)
-        y.backward(random_tensor(48, 64, seed=9, device=device))
+        y.backward(random_tensor(rows, 64, seed=9, device=device))
         found += [y.detach(), x.grad]
     found += [p.grad.clone() for p in net.parameters()]
     for p in net.parameters():
@@ -95,6 +95,17 @@ def test_bits_are_those_of_elements(spec, seeds, device):
     made = steps(net, seeds=seeds)
     with without():
         assert_same(steps(twin, seeds=seeds), made)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("rows", [1, 17, 40, 101])
+def test_any_number_of_tokens(spec, rows, device):
+    """A rotation spreads the last ones over a whole block."""
+    net = model(spec, device)
+    twin = copy.deepcopy(net)
+    made = step(net, rows=rows)
+    with without():
+        assert_same(step(twin, rows=rows), made)
 
 
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4"])

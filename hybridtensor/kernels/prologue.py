@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 # What a matrix is computed of.
-NONE = tl.constexpr(0)
 GATED = tl.constexpr(1)
 NORMED = tl.constexpr(2)
 

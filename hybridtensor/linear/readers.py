@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from hybridtensor import ops
 from hybridtensor.arguments import require_items, wrong
@@ -18,12 +19,12 @@ from hybridtensor.ops import CastRequest
 from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
 from hybridtensor.quantizers import tokens
-from hybridtensor.quantizers.base import cast_inputs, gains_by_fusing, in_values, scales_by_amax
+from hybridtensor.quantizers.base import cast_inputs, gains_by_fusing, scales_by_amax
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import face_tensor
-from hybridtensor.subclasses.observing import for_products, observers
+from hybridtensor.subclasses.observing import observers
 
 Into = nn.Module | Iterable[nn.Module]
 
@@ -61,29 +62,22 @@ class Readers(NamedTuple):
     def _cast(self, x: Tensor, given: dict[str, Any]) -> HybridTensor:
         matrix = tokens(x)
         inputs = cast_inputs(matrix, self.request, self.context)._replace(**given)
-        context = for_products(self.context, x.dtype, row=True, column=False)
-        request = in_values(self.request, context, x.device)
-        row, column = ops.quantize(matrix, request, inputs)
+        row, column = ops.quantize(matrix, self.request, inputs)
         return HybridTensor(
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
 
 
-def readers_of(who: str, into: Into, x: Tensor, operands: Iterable[Tensor]) -> Readers | None:
+def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -> Readers | None:
     """Return how the layers that will read a tensor quantize it, or None where its values are wanted: they
     are no layers of ``quantize_`` or do not quantize alike, something watches, or a compiler fuses casts
     itself.
 
     Args:
-        who: Begins the message of an error.
-        into: The layers.
+        layers: The layers.
         x: Of the shape, dtype and device of that tensor.
         operands: What it is computed of.
-
-    Raises:
-        TypeError: If one is not a module.
     """
-    layers = _modules(who, into)
     if not layers or not 1 < x.dim() <= 4 or not x.numel():
         return None
     if observers or autocasts(x.device.type):
@@ -95,17 +89,27 @@ def readers_of(who: str, into: Into, x: Tensor, operands: Iterable[Tensor]) -> R
     if config is None:
         return None
     first = weights[0]
-    training = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *weights))
+    biases = [layer._parameters.get("bias") for layer in layers]
+    trained = any(t is not None and t.requires_grad for t in (*operands, *weights, *biases))
+    training = torch.is_grad_enabled() and trained
     columnwise = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     context = Context("input", first.state, record=training, section=first.record.section)
     request = config.input.request(
         rowwise=True, columnwise=columnwise, dtype=x.dtype, context=context
     )
-    return None if request is None or not gains_by_fusing(request) else Readers(request, context)
+    return (
+        None
+        if request is None or not gains_by_fusing(request, x.device)
+        else Readers(request, context)
+    )
 
 
-def _modules(who: str, into: Into) -> list[nn.Module]:
-    """Return the layers that are given, one or several."""
+def modules_of(who: str, into: Into) -> list[nn.Module]:
+    """Return the layers that are given, one or several.
+
+    Raises:
+        TypeError: If one is not a module.
+    """
     if isinstance(into, nn.Module) and not isinstance(into, nn.ModuleList):
         return [into]
     layers = require_items(who, "linear layers as into", into, "pass the modules that read it")
@@ -119,13 +123,25 @@ def _weight_of(layer: nn.Module, x: Tensor) -> Any:
     """Return the weight of a layer that takes faces of such a tensor, or None: whatever runs before the
     product wants values.
     """
-    if not isinstance(layer, nn.Linear) or not runs_linear(layer) or layer._forward_pre_hooks:
+    if not isinstance(layer, nn.Linear) or not runs_linear(layer) or _is_watched(layer):
         return None
     weight: Any = layer._parameters.get("weight")
     if not isinstance(weight, WEIGHTS) or weight.config is None:
         return None
     alike = weight.dtype == x.dtype and weight.device == x.device
     return weight if alike and weight.shape[-1] == x.shape[-1] else None
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Return whether hooks see the input of a layer, who want values; tables of torch."""
+    return any(
+        (
+            layer._forward_pre_hooks,
+            layer._forward_hooks,
+            modules._global_forward_pre_hooks,
+            modules._global_forward_hooks,
+        )
+    )
 
 
 def _common_recipe(weights: list[Any]) -> HybridConfig | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import get_format
+from hybridtensor.formats import format_of_face
 
 
 def product_flops(
@@ -37,7 +37,7 @@ def product_flops(
 
 def _extents(codes: Tensor, name: str) -> tuple[int, int]:
     """Return the shape of a face, in elements."""
-    return codes.shape[0], codes.shape[1] * get_format(name).elements_per_byte
+    return codes.shape[0], codes.shape[1] * format_of_face(name).elements_per_byte
 
 
 def count_as_product(operator: object) -> None:

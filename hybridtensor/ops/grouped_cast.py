@@ -54,7 +54,7 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
     marks = None if groups.ends is None else groups
     faces: list[Face | None] = []
     for cast in request[:2]:
-        size = 0 if cast is None else 2 + (cast.format.tensor_block is not None)
+        size = 0 if cast is None else cast.format.num_tensors
         face = None if cast is None else Face.of(made[:size], FaceKind(cast.format))
         faces.append(None if face is None else face._replace(groups=marks))
         made = made[size:]

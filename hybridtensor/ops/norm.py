@@ -1,5 +1,7 @@
 """Root mean square normalization: of each row, ``weight * (factor * x)`` in fp32, rounded once, with
-``factor = 1 / sqrt(mean(x ** 2) + eps)`` in float64, rounded to fp32, so that the order of the sum is no matter.
+``factor = 1 / sqrt(mean(x ** 2) + eps)`` in float64, rounded to fp32: the order of a sum in float64 next to never
+changes that. The weight's gradient is added in fp32, in as many parts as programs run, and is the reference's up to
+roundings.
 
 Shape letters: ``M`` rows, ``K`` columns.
 """
@@ -68,7 +70,7 @@ def norm_factors_cuda(x: Tensor, eps: float) -> Tensor:
     if not _has_kernel(x):
         return factors(x, eps)
     factor = _factors_fake(x, eps)
-    _forward(x, x, eps, None, factor, None)
+    _forward(x, factor, eps, None, factor, None)
     return factor
 
 
@@ -79,7 +81,7 @@ def _has_kernel(x: Tensor) -> bool:
 def _forward(
     x: Tensor, weight: Tensor, eps: float, out: Tensor | None, factor: Tensor, amax: Tensor | None
 ) -> None:
-    x, weight = _with_contiguous_rows(x), weight.contiguous()
+    x, weight = _with_contiguous_rows(x), weight if out is None else weight.contiguous()
     given = (x, weight, factor if out is None else out, factor, factor if amax is None else amax)
     with on_device(x.device):
         launch = _launch(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import Format, all_formats, get_format
+from hybridtensor.formats import Format, all_formats, format_of_face
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
@@ -92,8 +92,8 @@ def _on_any_device(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    a = Face.of(left, FaceKind(get_format(left_format)))
-    b = Face.of(right, FaceKind(get_format(right_format)))
+    a = Face.of(left, FaceKind(format_of_face(left_format)))
+    b = Face.of(right, FaceKind(format_of_face(right_format)))
     return _multiply(a, b, bias, out_dtype, fast_accum)
 
 

@@ -310,17 +310,23 @@ def scales_by_amax(request: CastRequest) -> bool:
     return all(wanted) and not needs.hint and not needs.delayed
 
 
-def gains_by_fusing(request: CastRequest) -> bool:
-    """Return whether a cast takes less time if the matrix is computed or measured on the way: where that saves a pass.
+def gains_by_fusing(request: CastRequest, device: torch.device) -> bool:
+    """Return whether a cast takes less time if the matrix is computed or measured on the way: where that saves a pass,
+    and nothing makes values of faces again.
 
     Casts that measure rows read twice, and those of blocks of 128 and of NVFP4 compute most of their time: there values
     that are stored first are as fast, measured on an H200.
     """
     casts = [cast for cast in request[:3] if cast is not None]
-    return scales_by_amax(request) or all(
-        cast.slot >= 0 or cast.format.scale_dtype == torch.float8_e8m0fnu or _needs(request).hint
-        for cast in casts
-    )
+    if any(ops.multiplies_values(cast.format, device) for cast in casts):
+        return False
+    return scales_by_amax(request) or all(map(_reads_once, casts))
+
+
+def _reads_once(cast: Cast) -> bool:
+    """Return whether a cast measures nothing, or only if the last scale does not hold, and computes little."""
+    by_last = cast.pow2_scale and cast.measures is False
+    return cast.slot >= 0 or by_last or cast.format.scale_dtype == torch.float8_e8m0fnu
 
 
 class _Needs:

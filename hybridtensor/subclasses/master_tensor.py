@@ -184,8 +184,9 @@ class MasterWeight(InterceptingTensor):
         layer: Any = record.layer  # outside of graphs a LayerState, or None
         self._renew_common_scale()
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
+            context = for_products(self.context, dtype, row=True, column=True)
             with torch.no_grad():
-                return self.quantized(rowwise, columnwise, dtype)
+                return self.quantized(rowwise, columnwise, dtype, context=context)
         self._count_graph_writes()
         record.count_others(plain)
         stamp = self._stamp(dtype)

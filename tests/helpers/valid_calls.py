@@ -299,7 +299,7 @@ ROWS = {
         {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer", "section": "None",
          "groups": "None", "after": "None integers complex sparse nested jagged meta quantized"},
         role="weight", state=None, direction=None, record=True, first_row=None, section=None, amaxes=(None, None),
-        groups=None, after=None,
+        groups=None, after=None, values=(False, False),
     ),
     "Float8Quantizer": row(
         ht.Float8Quantizer, {"pow2_scale": "None flag", "block": "None"},
@@ -417,9 +417,10 @@ ROWS = {
     "Format": row(
         Format, {"name": "text", "max": "integer fraction", "element": "None dtype", "scale_dtype": "None dtype",
                  "pow2_scale": "flag", "ragged": "flag", "hadamard": "flag",
-                 "tensor_block": "None", "tensor_scale_max": "integer fraction"},
+                 "tensor_block": "None", "tensor_scale_max": "integer fraction", "values_of": "None text"},
         name="own", element=torch.float8_e4m3fn, max=448.0, block=(1, None), scale_dtype=torch.float32,
         pow2_scale=False, ragged=True, elements_per_byte=1, hadamard=False, tensor_block=None, tensor_scale_max=1.0,
+        values_of=None,
     ),
     "Format.bytes_per_row": method(
         lambda: get_format("nvfp4"), "bytes_per_row", {"contraction": "integer"},

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import Format, get_format
+from hybridtensor.formats import Format, format_of_face
 from hybridtensor.ops.prologue import Prologue
 
 
@@ -93,7 +93,7 @@ def _parse(text: str) -> Cast | None:
     if not text:
         return None
     name, pow2_scale, slot, stream = text.split(";")
-    return Cast(get_format(name), pow2_scale == "1", int(slot), int(stream))
+    return Cast(format_of_face(name), pow2_scale == "1", int(slot), int(stream))
 
 
 class Hint:

@@ -27,16 +27,15 @@ def define_faces(
     codes = request._replace(row=row and row.for_codes(), column=column and column.for_codes())
     of_row, of_column = _define_codes(x, codes, inputs)
     if row is not None and of_row is not None and row != codes.row:
-        of_row = _values(of_row, row.format, x.shape[1])
+        of_row = _values(of_row, row.format)
     if column is not None and of_column is not None and column != codes.column:
-        of_column = _values(of_column, column.format, x.shape[0])
+        of_column = _values(of_column, column.format)
     return of_row, of_column
 
 
-def _values(face: Face, fmt: Format, contraction: int) -> Face:
-    """Return the values of a face, without the zeros behind ``contraction``."""
-    values = multipliable_values(face, torch.bfloat16)[:, :contraction].contiguous()
-    return Face(values, sum_factor(face), None, fmt)
+def _values(face: Face, fmt: Format) -> Face:
+    """Return the values of a face."""
+    return Face(multipliable_values(face, torch.bfloat16), sum_factor(face), None, fmt)
 
 
 def _define_codes(
