@@ -27,6 +27,12 @@ def held_out(record: Record) -> float:
     return float(record["validation"])
 
 
+def gradient_norm(record: Record) -> float:
+    """Return the mean norm of the gradient over the last tenth of the steps, before clipping."""
+    count = max(1, len(record["norms"]) // 10)
+    return float(sum(record["norms"][-count:]) / count)
+
+
 def gaps(records: Sequence[Record], figure: Figure = last_tenth) -> dict[str, list[float]]:
     """Return by how many percent the runs of each recipe are above BF16 of their seed, where that is finished."""
     base = {record["seed"]: figure(record) for record in records if record["recipe"] == BASELINE}
@@ -131,7 +137,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return a row per recipe, in the order of the records."""
     seeds = {record["seed"] for record in records if record["recipe"] == BASELINE}
     records = [record for record in records if record["seed"] in seeds]
-    on_text, on_held_out = gaps(records), gaps(records, held_out)
+    on_text, on_held_out, of_norms = gaps(records), gaps(records, held_out), gaps(records, gradient_norm)
     common = pooled(on_text)
     made = []
     for recipe in dict.fromkeys(record["recipe"] for record in records):
@@ -148,6 +154,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "low %": found.low,
                 "high %": found.high,
                 "validation gap %": statistics.fmean(on_held_out[recipe]),
+                "gradient norm gap %": statistics.fmean(of_norms[recipe]),
                 "allowed %": allowed,
                 "verdict": "within" if is_base else verdict(found, allowed),
                 "more seeds": found.more,
