@@ -74,6 +74,8 @@ def test_kernels_against_float64(shape, dtype, device):
     assert_near([y, *norm.norm_backward_cuda(grad, x, weight, factor)], *given)
     assert amax.item() == y.float().abs().max().item()
     assert torch.equal(norm.norm_factors_cuda(x, EPS), factor)
+    taken = torch.tensor(EPS, dtype=torch.float32).item()  # as a kernel takes it
+    assert torch.equal(norm.factors(x, taken), factor)
 
 
 def test_strided_rows_and_too_many_columns(device):
@@ -94,6 +96,14 @@ def test_no_weight_and_no_eps(device):
     expected = ht.rms_norm(x, ones, torch.finfo(torch.float32).eps)
     assert torch.equal(ht.rms_norm(x), expected)
     torch.testing.assert_close(ht.rms_norm(x), F.rms_norm(x, (64,)), rtol=2**-7, atol=0)
+
+
+def test_definition_and_kernel_have_one_eps(monkeypatch):
+    """Kernels take fp32; 1e-5 is none."""
+    seen, definition = [], norm.rms_norm
+    monkeypatch.setattr(norm, "rms_norm", lambda *given: seen.append(given[2]) or definition(*given))
+    ht.rms_norm(torch.ones(2, 8), None, 1e-5)
+    assert seen == [torch.tensor(1e-5, dtype=torch.float32).item()] != [1e-5]
 
 
 def test_no_rows(device):

@@ -217,6 +217,7 @@ def test_amaxes_are_noted_where_anything_is_trained(device):
         layer.weight.requires_grad_(False)
         gate, up = (random_tensor(32, 256, seed=i, device=device) for i in range(2))
         layer(ht.swiglu(gate, up, into=layer if into else ())).sum().backward()
+        ht.step_(layer)
         noted.append([buffer.clone() for buffer in layer.buffers()])
     assert_same(*noted)
 

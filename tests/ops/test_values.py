@@ -24,6 +24,7 @@ from hybridtensor.formats import (
 from hybridtensor.ops import Face, FaceKind
 from hybridtensor.ops.dequantize import multipliable_values
 from hybridtensor.ops.emulated_mm import sum_factor
+from hybridtensor.ops.native_mm import native_kind
 from hybridtensor.ops.scaled_mm import multiplies_values
 from hybridtensor.testing import edge_tensor, random_tensor
 from tests.ops.test_quantize import CASTS, bits, run, state  # noqa: F401  (run is a fixture)
@@ -124,6 +125,7 @@ def test_formats_of_values():
     assert MXFP8_E4M3.values.num_tensors == 1
     assert get_format("nvfp4_row_scaled").values.block == (1, None)
     assert format_of_face("nvfp4") is NVFP4
+    assert native_kind(values, FP8_E4M3_TENSOR) is None  # whose blocks and scales are those of a native product
     with pytest.raises(ValueError, match="unknown format 'fp8_e4m3_row_values'"):
         format_of_face("fp8_e4m3_row_values")
     with pytest.raises(ValueError, match=r"unknown format 'nvfp4_values'; (?!.*_values)"):  # nothing is stored so
