@@ -4,6 +4,7 @@ they return for the layers that read it.
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -127,7 +128,6 @@ def rms_norm(
         raise ValueError("rms_norm: x of shape [..., N] is required, got a scalar")
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     require_number("rms_norm", eps=eps)
-    eps = torch.tensor(eps, dtype=torch.float32, device="cpu").item()  # as kernels take it
     if weight is not None:
         _require_weight(weight, x)
     layers, given = modules_of("rms_norm", into), (x,) if weight is None else (x, weight)
@@ -139,6 +139,7 @@ def rms_norm(
         or torch._C._are_functorch_transforms_active()
     ):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+    (eps,) = struct.unpack("f", struct.pack("f", eps))  # fp32, as kernels take it
     readers = readers_of(layers, x, given)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     return _RMSNorm.apply(x, weight, eps, readers)  # type: ignore[no-any-return, no-untyped-call]

@@ -95,6 +95,19 @@ def test_end_to_end_table():
     ]
 
 
+def test_blocks_table():
+    rows = results("blocks_nvidia_h200")["rows"]
+    assert table("blocks_nvidia_h200") == [
+        [
+            r["block"],
+            r["recipe"],
+            f"{r['modules ms']:.2f}",
+            *(f"{r[f'{how} over modules']:.2f}x" for how in ("values", "into")),
+        ]
+        for r in rows
+    ]
+
+
 def test_fsdp_table():
     rows = results("fsdp_4_ranks_nvidia_h200")["rows"]
     assert table("fsdp_4_ranks_nvidia_h200") == [

@@ -60,7 +60,7 @@ bf16          51.2%   50.8%
 mxfp8          0.0%   32.8%
 nvfp4         48.8%   16.4%
 Predicted speed of the matrix products, over BF16:
-  0.91x on h200 (measured); emulated there: mxfp8, nvfp4
+  0.94x on h200 (measured); emulated there: mxfp8, nvfp4
   1.40x on b200 (published, casts not counted)
 Inputs kept for backward: 0.1 kB per token, 0.26 of plain layers' 0.3 (float32)
 Quantized: 48.8% of the parameters, 49.2% of the multiplications of a token that
