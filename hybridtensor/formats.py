@@ -154,7 +154,7 @@ class Format:
         """
         if not self.scale_fits or self.scale_dtype == torch.float32:
             return None
-        made = Format(
+        return Format(
             f"{self.name}_values",
             torch.bfloat16,
             torch.finfo(torch.bfloat16).max,
@@ -163,11 +163,10 @@ class Format:
             hadamard=self.hadamard,
             values_of=self.name,
         )
-        return _VALUES.setdefault(made.name, made)
 
     @functools.cached_property
-    def cast(self) -> Format:
-        """Format that a tensor is cast to before it is one of this format: ``values_of``, or this one."""
+    def base(self) -> Format:
+        """Format that these are the values of, or this one."""
         return self if self.values_of is None else get_format(self.values_of)
 
     @functools.cached_property
@@ -193,7 +192,7 @@ class Format:
         may not be partial, else of 1. Values are as many as the elements: a rotation spreads each over a block.
         """
         if self.values_of is not None:
-            return self.cast.step
+            return self.base.step
         along = self.block[1]
         return 1 if self.ragged or along is None else along
 
@@ -267,7 +266,6 @@ def _num_blocks(extent: int, block: int | None) -> int:
 
 
 _REGISTRY: dict[str, Format] = {}
-_VALUES: dict[str, Format] = {}  # formats of values, which nothing is stored in
 
 
 def register_format(fmt: Format) -> Format:
@@ -292,8 +290,6 @@ def format_of_face(name: str) -> Format:
     Raises:
         ValueError: If there is none.
     """
-    if name in _VALUES:
-        return _VALUES[name]
     base = name.removesuffix("_values")
     values = _REGISTRY[base].values if base in _REGISTRY and base != name else None
     return get_format(name) if values is None else values

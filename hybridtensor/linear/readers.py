@@ -5,7 +5,7 @@ is computed while it is cast, and never stored in high precision.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch.nn.modules import module as modules
 from hybridtensor import ops
 from hybridtensor.arguments import require_items, wrong
 from hybridtensor.linear.layer_forward import runs_linear
-from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.ops import CastRequest
+from hybridtensor.linear.operands import WEIGHTS, Weight
+from hybridtensor.ops import CastInputs, CastRequest
 from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
 from hybridtensor.quantizers import tokens
@@ -48,7 +48,7 @@ class Readers(NamedTuple):
     def cast(self, y: Tensor, amax: Tensor) -> HybridTensor:
         """Return a tensor ``[..., K]``, quantized, whose amax is known."""
         row, column = (cast and amax for cast in self.request[:2])
-        return self._cast(y, {"row_amax": row, "column_amax": column})
+        return self._cast(y, self._inputs(y)._replace(row_amax=row, column_amax=column))
 
     def cast_computed(self, x: Tensor, prologue: Prologue) -> HybridTensor:
         """Return the tensor that is computed of ``x``, ``[..., K]``, quantized.
@@ -57,12 +57,13 @@ class Readers(NamedTuple):
             x: What it is computed of.
             prologue: How, of matrices ``[M, K]``.
         """
-        return self._cast(x, {"prologue": prologue})
+        return self._cast(x, self._inputs(x)._replace(prologue=prologue))
 
-    def _cast(self, x: Tensor, given: dict[str, Any]) -> HybridTensor:
-        matrix = tokens(x)
-        inputs = cast_inputs(matrix, self.request, self.context)._replace(**given)
-        row, column = ops.quantize(matrix, self.request, inputs)
+    def _inputs(self, x: Tensor) -> CastInputs:
+        return cast_inputs(tokens(x), self.request, self.context)
+
+    def _cast(self, x: Tensor, inputs: CastInputs) -> HybridTensor:
+        row, column = ops.quantize(tokens(x), self.request, inputs)
         return HybridTensor(
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
@@ -84,8 +85,8 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
         return None
     if not all(runs_directly(operand) for operand in operands):
         return None
-    weights = [_weight_of(layer, x) for layer in layers]
-    config = _common_recipe(weights)
+    weights = [weight for layer in layers if (weight := _weight_of(layer, x)) is not None]
+    config = _common_recipe(weights) if len(weights) == len(layers) else None
     if config is None:
         return None
     first = weights[0]
@@ -119,13 +120,13 @@ def modules_of(who: str, into: Into) -> list[nn.Module]:
     return layers
 
 
-def _weight_of(layer: nn.Module, x: Tensor) -> Any:
+def _weight_of(layer: nn.Module, x: Tensor) -> Weight | None:
     """Return the weight of a layer that takes faces of such a tensor, or None: whatever runs before the
     product wants values.
     """
     if not isinstance(layer, nn.Linear) or not runs_linear(layer) or _is_watched(layer):
         return None
-    weight: Any = layer._parameters.get("weight")
+    weight: object = layer._parameters.get("weight")
     if not isinstance(weight, WEIGHTS) or weight.config is None:
         return None
     alike = weight.dtype == x.dtype and weight.device == x.device
@@ -144,11 +145,9 @@ def _is_watched(layer: nn.Module) -> bool:
     )
 
 
-def _common_recipe(weights: list[Any]) -> HybridConfig | None:
+def _common_recipe(weights: list[Weight]) -> HybridConfig | None:
     """Return the recipe by which all quantize their input, or None."""
-    if any(weight is None for weight in weights):
-        return None
-    config: HybridConfig = weights[0].recipe
+    config = weights[0].recipe
     if len(weights) > 1 and not config.input.repeatable:
         return None
     same = all(weight.recipe.input == config.input for weight in weights)

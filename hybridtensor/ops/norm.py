@@ -122,7 +122,7 @@ def _aligned(tensors: tuple[Tensor, ...]) -> tuple[bool, ...]:
 
 
 def _kind(x: Tensor, weight: Tensor) -> tuple[object, ...]:
-    """Return what decides what Triton compiles, but for alignment."""
+    """Return the facts that kernels are compiled for, but alignment."""
     return x.shape, x.stride(0), x.dtype, weight.dtype, x.device
 
 

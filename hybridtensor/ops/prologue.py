@@ -37,7 +37,7 @@ class Gated(NamedTuple):
         return across == 1 and near and self.up.data_ptr() % _ALIGNMENT == 0
 
     def key(self) -> tuple[int, ...]:
-        """Return what decides how kernels read it, but for addresses: its kind first."""
+        """Return the facts that kernels are compiled for, but addresses: the kind first."""
         return GATED, self.up.stride(0)
 
     def of(self, plain: Matrix, addresses: tuple[Address, ...]) -> GatedMatrix:
@@ -66,7 +66,7 @@ class Normed(NamedTuple):
         return all(part.stride(0) == 1 and part.data_ptr() % _ALIGNMENT == 0 for part in parts)
 
     def key(self) -> tuple[int, ...]:
-        """Return what decides how kernels read it, but for addresses: its kind first."""
+        """Return the facts that kernels are compiled for, but addresses: the kind first."""
         return (NORMED,)
 
     def of(self, plain: Matrix, addresses: tuple[Address, ...]) -> NormedMatrix:

@@ -119,8 +119,8 @@ def test_who_multiplies_values(device):
 def test_formats_of_values():
     values = NVFP4.values
     assert values is NVFP4.values is format_of_face("nvfp4_values") is pickle.loads(pickle.dumps(values))
-    assert values.cast is NVFP4
-    assert NVFP4.cast is NVFP4
+    assert values.base is NVFP4
+    assert NVFP4.base is NVFP4
     assert (values.element, values.block, values.num_tensors) == (torch.bfloat16, (None, None), 2)
     assert MXFP8_E4M3.values.num_tensors == 1
     assert get_format("nvfp4_row_scaled").values.block == (1, None)

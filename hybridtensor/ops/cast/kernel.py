@@ -187,7 +187,7 @@ class KernelCast(PreparedCast):
         increment_version(out)  # kernels write where autograd does not look
 
     def _readable(self, x: Tensor, inputs: CastInputs) -> tuple[Tensor, CastInputs]:
-        """Return what is cast as kernels can read it."""
+        """Return the matrix as kernels can read it, and the inputs that go with it."""
         if not self._copies:
             return x, inputs
         if inputs.prologue is None:

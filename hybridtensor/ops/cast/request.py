@@ -33,7 +33,7 @@ class Cast(NamedTuple):
         """Whether scales follow from an amax per row; False is one amax of the tensor, None is no
         amax.
         """
-        fmt = self.format.cast
+        fmt = self.format.base
         if fmt.tensor_block is not None:
             return fmt.tensor_block[0] is not None
         if self.slot >= 0 or fmt.block[1] is not None:
@@ -52,7 +52,7 @@ class Cast(NamedTuple):
 
     def for_codes(self) -> Cast:
         """Undo ``for_values``."""
-        return self if self.format.values_of is None else self._replace(format=self.format.cast)
+        return self if self.format.values_of is None else self._replace(format=self.format.base)
 
     def __str__(self) -> str:
         return f"{self.format.name};{int(self.pow2_scale)};{self.slot};{self.stream}"

@@ -47,7 +47,7 @@ class KernelFace(NamedTuple):
         """Return the face that a cast makes."""
         if cast is None:
             return cls(NONE)
-        fmt = cast.format.cast
+        fmt = cast.format.base
         return cls(
             kind=_kind(fmt, cast.slot),
             side=fmt.block[0] or 1,
