@@ -84,6 +84,13 @@ def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, device):
     assert plain.handed == [False, False]
 
 
+def test_weights_that_have_no_high_precision_copy(device):
+    plain, fused = pair("fp8", device, persistent=True)
+    x = random_tensor(64, 128, device=device)
+    assert_same(step(fused, x), step(plain, x))
+    assert fused.handed == [True, True]
+
+
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp8/bf16/mxfp8"])
 def test_elements_that_the_device_multiplies_are_handed_over(spec, device):
     with without():
