@@ -78,6 +78,7 @@ bench: $(VENV)/.core
 	$(BIN)/python benchmarks/cast.py $(ARGS)
 	$(BIN)/python benchmarks/linear.py $(ARGS)
 	$(BIN)/python benchmarks/linear_details.py $(ARGS)
+	$(BIN)/python benchmarks/blocks.py $(ARGS)
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 # The site is build/docs/index.html. A warning, such as a link that leads nowhere, is an error.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -181,10 +182,12 @@ class Format:
         """
         return self.element is not None and self.block[1] is not None and not self.scale_fits
 
-    @functools.cached_property
+    @property
     def mantissa_bits(self) -> int:
-        """Explicit mantissa bits of an element."""
-        return 52 if self.element is None else _MANTISSA_BITS[self.element]
+        """Explicit mantissa bits of an element, of E2M1 one, which ``torch.finfo`` does not tell."""
+        if self.element is None or self.elements_per_byte > 1:
+            return 52 if self.element is None else 1
+        return 1 - math.frexp(torch.finfo(self.element).eps)[1]
 
     @functools.cached_property
     def step(self) -> int:
@@ -265,7 +268,7 @@ def _num_blocks(extent: int, block: int | None) -> int:
     return 1 if block is None else -(-extent // block)
 
 
-_REGISTRY: dict[str, Format] = {}
+REGISTRY: dict[str, Format] = {}
 
 
 def register_format(fmt: Format) -> Format:
@@ -276,12 +279,22 @@ def register_format(fmt: Format) -> Format:
         ValueError: If another record has that name.
     """
     require_kind("register_format", "a Format", fmt, Format)
-    known = _REGISTRY.setdefault(fmt.name, fmt)
+    known = REGISTRY.setdefault(fmt.name, fmt)
     if dataclasses.astuple(known) != dataclasses.astuple(fmt):
         raise ValueError(
             f"register_format: names are unique, got a second {fmt.name!r}; choose another name"
         )
+    _work_out(known)
     return known
+
+
+def _work_out(fmt: Format) -> None:
+    """Have at hand what follows from a record: Dynamo cannot enter the lock of what a trace works out."""
+    for name, member in vars(Format).items():
+        if isinstance(member, functools.cached_property):
+            getattr(fmt, name)
+    if fmt.values is not None:
+        _work_out(fmt.values)
 
 
 def format_of_face(name: str) -> Format:
@@ -291,13 +304,8 @@ def format_of_face(name: str) -> Format:
         ValueError: If there is none.
     """
     base = name.removesuffix("_values")
-    values = _REGISTRY[base].values if base in _REGISTRY and base != name else None
+    values = REGISTRY[base].values if base in REGISTRY and base != name else None
     return get_format(name) if values is None else values
-
-
-def all_formats() -> tuple[Format, ...]:
-    """Return the records of the registry."""
-    return tuple(_REGISTRY.values())
 
 
 def get_format(name: str) -> Format:
@@ -307,22 +315,16 @@ def get_format(name: str) -> Format:
         TypeError: If the name is no string.
         ValueError: If there is none.
     """
-    known = _REGISTRY.get(name) if isinstance(name, str) else None
+    known = REGISTRY.get(name) if isinstance(name, str) else None
     if known is None:
         require_text("get_format", name=name)
-        raise ValueError(f"get_format: unknown format {name!r}; {nearest(name, _REGISTRY)}")
+        raise ValueError(f"get_format: unknown format {name!r}; {nearest(name, REGISTRY)}")
     return known
 
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
-_MANTISSA_BITS = {
-    torch.bfloat16: 7,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 2,
-    torch.float4_e2m1fn_x2: 1,
-}
 
 IDENTITY = register_format(Format("identity", element=None, max=float("inf")))
 

@@ -29,7 +29,9 @@ def run(monkeypatch):
     sys.modules.update(before)
 
 
-@pytest.mark.parametrize("name", ["cast", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", ["blocks", "cast", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)]
+)
 def test_runs(name, run, tmp_path):
     run(name, "--repeats", 1, "--out", tmp_path)
     assert (tmp_path / f"{name}_cpu.json").stat().st_size > 100

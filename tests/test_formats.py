@@ -1,5 +1,7 @@
 """Format records against the published formats."""
 
+import dataclasses
+import functools
 import pickle
 
 import gfloat
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtensor import formats
+from hybridtensor import formats, ops
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, IDENTITY, Format
 from hybridtensor.ops.dequantize import element_values
 from hybridtensor.ops.references.float8 import cast_saturating
@@ -130,3 +132,18 @@ def test_an_unknown_format_names_the_nearest():
 def test_a_second_record_of_one_name_is_refused():
     with pytest.raises(ValueError, match="names are unique"):
         formats.register_format(Format("fp8_e4m3_row", torch.float8_e5m2, 1.0))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trace_works_out_nothing_of_a_record(monkeypatch):
+    """Dynamo cannot enter the lock of a value that is worked out at its first use."""
+    monkeypatch.setattr(formats, "REGISTRY", dict(formats.REGISTRY))
+    fmt = formats.register_format(dataclasses.replace(formats.NVFP4, name="like_nvfp4"))
+    for one in (fmt, fmt.values):
+        known = {name for name, member in vars(Format).items() if isinstance(member, functools.cached_property)}
+        assert known <= vars(one).keys()
+    request = ops.CastRequest(ops.Cast(fmt), ops.Cast(fmt))
+    compiled = torch.compile(lambda x: ops.quantize(x, request)[0].qdata, fullgraph=True, backend="aot_eager")
+    x = torch.ones(32, 64, dtype=torch.bfloat16)
+    assert torch.equal(compiled(x), ops.quantize(x, request)[0].qdata)
+    torch._dynamo.reset()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import Format, all_formats, format_of_face
+from hybridtensor.formats import REGISTRY, Format, format_of_face
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
@@ -78,7 +78,7 @@ def multiplies_values(fmt: Format, device: torch.device) -> bool:
     """
     if fmt.values is None:
         return False
-    alike = (other for other in all_formats() if other.hadamard == fmt.hadamard)
+    alike = (other for other in list(REGISTRY.values()) if other.hadamard == fmt.hadamard)
     pairs = ((left, right) for other in alike for left, right in ((fmt, other), (other, fmt)))
     return all(select_backend(*pair, torch.bfloat16, device).name != "native" for pair in pairs)
 
