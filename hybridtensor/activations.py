@@ -41,7 +41,7 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     Args:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.
         up: Of the same shape, dtype and device.
-        into: The layers that read what is returned, and nothing else does. Where that saves a pass, it then is a
+        into: The layers that read what is returned; any other reader raises. Where that saves a pass, it then is a
             ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor,
             current or delayed, and with MXFP8 where the device multiplies it. Else it is the values: with other
             scales, and of layers that do not quantize alike, are sharded, not converted, wrapped or hooked, or run

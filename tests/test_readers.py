@@ -231,6 +231,30 @@ def test_amaxes_are_noted_where_anything_is_trained(device):
     assert_same(*noted)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("other", ["plain", "fp8_rowwise", "fp8", "product"])
+def test_nobody_else_reads_it(other, view, device):
+    """Not a router that stays plain, nor a layer of another recipe: they would compute with faces of the first."""
+    mine, yours = (nn.Linear(128, 64, bias=False).to(device, torch.bfloat16) for _ in range(2))
+    ht.quantize_(mine, "fp8")
+    if other.startswith("fp8"):
+        ht.quantize_(yours, other)
+    x = random_tensor(2, 32, 128, device=device).requires_grad_()
+    y = ht.rms_norm(x, into=mine)
+    y = y.view(64, 128) if view else y
+    mine(y).sum().backward()
+    read = (lambda t: t @ yours.weight.t()) if other == "product" else yours
+    for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        told = (
+            "another reader; name it in into=|aten.matmul.default is not an operation"  # the latter in inference mode
+        )
+        with context, pytest.raises((ValueError, NotImplementedError), match=told):
+            read(y)
+    both = ht.rms_norm(x, into=(mine, yours))
+    assert isinstance(both, ht.HybridTensor) == (other == "fp8")
+    yours(both)
+
+
 def test_autocast_and_who_watches_want_values(device):
     plain, fused = pair("fp8", device)
     x = random_tensor(64, 128, device=device)

@@ -32,7 +32,7 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
 from hybridtensor.subclasses.observing import note_operand, note_product, observers
-from hybridtensor.subclasses.operators.matmul import take_face
+from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -116,6 +116,8 @@ def multiplied(
         groups: Which tokens belong to which weight of the stack.
     """
     config = weight.recipe
+    if isinstance(input, HybridTensor):
+        require_reader("linear", input, weight.record)
     if dtype not in _DTYPES:
         raise TypeError(
             f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model"

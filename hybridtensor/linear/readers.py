@@ -25,6 +25,7 @@ from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.observing import observers
+from hybridtensor.subclasses.record import WeightRecord
 
 Into = nn.Module | Iterable[nn.Module]
 
@@ -35,10 +36,12 @@ class Readers(NamedTuple):
     Attributes:
         request: The cast that makes the faces.
         context: Which tensor of which layer it is: of the first.
+        weights: Records of the layers' weights.
     """
 
     request: CastRequest
     context: Context
+    weights: tuple[WeightRecord, ...]
 
     @property
     def scale_by_amax(self) -> bool:
@@ -64,9 +67,11 @@ class Readers(NamedTuple):
 
     def _cast(self, x: Tensor, inputs: CastInputs) -> HybridTensor:
         row, column = ops.quantize(tokens(x), self.request, inputs)
-        return HybridTensor(
+        made = HybridTensor(
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
+        made.record.readers = self.weights
+        return made
 
 
 def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -> Readers | None:
@@ -98,11 +103,9 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     request = config.input.request(
         rowwise=True, columnwise=columnwise, dtype=x.dtype, context=context
     )
-    return (
-        None
-        if request is None or not gains_by_fusing(request, x.device)
-        else Readers(request, context)
-    )
+    if request is None or not gains_by_fusing(request, x.device):
+        return None
+    return Readers(request, context, tuple(weight.record for weight in weights))
 
 
 def modules_of(who: str, into: Into) -> list[nn.Module]:

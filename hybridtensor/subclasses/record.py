@@ -73,6 +73,8 @@ class WeightRecord:
             written by torch's count.
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
         kept: The faces that are kept.
+        readers: Of a tensor that was quantized for layers, records of their weights: nobody else may read
+            it; None of any other tensor.
     """
 
     __slots__ = (
@@ -85,6 +87,7 @@ class WeightRecord:
         "handed",
         "kept",
         "layer",
+        "readers",
         "replayed",
         "section",
         "shard",
@@ -103,6 +106,7 @@ class WeightRecord:
         self.replayed = False
         self._shared = False
         self.kept = KeptFaces()
+        self.readers: tuple[WeightRecord, ...] | None = None
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:

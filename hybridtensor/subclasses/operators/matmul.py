@@ -11,6 +11,7 @@ from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
+from hybridtensor.subclasses.record import WeightRecord
 
 aten = torch.ops.aten
 
@@ -81,6 +82,22 @@ def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> FaceTe
     return tensor
 
 
+def require_reader(who: str, tensor: HybridTensor, weight: WeightRecord | None = None) -> None:
+    """Raise ValueError where something reads a tensor that was quantized for other layers.
+
+    Args:
+        who: Begins the message.
+        tensor: What it reads.
+        weight: Record of its weight, None of what is no layer of ``quantize_``.
+    """
+    readers = tensor.record.readers
+    if readers is not None and all(weight is not reader for reader in readers):
+        raise ValueError(
+            f"{who}: one of the layers that {tensor!r} was quantized for is required, got another reader; name it "
+            "in into=, or leave into= out, and each quantizes for itself"
+        )
+
+
 def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm") -> Tensor:
     """Apply the rule to any mix of hybrid, leaf, identity and plain matrices.
 
@@ -88,7 +105,10 @@ def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm"
         NotImplementedError: If one is a layer's weight, and gradients may be wanted: they would not
             be the recipe's.
     """
-    weights = [t for t in (left, right) if isinstance(t, HybridTensor) and t.config is not None]
+    hybrids = [t for t in (left, right) if isinstance(t, HybridTensor)]
+    for tensor in hybrids:
+        require_reader(gemm, tensor)
+    weights = [t for t in hybrids if t.config is not None]
     if weights and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{gemm}: a product that autograd sees is required with {weights[0]!r}, the weight of a layer, got one "
