@@ -53,6 +53,16 @@ def test_siblings_quantize_their_input_once(recipe):
     assert graphs.count("forward", QUANTIZE) == of_input + of_weights  # these make rowwise faces of the weights
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "mxfp8", "nvfp4"])
+def test_siblings_without_gradients_quantize_their_input_once(recipe):
+    """Where a compiler takes no equal operations for one."""
+    graphs, net = Graphs(), ht.quantize_(Siblings(), recipe)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(net, fullgraph=True, backend=graphs.backend())(2 * random_tensor(128, 64))
+    assert graphs.count("forward", QUANTIZE) == 1 + 3  # weights
+
+
 def _measured(weight):
     """Return the amaxes of both faces; in eager code casts with powers of two go by what the layer remembers."""
     context = weight.context._replace(state=None) if weight.config.delayed_rules() == {} else weight.context

@@ -188,7 +188,7 @@ def input_operand(
     read = Reading()
     if config.input.repeatable:
         how = (config.input, columnwise, dtype)
-        read = reading(cast_from, weight.record, how, context.groups, kept=kept)
+        read = reading(cast_from, weight.record, how, context.groups)
     if read.faces is None:
         at_once = for_products(context, dtype, row=True, column=False)
         read.faces = config.input.faces(

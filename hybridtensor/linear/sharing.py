@@ -1,13 +1,12 @@
 """Layers of one module that read one input, such as q, k and v, quantize it once and save its faces
 once.
 
-In a compiled graph equal casts are one node anyway, but for those of backward, of inputs that are kept
-until then. In eager execution, whether an input has changed between two layers cannot always be
-known: ``input.data``, numpy and in-place collectives write where nothing counts. So faces are shared
-only within one forward of the module that the layers belong to, between layers that each read the
-input for the first time there, of inputs that autograd has recorded, and not with another version.
-What remains is a forward that writes its own intermediate result behind autograd's back between two
-of its layers: turn sharing off for it.
+In a graph that is traced every write is known. In eager execution, whether an input has changed
+between two layers cannot always be known: ``input.data``, numpy and in-place collectives write where
+nothing counts. So faces are shared only within one forward of the module that the layers belong to,
+between layers that each read the input for the first time there, of inputs that autograd has
+recorded, and not with another version. What remains is a forward that writes its own intermediate
+result behind autograd's back between two of its layers: turn sharing off for it.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Reading:
 
     __slots__ = ("columnwise", "faces")
 
-    def __init__(self, columnwise: SharedFace | None = None) -> None:
+    def __init__(self) -> None:
         self.faces: Faces | None = None
-        self.columnwise = columnwise or SharedFace()
+        self.columnwise = SharedFace()
 
 
 class _Scope:
@@ -196,8 +195,6 @@ def reading(
     record: WeightRecord,
     how: tuple[object, ...],
     groups: Groups | None = None,
-    *,
-    kept: bool = False,
 ) -> Reading:
     """Return what is shared of an input with the layers that read it, too, if any.
 
@@ -206,13 +203,10 @@ def reading(
         record: That of the weight that its faces are multiplied with.
         how: What else faces depend on, compared with ``==``.
         groups: Which rows belong to which weight, or None.
-        kept: Whether backward quantizes it, too.
     """
     if is_traced():
-        if not kept:  # then a compiler takes equal casts for one
-            return Reading()
         place = str(_place(input))  # comparing extents that are not known would guard them
-        return Reading(_of_graph(_owner(input), (place, *how, *_mark(groups))))
+        return _of_graph(_owner(input), (place, *how, *_mark(groups)))
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
@@ -227,13 +221,13 @@ def _mark(groups: Groups | None) -> tuple[object, ...]:
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
-def _of_graph(input: Tensor, key: tuple[object, ...]) -> SharedFace:
-    """Return what layers of the graph that is traced share of the columnwise face of an input: their
-    casts wait for different gradients, so that a compiler would take them for different ones.
+def _of_graph(input: Tensor, key: tuple[object, ...]) -> Reading:
+    """Return what layers of the graph that is traced share of an input. A compiler takes equal casts for one only
+    where it cuts a graph into forward and backward, and not those that wait for different gradients.
     """
-    known: tuple[object, SharedFace] | None = _of_graphs.get(input)
+    known: tuple[object, Reading] | None = _of_graphs.get(input)
     if known is None or known[0] != key:
-        known = _of_graphs[input] = key, SharedFace()
+        known = _of_graphs[input] = key, Reading()
     return known[1]
 
 

@@ -19,17 +19,22 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN
     elements do not count.
     """
-    magnitudes = x.abs().nan_to_num(nan=0.0, posinf=float("inf"))
-    if block == _EVERYTHING and magnitudes.numel():
-        return magnitudes.amax().float().view(1, 1)
-    return _reduce(magnitudes, block).float()
+    counting = _magnitudes(x)
+    if block == _EVERYTHING and counting.numel():
+        return counting.amax().float().view(1, 1)
+    return _reduce(counting, block).float()
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    """Return the magnitudes, zero for NaN: two instructions of a compiled kernel, where ``nan_to_num`` is six."""
+    return torch.where(x.isnan(), 0.0, x.abs())
 
 
 def amax_by_rows(x: Tensor) -> Tensor:
     """Return the largest magnitude of a matrix, fp32 ``[1]``: that of each row first, as compilers
     fuse it.
     """
-    rows = x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=1)
+    rows = _magnitudes(x).amax(dim=1)
     return F.pad(rows, (0, 1)).amax().float().view(1)  # of no rows, zero
 
 
