@@ -2,8 +2,9 @@
 
 Figure of merit: the training loss over the last tenth of the steps, above BF16 from the same seed, that is with the
 same initial weights and the same batches, in percent. Of each recipe the mean of these gaps over seeds is told with its
-standard error, which follows from how they scatter; ``bf16_disturbed``, BF16 with initial weights that differ by a
-millionth, tells how far runs drift apart for no reason.
+standard error, which follows from how they scatter. ``bf16_disturbed`` is BF16 with initial weights that differ by a
+millionth: it tells how far runs drift apart for no reason, and where it is finished, recipes are compared with the mean
+of both, so that what scatters in all gaps alike is less.
 
 All is done in rounds, one seed of all recipes after the other, by one process for each GPU (or several, ``--per-gpu``)
 that compiles each recipe once. A finished run is a small file in ``--out`` and is not repeated, so that a benchmark may

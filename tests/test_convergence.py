@@ -365,21 +365,29 @@ def test_gaps_follow_from_the_losses(smoke):
     assert {name: row["seeds"] for name, row in rows.items()} == {
         "bf16": 2, "fp8": 2, "bf16_disturbed": 2, "nvfp4_last_tenth_bf16": 1
     }  # fmt: skip
+    held_out = {name: run["validation"] for name, run in found.items()}
     for recipe, row in rows.items():
         seeds = range(row["seeds"])
-        gaps = [percent(last[f"{recipe}-{s}"], last[f"bf16-{s}"]) for s in seeds]
-        valid = [percent(found[f"{recipe}-{s}"]["validation"], found[f"bf16-{s}"]["validation"]) for s in seeds]
+        names = ["bf16"] if recipe.startswith("bf16") else ["bf16", "bf16_disturbed"]
+        gaps, valid = (
+            [percent(of[f"{recipe}-{s}"], statistics.mean(of[f"{name}-{s}"] for name in names)) for s in seeds]
+            for of in (last, held_out)
+        )
         assert row["gaps %"] == close(gaps)
         assert row["gap %"] == close(statistics.mean(gaps))
         assert row["validation gap %"] == close(statistics.mean(valid))
         assert row["allowed %"] == (1.0 if "nvfp4" in recipe else 0.25)
     assert made["gaps of replicas %"] == close(rows["bf16_disturbed"]["gaps %"])
-    variances = [statistics.variance(rows[name]["gaps %"]) for name in ("fp8", "bf16_disturbed")]
+    parts = {
+        "fp8": 1 + 1 / 2,
+        "bf16_disturbed": 2,
+    }  # variances of one run in a gap: its own, and of what stands for BF16
+    variances = [statistics.variance(rows[name]["gaps %"]) / count for name, count in parts.items()]
     deviation = math.sqrt(statistics.mean(variances))  # a degree of freedom each
     assert made["noise of one run %"] == close(deviation)
     for name, seeds in (("nvfp4_last_tenth_bf16", 1), ("fp8", 2)):
         row = rows[name]
-        assert row["noise %"] == close(deviation / math.sqrt(seeds))
+        assert row["noise %"] == close(deviation * math.sqrt(1.5 / seeds))
         assert [row["low %"], row["high %"]] == close([row["gap %"] + s * 4.303 * row["noise %"] for s in (-1, 1)])
     assert set(made["curves"]) == RUNS
     assert (smoke / "plots" / "losses.png").stat().st_size > 10_000
@@ -387,22 +395,44 @@ def test_gaps_follow_from_the_losses(smoke):
 
 def test_few_seeds_have_the_scatter_of_all_recipes_and_many_their_own(losses):
     gaps = losses.gaps
-    of_each = {"a": [0.1, 0.3], "b": [0.0, 0.2, 0.4, 0.2, 0.7], "c": [0.5], "d": [0.1, math.nan]}
+    percents = {"a": [0.1, 0.3], "b": [0.0, 0.2, 0.4, 0.2, 0.7], "c": [0.5], "d": [0.1, math.nan]}
+    of_each = {name: list(map(gaps.Gap, of)) for name, of in percents.items()}
     common = gaps.pooled(of_each)
-    squares = sum((x - statistics.mean(of)) ** 2 for of in (of_each["a"], of_each["b"]) for x in of)
-    assert common == close((math.sqrt(squares / 5), 5))  # 1 + 4 degrees of freedom; what is no number tells nothing
-    assert gaps.estimate(of_each["c"], common).error == close(common.deviation)
-    assert gaps.estimate(of_each["a"], common).error == close(common.deviation / math.sqrt(2))
+    squares = sum((x - statistics.mean(of)) ** 2 for of in (percents["a"], percents["b"]) for x in of)
+    of_gap = math.sqrt(squares / 5)  # 1 + 4 degrees of freedom; what is no number tells nothing
+    assert common == close((of_gap / math.sqrt(2), 5))  # a run and BF16's scatter alike
+    assert gaps.estimate(of_each["c"], common).error == close(of_gap)
+    assert gaps.estimate(of_each["a"], common).error == close(of_gap / math.sqrt(2))
     own = gaps.estimate(of_each["b"], common)
-    assert own.error == close(statistics.stdev(of_each["b"]) / math.sqrt(5))
+    assert own.error == close(statistics.stdev(percents["b"]) / math.sqrt(5))
     assert own.high - own.mean == close(2.776 * own.error)
-    assert gaps.estimate([0.1], None) == (0.1, None, None, None, None)
+    assert gaps.estimate([gaps.Gap(0.1)], None) == (0.1, None, None, None, None)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_errors_are_those_of_gaps_that_are_drawn(replicas, losses):
+    """Oracle: the scatter of mean gaps over many benchmarks, of runs that are drawn with a known one."""
+    gaps, deviation, times = losses.gaps, 0.1, 400
+    generator, seeds = torch.Generator().manual_seed(replicas), 2
+    mean_gaps, errors = [], []
+    for _ in range(times):
+        runs = deviation * torch.randn(seeds, 20 + replicas, generator=generator, dtype=torch.float64)
+        above = runs[:, replicas:] - runs[:, :replicas].mean(dim=1, keepdim=True)
+        found = {str(i): [gaps.Gap(float(x), replicas) for x in of] for i, of in enumerate(above.T)}
+        common = gaps.pooled(found)
+        made = gaps.estimate(found["0"], common)
+        mean_gaps.append(made.mean)
+        errors.append(made.error)
+    wanted = deviation * math.sqrt((1 + 1 / replicas) / seeds)
+    assert statistics.pstdev(mean_gaps, 0) == pytest.approx(wanted, rel=3 / math.sqrt(2 * times))  # three of its errors
+    assert math.sqrt(statistics.fmean(error**2 for error in errors)) == pytest.approx(wanted, rel=0.1)
 
 
 def test_seeds_that_are_missing_for_the_goal(losses):
     gaps = losses.gaps
     for deviation, count, more in ((0.55, 3, 45), (0.16, 3, 1), (0.16, 4, 0), (0.01, 1, 0)):
-        found = gaps.estimate([0.0] * min(count, gaps.ENOUGH - 1), gaps.Scatter(deviation, 10))
+        of_run = gaps.Scatter(deviation / math.sqrt(2), 10)
+        found = gaps.estimate([gaps.Gap(0.0)] * min(count, gaps.ENOUGH - 1), of_run)
         assert found.more == more
         assert deviation / math.sqrt(count + more) <= gaps.GOAL
         assert more == 0 or deviation / math.sqrt(count + more - 1) > gaps.GOAL

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from losses.files import Record
-from losses.recipes import BASELINE
+from losses.recipes import BASELINE, DISTURBED
 
 ENOUGH = 5  # seeds, from which on a recipe's own scatter counts
 GOAL = 0.08  # percent: the standard error of a mean gap that tells recipes apart
@@ -33,18 +33,56 @@ def gradient_norm(record: Record) -> float:
     return float(sum(record["norms"][-count:]) / count)
 
 
-def gaps(records: Sequence[Record], figure: Figure = last_tenth) -> dict[str, list[float]]:
-    """Return by how many percent the runs of each recipe are above BF16 of their seed, where that is finished."""
-    base = {record["seed"]: figure(record) for record in records if record["recipe"] == BASELINE}
-    found: dict[str, list[float]] = {}
+class Gap(NamedTuple):
+    """How far a run is above BF16 of its seed.
+
+    Attributes:
+        percent: Above the mean of the runs that stand for BF16.
+        replicas: How many these are. They scatter, too, and are common to all recipes of the seed.
+    """
+
+    percent: float
+    replicas: int = 1
+
+    @property
+    def variance(self) -> float:
+        """In variances of one run."""
+        return 1 + 1 / self.replicas
+
+
+def gaps(records: Sequence[Record], figure: Figure = last_tenth) -> dict[str, list[Gap]]:
+    """Return the gaps of each recipe, of seeds of which BF16 is finished. What stands for BF16 is the mean of it and
+    its disturbed replica, where there is one; for these two it is BF16 itself.
+    """
+    plain, replicas = (
+        {record["seed"]: figure(record) for record in records if record["recipe"] == name}
+        for name in (BASELINE, DISTURBED)
+    )
+    found: dict[str, list[Gap]] = {}
     for record in sorted(records, key=lambda one: one["seed"]):
-        if record["seed"] in base:
-            found.setdefault(record["recipe"], []).append(100 * (figure(record) / base[record["seed"]] - 1))
+        recipe, seed = record["recipe"], record["seed"]
+        if seed not in plain:
+            continue
+        base = [plain[seed]]
+        if recipe not in (BASELINE, DISTURBED) and seed in replicas:
+            base.append(replicas[seed])
+        percent = 100 * (figure(record) / statistics.fmean(base) - 1)
+        found.setdefault(recipe, []).append(Gap(percent, len(base)))
     return found
 
 
+def mean_of(of_one: Sequence[Gap]) -> float:
+    """Return the mean gap, percent."""
+    return statistics.fmean(gap.percent for gap in of_one)
+
+
+def _variance(of_one: Sequence[Gap]) -> float:
+    """Return the mean variance of gaps, in variances of one run."""
+    return statistics.fmean(gap.variance for gap in of_one)
+
+
 class Scatter(NamedTuple):
-    """How far single gaps are from their mean.
+    """How far single runs are from where all runs by their recipe would be on average.
 
     Attributes:
         deviation: Standard deviation, percent.
@@ -55,19 +93,21 @@ class Scatter(NamedTuple):
     freedom: int
 
 
-def scatter(of_one: Sequence[float]) -> Scatter | None:
-    """Return the scatter of the gaps of one recipe, None of a single one; NaN, if one is no number."""
+def scatter(of_one: Sequence[Gap]) -> Scatter | None:
+    """Return the scatter of runs by one recipe, None of a single one; NaN, if a gap is no number."""
     if len(of_one) < 2:
         return None
-    finite = all(map(math.isfinite, of_one))  # statistics raises for what is not
-    return Scatter(statistics.stdev(of_one) if finite else math.nan, len(of_one) - 1)
+    percents = [gap.percent for gap in of_one]
+    finite = all(map(math.isfinite, percents))  # statistics raises for what is not
+    deviation = statistics.stdev(percents) / math.sqrt(_variance(of_one)) if finite else math.nan
+    return Scatter(deviation, len(of_one) - 1)
 
 
-def pooled(found: Mapping[str, Sequence[float]]) -> Scatter | None:
+def pooled(found: Mapping[str, Sequence[Gap]]) -> Scatter | None:
     """Return the scatter that all recipes have in common, None if none has several seeds.
 
     What scatters is mostly how far training runs drift apart that once differed by a rounding, which is alike for all.
-    Gaps of one seed share a BF16 run, so that this is known a little less well than its degrees of freedom say.
+    Gaps of one seed share BF16 runs, so that this is known a little less well than its degrees of freedom say.
     """
     of_each = [scatter(of_one) for name, of_one in found.items() if name != BASELINE]
     known = [one for one in of_each if one is not None and math.isfinite(one.deviation)]
@@ -95,16 +135,17 @@ class Estimate(NamedTuple):
     more: int | None = None
 
 
-def estimate(of_one: Sequence[float], common: Scatter | None) -> Estimate:
+def estimate(of_one: Sequence[Gap], common: Scatter | None) -> Estimate:
     """Return what the gaps of one recipe say, by their own scatter or, of a few, by the common one."""
-    mean, count = statistics.fmean(of_one), len(of_one)
+    mean, count = mean_of(of_one), len(of_one)
     own = scatter(of_one)
     used = own if own is not None and count >= ENOUGH else common
     if used is None:
         return Estimate(mean)
-    error = used.deviation / math.sqrt(count)
+    of_gap = used.deviation * math.sqrt(_variance(of_one))
+    error = of_gap / math.sqrt(count)
     half = t_quantile(used.freedom) * error
-    needed = math.ceil((used.deviation / GOAL) ** 2) if math.isfinite(error) else None
+    needed = math.ceil((of_gap / GOAL) ** 2) if math.isfinite(error) else None
     return Estimate(mean, error, mean - half, mean + half, None if needed is None else max(0, needed - count))
 
 
@@ -153,13 +194,13 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "noise %": found.error,
                 "low %": found.low,
                 "high %": found.high,
-                "validation gap %": statistics.fmean(on_held_out[recipe]),
-                "gradient norm gap %": statistics.fmean(of_norms[recipe]),
+                "validation gap %": mean_of(on_held_out[recipe]),
+                "gradient norm gap %": mean_of(of_norms[recipe]),
                 "allowed %": allowed,
                 "verdict": "within" if is_base else verdict(found, allowed),
                 "more seeds": found.more,
                 "tokens/s": statistics.fmean(record["tokens_per_second"] for record in own),
-                "gaps %": on_text[recipe],
+                "gaps %": [gap.percent for gap in on_text[recipe]],
             }
         )
     return made

@@ -66,7 +66,7 @@ def results_of(records: Sequence[Record], made: list[dict[str, Any]], plan: Plan
         "parameters": first["parameters"],
         "text bytes": first["text bytes"],
         "losses of seeds": [last_tenth(record) for record in records if record["recipe"] == BASELINE],
-        "gaps of replicas %": found.get(DISTURBED, []),
+        "gaps of replicas %": [gap.percent for gap in found.get(DISTURBED, [])],
         "noise of one run %": None if common is None else common.deviation,
         "rows": made,
         "specs": {record["recipe"]: record["spec"] for record in records},
@@ -92,6 +92,16 @@ def cell(header: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:+.2f}" if "%" in header else f"{value:,.0f}" if value > 1000 else f"{value:.4g}"
     return str(value)
+
+
+def losses_of_bf16(records: Sequence[Record]) -> dict[int, list[float]]:
+    """Return the losses of BF16 by seed: the means with its disturbed replica, where there is one."""
+    plain = {record["seed"] for record in records if record["recipe"] == BASELINE}
+    runs: dict[int, list[list[float]]] = {}
+    for record in records:
+        if record["recipe"] in (BASELINE, DISTURBED) and record["seed"] in plain:
+            runs.setdefault(record["seed"], []).append(record["losses"])
+    return {seed: [statistics.fmean(at) for at in zip(*of_seed, strict=True)] for seed, of_seed in runs.items()}
 
 
 def smooth(losses: Sequence[float], points: int = 150) -> list[float]:
@@ -125,7 +135,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (losses, above, order) = plt.subplots(3, figsize=(10, 15), layout="constrained", height_ratios=[2, 3, 3])
-    base = {r["seed"]: smooth(r["losses"], 50) for r in records if r["recipe"] == BASELINE}
+    base = {seed: smooth(losses, 50) for seed, losses in losses_of_bf16(records).items()}
     first = min(base)
     steps = [(i + 1) * len(records[0]["losses"]) / len(base[first]) for i in range(len(base[first]))]
     colors = itertools.cycle(plt.get_cmap("tab20").colors)  # type: ignore[attr-defined]
