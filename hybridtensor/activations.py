@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hybridtensor.arguments import require_float, require_number
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.order import make_again
 from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu as forward_op
 from hybridtensor.ops.swiglu import swiglu_backward as backward_op
@@ -65,16 +65,18 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
             + " and ".join(told)
         )
     layers, plain = modules_of("swiglu", into), type(gate) in _PLAIN and type(up) in _PLAIN
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        return checkpoint(_operations, gate, up, use_reentrant=False)  # type: ignore[no-any-return]
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
-        return _operations(gate, up)
+        return _operations(gate, up)  # type: ignore[no-any-return]
     readers = readers_of(layers, gate, (gate, up))
     return _SwiGLU.apply(gate, up, readers)  # type: ignore[no-any-return, no-untyped-call]
 
 
+# What Dynamo looks into has no graph yet in which anything could be asked for
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def _operations(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    y = F.silu(gate) * up
+    make_again(y)
+    return y
 
 
 class _SwiGLU(torch.autograd.Function):

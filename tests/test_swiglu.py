@@ -126,7 +126,7 @@ class Gated(nn.Module):
 @pytest.mark.filterwarnings("default")
 def test_a_graph_makes_the_input_of_the_next_layer_again():
     """What it saves of 64 tokens: gate and up, and with torch's operations also the input of a plain layer behind."""
-    saved, results = {}, []
+    saved, results, operations = {}, [], {}
     for activation in (ht.swiglu, torchs):
         for spec in (None, "fp8_block+save_original_input", "fp8_block"):
             torch._dynamo.reset()
@@ -140,8 +140,11 @@ def test_a_graph_makes_the_input_of_the_next_layer_again():
                 results.append([parameter.grad for parameter in net.parameters()])
             large = [t for t in graphs.saved(outputs=1) if t.numel() == 128 * 256]
             saved[activation, spec] = sum(t.nbytes for t in large) / (128 * 256)
+            nodes = [node for graph in graphs.graphs.values() for node in graph.graph.nodes]
+            operations[activation, spec] = [str(node.target) for node in nodes if node.op == "call_function"]
     torch._dynamo.reset()
     assert list(saved.values()) == [4, 4, 4, 6, 4, 4]
+    assert operations[ht.swiglu, "fp8_block"] == operations[torchs, "fp8_block"], "nothing is in the compiler's way"
     for other in results[1:]:
         assert_same_bits(other, results[0])
 
