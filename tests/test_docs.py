@@ -1,7 +1,6 @@
 """The README and the pages in ``docs``: their tables are those of the result files, their links lead somewhere."""
 
 import json
-import math
 import re
 import types
 from collections import Counter
@@ -218,9 +217,18 @@ def test_what_the_page_takes_from_convergence():
     eight = [gap[name] for name in ("fp8", "fp8_rowwise", "fp8_block", "mxfp8")]
     assert (round(min(eight), 1), round(max(eight), 2)) == (0.2, 0.25)
     assert max(eight) - min(eight) < rows["fp8"]["noise %"]
-    assert f"{gap['nvfp4']:.1f} {gap['nvfp4_row_scaled_fwd_mxfp8_bwd']:.1f}" == "1.4 1.2"
-    noises = rows["nvfp4"]["noise %"], rows["nvfp4_row_scaled_fwd_mxfp8_bwd"]["noise %"]
-    assert f"{gap['nvfp4'] - gap['nvfp4_row_scaled_fwd_mxfp8_bwd']:.1f} {math.hypot(*noises):.2f}" == "0.3 0.12"
+    assert f"{gap['nvfp4']:.1f} {gap['fp8_delayed']:.1f} {gap['mxfp8_fwd_nvfp4_bwd']:.1f}" == "1.4 0.4 0.5"
+    assert f"{gap['nvfp4_fwd_mxfp8_bwd']:.1f} {gap['nvfp4_row_scaled_fwd_mxfp8_bwd']:.1f}" == "1.0 1.2"
+    assert (rows["mxfp8/mxfp8/nvfp4"]["seeds"], f"{gap['mxfp8/mxfp8/nvfp4']:.2f}") == (2, "0.23")
+    first = {name: row["gaps %"][0] for name, row in rows.items()}
+    products = ["nvfp4_fwd_mxfp8_bwd", "mxfp8/nvfp4/mxfp8", "mxfp8/mxfp8/nvfp4"]
+    assert [f"{first[name]:.1f}" for name in (*products, "mxfp8", "nvfp4")] == ["1.0", "0.5", "0.3", "0.2", "1.5"]
+    added = sum(first[name] - first["mxfp8"] for name in products)
+    assert f"{added:.1f} {first['nvfp4'] - first['mxfp8']:.1f}" == "1.1 1.3"
+    of_seeds = [
+        row["gaps %"][0] - row["gaps %"][1] for name, row in rows.items() if name != "bf16" and row["seeds"] > 1
+    ]
+    assert f"{sum(of_seeds) / len(of_seeds):.1f}" == "0.1"
     assert f"{gap['nvfp4_edge_blocks_bf16']:.1f}" == "0.7"
     assert rows["nvfp4_edge_blocks_bf16"]["verdict"] == "within"
     assert rows["nvfp4"]["verdict"] == "above"
