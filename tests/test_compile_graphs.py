@@ -63,6 +63,23 @@ def test_siblings_without_gradients_quantize_their_input_once(recipe):
     assert graphs.count("forward", QUANTIZE) == 1 + 3  # weights
 
 
+@pytest.mark.parametrize("write", [lambda x: x.mul_(3), lambda x: x[:4].add_(1), lambda x: x.view(-1)[5:9].zero_()])
+def test_siblings_whose_input_is_written_in_between_quantize_it_again(write):
+    class Written(Siblings):
+        def forward(self, x):
+            x = 2 * x
+            first = self.q(x)
+            write(x)
+            return first, self.k(x), self.v(x)
+
+    graphs, net, x = Graphs(), ht.quantize_(Written(), "fp8"), random_tensor(128, 64)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        made = torch.compile(net, fullgraph=True, backend=graphs.backend())(x)
+        assert all(map(torch.equal, made, net(x)))
+    assert graphs.count("forward", QUANTIZE) == 2 + 3
+
+
 def _measured(weight):
     """Return the amaxes of both faces; in eager code casts with powers of two go by what the layer remembers."""
     context = weight.context._replace(state=None) if weight.config.delayed_rules() == {} else weight.context
