@@ -236,6 +236,14 @@ def test_what_the_page_takes_from_convergence():
     assert (f"{min(held_out):.1f}", f"{max(held_out[:4]):.1f}", f"{held_out[4]:.1f}") == ("0.1", "0.2", "0.9")
 
 
+def test_losses_in_the_choice_are_those_of_the_table():
+    said = re.findall(r"\d\.\d %", page("choosing-a-recipe").partition("After 1,000 steps")[2].partition("##")[0])
+    gap = {r["recipe"]: r["gap %"] for r in results("convergence_nvidia_h200")["rows"]}
+    eight = max(value for name, value in gap.items() if "nvfp4" not in name)
+    of = [gap[name] for name in ("nvfp4", "nvfp4_fwd_mxfp8_bwd", "mxfp8_fwd_nvfp4_bwd", "nvfp4_edge_blocks_bf16")]
+    assert said == [f"{value:.1f} %" for value in (eight, *of)]
+
+
 @pytest.mark.parametrize("name", ["demo_cpu", "demo_nvidia_h200"])
 def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
     for run in results(name)["results"]:
