@@ -1,6 +1,7 @@
 """What is in compiled graphs: one cast for layers that read one input, its faces saved once, and nothing to copy."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiers import in_turn
 from torch import nn
 
 import hybridtensor as ht
+from hybridtensor.linear.sharing import _of_graphs
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.quantizers.base import measured
 from hybridtensor.testing import random_tensor, saved_for_backward
@@ -63,21 +65,56 @@ def test_siblings_without_gradients_quantize_their_input_once(recipe):
     assert graphs.count("forward", QUANTIZE) == 1 + 3  # weights
 
 
-@pytest.mark.parametrize("write", [lambda x: x.mul_(3), lambda x: x[:4].add_(1), lambda x: x.view(-1)[5:9].zero_()])
-def test_siblings_whose_input_is_written_in_between_quantize_it_again(write):
+WRITES = {
+    "all": lambda x: x.mul_(3),
+    "a slice": lambda x: x[:4].add_(1),
+    "a view": lambda x: x.view(-1)[5:9].zero_(),
+    "a list": lambda x: torch._foreach_mul_([x], 3),  # neither this nor the next one counts in ``_version``
+    "its data": lambda x: x.data.mul_(3),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_siblings_whose_input_is_written_in_between_quantize_it_again(name, grad):
     class Written(Siblings):
         def forward(self, x):
             x = 2 * x
             first = self.q(x)
-            write(x)
+            with torch.no_grad():
+                WRITES[name](x)
             return first, self.k(x), self.v(x)
 
-    graphs, net, x = Graphs(), ht.quantize_(Written(), "fp8"), random_tensor(128, 64)
+    graphs, net, x = Graphs(), ht.quantize_(Written(), "fp8"), random_tensor(128, 64).requires_grad_(grad)
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad), ht.share_inputs(False):
         made = torch.compile(net, fullgraph=True, backend=graphs.backend())(x)
         assert all(map(torch.equal, made, net(x)))
     assert graphs.count("forward", QUANTIZE) == 2 + 3
+
+
+def test_siblings_share_nothing_with_another_view_of_the_input():
+    class Negated(Siblings):
+        def forward(self, x):
+            x = 2 * x
+            return self.q(x), self.k(torch._neg_view(x))
+
+    net, x = ht.quantize_(Negated(), "fp8"), random_tensor(128, 64).requires_grad_()
+    wanted = net.q(2 * x), net.k(-2 * x)
+    torch._dynamo.reset()
+    for forward in (net, torch.compile(net, fullgraph=True, backend="aot_eager")):
+        assert all(map(torch.equal, forward(x), wanted))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_is_kept_of_what_a_graph_shared(grad):
+    torch._dynamo.reset()
+    gc.collect()
+    before, net = len(_of_graphs), ht.quantize_(Siblings(), "fp8")
+    with torch.set_grad_enabled(grad):
+        torch.compile(net, fullgraph=True, backend="aot_eager")(random_tensor(128, 64).requires_grad_(grad))
+    gc.collect()
+    assert len(_of_graphs) == before
 
 
 def _measured(weight):

@@ -1,8 +1,8 @@
 """Layers of one module that read one input, such as q, k and v, quantize it once and save its faces
 once.
 
-In a graph that is traced every write is known. In eager execution, whether an input has changed
-between two layers cannot always be known: ``input.data``, numpy and in-place collectives write where
+In a graph that is traced every write makes another node. In eager execution, whether an input has
+changed between two layers cannot always be known: ``input.data``, numpy and in-place collectives write where
 nothing counts. So faces are shared only within one forward of the module that the layers belong to,
 between layers that each read the input for the first time there, of inputs that autograd has
 recorded, and not with another version. What remains is a forward that writes its own intermediate
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hybridtensor.arguments import require_flag
 from hybridtensor.ops import Faces, Groups
 from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.ops.order import node_of
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.shared_face import SharedFace
@@ -96,7 +97,8 @@ class _Scope:
 
 def _place(input: Tensor) -> tuple[object, ...]:
     """Return which elements of its owner a tensor has, as they are now."""
-    return input._version, input.shape, input.stride(), input.storage_offset()
+    how = input.dtype, input.is_neg()
+    return input._version, input.shape, input.stride(), input.storage_offset(), *how
 
 
 def _owner(input: Tensor) -> Tensor:
@@ -205,8 +207,7 @@ def reading(
         groups: Which rows belong to which weight, or None.
     """
     if is_traced():
-        place = str(_place(input))  # comparing extents that are not known would guard them
-        return _of_graph(_owner(input), (place, *how, *_mark(groups)))
+        return _of_graph(input, (*how, *_mark(groups)))
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
@@ -221,13 +222,21 @@ def _mark(groups: Groups | None) -> tuple[object, ...]:
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
-def _of_graph(input: Tensor, key: tuple[object, ...]) -> Reading:
+def _of_graph(input: Tensor, how: tuple[object, ...]) -> Reading:
     """Return what layers of the graph that is traced share of an input. A compiler takes equal casts for one only
     where it cuts a graph into forward and backward, and not those that wait for different gradients.
+
+    Nothing where no graph is recorded yet: Dynamo would keep its example tensors, and with them what is shared.
     """
-    known: tuple[object, Reading] | None = _of_graphs.get(input)
+    owner = _owner(input)
+    node = node_of(owner)
+    if node is None:
+        return Reading()
+    place = str(_place(input))  # comparing extents that are not known would guard them
+    key = (node, place, *how)  # versions do not count every write of a graph
+    known: tuple[object, Reading] | None = _of_graphs.get(owner)
     if known is None or known[0] != key:
-        known = _of_graphs[input] = key, Reading()
+        known = _of_graphs[owner] = key, Reading()
     return known[1]
 
 

@@ -53,8 +53,28 @@ def is_in_region(x: Tensor) -> bool:
     """Return whether a checkpointed region is traced: it marks every operation, such as one done here, which
     nothing uses.
     """
-    node = _node(x.detach())
+    node = node_of(x.detach())
     return node is not None and "ac_graph_id" in node.meta
+
+
+def node_of(x: Tensor) -> fx.Node | None:
+    """Return the node that ``x`` is in the graph that is traced now, another one after every write; None without
+    one.
+
+    All of it is private in torch: AOTAutograd runs operations on functional tensors, inside of which
+    are those that its tracer knows.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(x, FunctionalTensor):
+        torch._functionalize_sync(x.elem)
+        x = torch._from_functional_tensor(x.elem)
+    found: fx.Node | None = get_proxy_slot(x, mode.tracer, None, lambda known: known.proxy.node)
+    return found
 
 
 _AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
@@ -77,26 +97,7 @@ def _producer(x: Tensor) -> fx.Node | None:
     """Return the node that makes ``x``, or what it is a view of, in the graph that is traced now; None
     without one.
     """
-    return _behind_views(_node(x))
-
-
-def _node(x: Tensor) -> fx.Node | None:
-    """Return the node that ``x`` is in the graph that is traced now; None without one.
-
-    All of it is private in torch: AOTAutograd runs operations on functional tensors, inside of which
-    are those that its tracer knows.
-    """
-    from torch._subclasses.functional_tensor import FunctionalTensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    mode = get_proxy_mode()
-    if mode is None:
-        return None
-    if isinstance(x, FunctionalTensor):
-        torch._functionalize_sync(x.elem)
-        x = torch._from_functional_tensor(x.elem)
-    found: fx.Node | None = get_proxy_slot(x, mode.tracer, None, lambda known: known.proxy.node)
-    return found
+    return _behind_views(node_of(x))
 
 
 def _behind_views(node: Any) -> fx.Node | None:
