@@ -384,7 +384,7 @@ def test_gaps_follow_from_the_losses(smoke):
     }  # variances of one run in a gap: its own, and of what stands for BF16
     variances = [statistics.variance(rows[name]["gaps %"]) / count for name, count in parts.items()]
     deviation = math.sqrt(statistics.mean(variances))  # a degree of freedom each
-    assert made["noise of one run %"] == close(deviation)
+    assert made["scatter of one run %"] == close(deviation)
     for name, seeds in (("nvfp4_last_tenth_bf16", 1), ("fp8", 2)):
         row = rows[name]
         assert row["noise %"] == close(deviation * math.sqrt(1.5 / seeds))
@@ -407,6 +407,18 @@ def test_few_seeds_have_the_scatter_of_all_recipes_and_many_their_own(losses):
     assert own.error == close(statistics.stdev(percents["b"]) / math.sqrt(5))
     assert own.high - own.mean == close(2.776 * own.error)
     assert gaps.estimate([gaps.Gap(0.1)], None) == (0.1, None, None, None, None)
+
+
+def test_a_replica_that_is_no_number_stands_for_nothing(losses):
+    runs = [("bf16", 0, 1.0), ("bf16", 1, 1.0), ("bf16_disturbed", 0, math.nan), ("bf16_disturbed", 1, 0.98)]
+    records = [
+        {"recipe": recipe, "seed": seed, "losses": [loss] * 10}
+        for recipe, seed, loss in (*runs, ("fp8", 0, 1.01), ("fp8", 1, 1.01))
+    ]
+    found = losses.gaps.gaps(records)
+    assert [gap.replicas for gap in found["fp8"]] == [1, 2]
+    assert [gap.percent for gap in found["fp8"]] == close([1.0, percent(1.01, 0.99)])
+    assert math.isnan(found["bf16_disturbed"][0].percent)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,6 +1,7 @@
 """The README and the pages in ``docs``: their tables are those of the result files, their links lead somewhere."""
 
 import json
+import math
 import re
 import types
 from collections import Counter
@@ -219,12 +220,16 @@ def test_what_the_page_takes_from_convergence():
     assert max(eight) - min(eight) < rows["fp8"]["noise %"]
     assert f"{gap['nvfp4']:.1f} {gap['fp8_delayed']:.1f} {gap['mxfp8_fwd_nvfp4_bwd']:.1f}" == "1.4 0.4 0.5"
     assert f"{gap['nvfp4_fwd_mxfp8_bwd']:.1f} {gap['nvfp4_row_scaled_fwd_mxfp8_bwd']:.1f}" == "1.0 1.2"
+    of_one_run = [gap[name] for name in ("fp8_delayed", "fp8_rowwise_hp_grad_weight", "fp8_high_precision_backward")]
+    assert [f"{value:.1f}" for value in of_one_run] == ["0.4", "0.3", "0.1"]
     assert (rows["mxfp8/mxfp8/nvfp4"]["seeds"], f"{gap['mxfp8/mxfp8/nvfp4']:.2f}") == (2, "0.23")
     first = {name: row["gaps %"][0] for name, row in rows.items()}
     products = ["nvfp4_fwd_mxfp8_bwd", "mxfp8/nvfp4/mxfp8", "mxfp8/mxfp8/nvfp4"]
     assert [f"{first[name]:.1f}" for name in (*products, "mxfp8", "nvfp4")] == ["1.0", "0.5", "0.3", "0.2", "1.5"]
     added = sum(first[name] - first["mxfp8"] for name in products)
     assert f"{added:.1f} {first['nvfp4'] - first['mxfp8']:.1f}" == "1.1 1.3"
+    of_run = results("convergence_nvidia_h200")["scatter of one run %"]
+    assert f"{of_run * math.sqrt(3 + 9):.1f}" == "0.3", "three runs, and three times MXFP8's"
     of_seeds = [
         row["gaps %"][0] - row["gaps %"][1] for name, row in rows.items() if name != "bf16" and row["seeds"] > 1
     ]

@@ -64,7 +64,7 @@ def gaps(records: Sequence[Record], figure: Figure = last_tenth) -> dict[str, li
         if seed not in plain:
             continue
         base = [plain[seed]]
-        if recipe not in (BASELINE, DISTURBED) and seed in replicas:
+        if recipe not in (BASELINE, DISTURBED) and math.isfinite(replicas.get(seed, math.nan)):
             base.append(replicas[seed])
         percent = 100 * (figure(record) / statistics.fmean(base) - 1)
         found.setdefault(recipe, []).append(Gap(percent, len(base)))
@@ -107,7 +107,8 @@ def pooled(found: Mapping[str, Sequence[Gap]]) -> Scatter | None:
     """Return the scatter that all recipes have in common, None if none has several seeds.
 
     What scatters is mostly how far training runs drift apart that once differed by a rounding, which is alike for all.
-    Gaps of one seed share BF16 runs, so that this is known a little less well than its degrees of freedom say.
+    Gaps of one seed share BF16 runs, so that it is known less well than its degrees of freedom say: of nine recipes
+    with two seeds or three some 4, not 11. Intervals of 95 % then hold 93 %.
     """
     of_each = [scatter(of_one) for name, of_one in found.items() if name != BASELINE]
     known = [one for one in of_each if one is not None and math.isfinite(one.deviation)]

@@ -67,7 +67,7 @@ def results_of(records: Sequence[Record], made: list[dict[str, Any]], plan: Plan
         "text bytes": first["text bytes"],
         "losses of seeds": [last_tenth(record) for record in records if record["recipe"] == BASELINE],
         "gaps of replicas %": [gap.percent for gap in found.get(DISTURBED, [])],
-        "noise of one run %": None if common is None else common.deviation,
+        "scatter of one run %": None if common is None else common.deviation,
         "rows": made,
         "specs": {record["recipe"]: record["spec"] for record in records},
         "curves": {f"{record['recipe']}-{record['seed']}": smooth(record["losses"]) for record in records},
