@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridtensor.arguments import require_float, require_number
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.library import is_traced, left_whole
 from hybridtensor.ops.order import make_again
 from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu as forward_op
@@ -66,13 +66,12 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
         )
     layers, plain = modules_of("swiglu", into), type(gate) in _PLAIN and type(up) in _PLAIN
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
-        return _operations(gate, up)  # type: ignore[no-any-return]
+        return _operations(gate, up)
     readers = readers_of(layers, gate, (gate, up))
     return _SwiGLU.apply(gate, up, readers)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# What Dynamo looks into has no graph yet in which anything could be asked for
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@left_whole
 def _operations(gate: Tensor, up: Tensor) -> Tensor:
     y = F.silu(gate) * up
     make_again(y)

@@ -91,6 +91,7 @@ def losses(monkeypatch):
     """The package that the benchmark is made of."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import losses
+    import losses.gaps
     import losses.work
 
     return losses
@@ -416,26 +417,26 @@ def test_a_replica_that_is_no_number_stands_for_nothing(losses):
         for recipe, seed, loss in (*runs, ("fp8", 0, 1.01), ("fp8", 1, 1.01))
     ]
     found = losses.gaps.gaps(records)
-    assert [gap.replicas for gap in found["fp8"]] == [1, 2]
+    assert [gap.base_runs for gap in found["fp8"]] == [1, 2]
     assert [gap.percent for gap in found["fp8"]] == close([1.0, percent(1.01, 0.99)])
     assert math.isnan(found["bf16_disturbed"][0].percent)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_errors_are_those_of_gaps_that_are_drawn(replicas, losses):
+@pytest.mark.parametrize("base_runs", [1, 2])
+def test_errors_are_those_of_gaps_that_are_drawn(base_runs, losses):
     """Oracle: the scatter of mean gaps over many benchmarks, of runs that are drawn with a known one."""
     gaps, deviation, times = losses.gaps, 0.1, 400
-    generator, seeds = torch.Generator().manual_seed(replicas), 2
+    generator, seeds = torch.Generator().manual_seed(base_runs), 2
     mean_gaps, errors = [], []
     for _ in range(times):
-        runs = deviation * torch.randn(seeds, 20 + replicas, generator=generator, dtype=torch.float64)
-        above = runs[:, replicas:] - runs[:, :replicas].mean(dim=1, keepdim=True)
-        found = {str(i): [gaps.Gap(float(x), replicas) for x in of] for i, of in enumerate(above.T)}
+        runs = deviation * torch.randn(seeds, 20 + base_runs, generator=generator, dtype=torch.float64)
+        above = runs[:, base_runs:] - runs[:, :base_runs].mean(dim=1, keepdim=True)
+        found = {str(i): [gaps.Gap(float(x), base_runs) for x in of] for i, of in enumerate(above.T)}
         common = gaps.pooled(found)
         made = gaps.estimate(found["0"], common)
         mean_gaps.append(made.mean)
         errors.append(made.error)
-    wanted = deviation * math.sqrt((1 + 1 / replicas) / seeds)
+    wanted = deviation * math.sqrt((1 + 1 / base_runs) / seeds)
     assert statistics.pstdev(mean_gaps, 0) == pytest.approx(wanted, rel=3 / math.sqrt(2 * times))  # three of its errors
     assert math.sqrt(statistics.fmean(error**2 for error in errors)) == pytest.approx(wanted, rel=0.1)
 

@@ -38,16 +38,16 @@ class Gap(NamedTuple):
 
     Attributes:
         percent: Above the mean of the runs that stand for BF16.
-        replicas: How many these are. They scatter, too, and are common to all recipes of the seed.
+        base_runs: How many these are. They scatter, too, and are common to all recipes of the seed.
     """
 
     percent: float
-    replicas: int = 1
+    base_runs: int = 1
 
     @property
     def variance(self) -> float:
         """In variances of one run."""
-        return 1 + 1 / self.replicas
+        return 1 + 1 / self.base_runs
 
 
 def gaps(records: Sequence[Record], figure: Figure = last_tenth) -> dict[str, list[Gap]]:

@@ -120,7 +120,8 @@ class LayerForward:
                 part.record.layer = state  # that of a copied layer is its own
             _require_ranks(state)
             if self.inner is None and _is_linear(layer):
-                return sharded_linear(_input(*args, **kwargs), weight, layer._parameters["bias"])
+                bias: Any = layer._parameters["bias"]
+                return sharded_linear(_input(*args, **kwargs), weight, bias)
             with _OnParts():
                 return self.run(layer, args, kwargs)
         return _with_recipe(self, layer, args, kwargs)

@@ -96,9 +96,9 @@ class _Scope:
 
 
 def _place(input: Tensor) -> tuple[object, ...]:
-    """Return which elements of its owner a tensor has, as they are now."""
-    how = input.dtype, input.is_neg()
-    return input._version, input.shape, input.stride(), input.storage_offset(), *how
+    """Return which elements of its owner a tensor has, and how they are read, as they are now."""
+    lies = input.shape, input.stride(), input.storage_offset()
+    return input._version, *lies, input.dtype, input.is_neg()
 
 
 def _owner(input: Tensor) -> Tensor:

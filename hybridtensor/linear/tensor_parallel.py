@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_own_tokens, require_plain_autograd
 from hybridtensor.linear.operands import QUANTIZED
+from hybridtensor.ops.library import left_whole
 from hybridtensor.state import Section
 
 
@@ -58,7 +59,7 @@ def _placed(weight: Placement, given: Placement, last: int) -> _Placed:
 
 
 # Dynamo cannot look into a weight that a graph makes; what traces after it can
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@left_whole
 def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) -> Tensor:
     """Return ``F.linear`` of a weight whose local part is a weight of this library, as a DTensor.
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._guards
 
 _LIBRARY = torch.library.Library("hybridtensor", "DEF")
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def left_whole(function: F) -> F:
+    """Have Dynamo leave a function whole: what traces after it runs it, and finds the graph being recorded."""
+    whole: F = torch.compiler.allow_in_graph(function)
+    return whole
 
 
 def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -18,7 +18,7 @@ from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
 from hybridtensor.dtensor import local, mesh_along, name_of
 from hybridtensor.linear.layer_forward import recipe_of, runs_linear
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.ops.library import autocasts
+from hybridtensor.ops.library import autocasts, left_whole
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -108,7 +108,7 @@ def gathered_input(
 # Dynamo cannot look into a weight that a graph makes; what traces after it can
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@left_whole
 def _gather_input(
     x: Tensor, weight: DTensor, dim: int, name: str | None, several: bool, columnwise: bool
 ) -> HybridTensor | DTensor:
@@ -142,7 +142,7 @@ def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | No
     return scattered
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@left_whole
 def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> Tensor:
     part: Any = local(weight)
     mesh = mesh_along(weight, name)
