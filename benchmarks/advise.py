@@ -11,11 +11,10 @@ table, which says how much of the others is not the recipe's. An error against B
 BF16's noise in it twice.
 
 What was advised, and the random recipe whose error is the median, are written as files that ``convergence.py`` trains
-by. All in about eight minutes of one H200; the second command, given again, does what was left::
+by; the second command, given again, does what was left::
 
-    R=runs/advise; python benchmarks/advise.py && python benchmarks/convergence.py --minutes 6.5 --steps 150 \
-      --recipes fp8,fp8_rowwise,mxfp8,advised=$R/advised_0.5.json,random=$R/random_0.5.json \
-      --out $R/losses --name advise_losses --plot $R/losses.png
+    R=runs/advise; python benchmarks/advise.py && python benchmarks/convergence.py --minutes 8 --min-mb 300 \
+      --recipes fp8,fp8_rowwise,advised=$R/advised_0.5.json,random=$R/random_0.5.json --others ""
 """
 
 from __future__ import annotations

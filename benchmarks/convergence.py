@@ -1,10 +1,9 @@
 """Train a byte-level transformer on real source text by every recipe, and compare the losses with BF16.
 
 Figure of merit: the training loss over the last tenth of the steps, above BF16 from the same seed, that is with the
-same initial weights and the same batches, in percent. Of each recipe the mean of these gaps over seeds is told with its
-standard error, which follows from how they scatter. ``bf16_disturbed`` is BF16 with initial weights that differ by a
-millionth: it tells how far runs drift apart for no reason, and where it is finished, recipes are compared with the mean
-of both, so that what scatters in all gaps alike is less.
+same initial weights and the same batches, in percent. What runs of a seed have in common is taken out by least squares;
+what is left scatters alike in all runs, from which the standard error of each recipe follows. ``bf16_disturbed`` is
+BF16 with initial weights that differ by a millionth: one more run by BF16, which all recipes are compared with.
 
 All is done in rounds, one seed of all recipes after the other, by one process for each GPU (or several, ``--per-gpu``)
 that compiles each recipe once. A finished run is a small file in ``--out`` and is not repeated, so that a benchmark may

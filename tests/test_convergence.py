@@ -196,8 +196,8 @@ def test_a_report_trains_nothing_and_needs_no_text(again, smoke, tmp_path):
         path.unlink()
     assert again("--report") == 0
     rows = {row["recipe"]: row for row in record(tmp_path)["rows"]}
-    assert list(rows) == ["bf16", "fp8", "bf16_disturbed", "nvfp4_last_tenth_bf16"]
-    assert rows["fp8"]["gaps %"] == next(r["gaps %"][:1] for r in record(smoke)["rows"] if r["recipe"] == "fp8")
+    assert {name: row["runs"] for name, row in rows.items()} == {"bf16": 4, "fp8": 1, "nvfp4_last_tenth_bf16": 1}
+    assert rows["fp8"]["gaps %"] == close([rows["fp8"]["gap %"]])
     assert not list((tmp_path / "out").glob("*.bin"))
     assert record(tmp_path)["text bytes"] == record(smoke)["text bytes"]
 
@@ -359,93 +359,127 @@ def test_compiled_runs_are_those_of_eager_code(backend, name, losses, smoke, mon
 # -- what gaps are worth
 
 
+def drawn(losses, of_runs):
+    """Return the fit of runs, given as the logarithm of the loss by recipe and seed."""
+    return losses.gaps.fit(
+        [{"recipe": recipe, "seed": seed, "losses": [math.exp(log)] * 10} for (recipe, seed), log in of_runs.items()]
+    )
+
+
 def test_gaps_follow_from_the_losses(smoke):
+    """Oracle: least squares by hand, of two seeds with two runs of BF16 and one of FP8, and one other run."""
     found, made = runs(smoke), record(smoke)
-    last = {name: run["losses"][-1] for name, run in found.items()}  # the last tenth of ten steps is one
     rows = {row["recipe"]: row for row in made["rows"]}
-    assert {name: row["seeds"] for name, row in rows.items()} == {
-        "bf16": 2, "fp8": 2, "bf16_disturbed": 2, "nvfp4_last_tenth_bf16": 1
-    }  # fmt: skip
-    held_out = {name: run["validation"] for name, run in found.items()}
-    for recipe, row in rows.items():
-        seeds = range(row["seeds"])
-        names = ["bf16"] if recipe.startswith("bf16") else ["bf16", "bf16_disturbed"]
-        gaps, valid = (
-            [percent(of[f"{recipe}-{s}"], statistics.mean(of[f"{name}-{s}"] for name in names)) for s in seeds]
-            for of in (last, held_out)
+    assert {name: row["runs"] for name, row in rows.items()} == {"bf16": 4, "fp8": 2, "nvfp4_last_tenth_bf16": 1}
+
+    def by_hand(of):
+        logs = {name: math.log(of(run)) for name, run in found.items()}
+        base = [(logs[f"bf16-{seed}"] + logs[f"bf16_disturbed-{seed}"]) / 2 for seed in (0, 1)]
+        of_fp8 = [logs[f"fp8-{seed}"] - base[seed] for seed in (0, 1)]
+        seeds = [(2 * base[seed] + logs[f"fp8-{seed}"]) / 3 for seed in (0, 1)]
+        at_first = sum(base) / 2 + (seeds[0] - seeds[1]) / 2
+        gaps = {
+            "bf16": 0.0,
+            "fp8": sum(of_fp8) / 2,
+            "nvfp4_last_tenth_bf16": logs["nvfp4_last_tenth_bf16-0"] - at_first,
+        }
+        return logs, gaps, (seeds[0] - seeds[1]) / 2, sum(base) / 2
+
+    logs, gaps, of_seed, base = by_hand(lambda run: run["losses"][-1])  # the last tenth of ten steps is one
+    _, held_out, *_ = by_hand(lambda run: run["validation"])
+    _, norms, *_ = by_hand(lambda run: run["norms"][-1])
+    chance = {
+        f"{name}-{seed}": logs[f"{name}-{seed}"]
+        - base
+        - gaps[name.removesuffix("_disturbed")]
+        - (1 - 2 * seed) * of_seed
+        for name in ("bf16", "bf16_disturbed", "fp8")
+        for seed in (0, 1)
+    }
+    scatter = 100 * math.sqrt(sum(rest**2 for rest in chance.values()) / 3)  # seven runs, three recipes, two seeds
+    assert (made["scatter of one run %"], made["degrees of freedom"]) == (close(scatter), 3)
+    # the one run is compared with 5/6 of BF16's of its seed, 1/6 of those of the other, and 1/6 of how FP8's differ
+    variances = {"fp8": 1 / 2 + 1 / 4, "nvfp4_last_tenth_bf16": 1 + (5**2 / 2 + 1 / 2 + 2) / 6**2}
+    for name, row in rows.items():
+        assert row["gap %"] == close(100 * math.expm1(gaps[name]))
+        assert row["loss"] == close(math.exp(base + gaps[name]))
+        assert row["validation gap %"] == close(100 * math.expm1(held_out[name]))
+        assert row["gradient norm gap %"] == close(100 * math.expm1(norms[name]))
+        assert row["allowed %"] == (1.0 if "nvfp4" in name else 0.25)
+        assert row["tokens/s"] == max(
+            run["tokens_per_second"] for run in found.values() if run["recipe"].startswith(name)
         )
-        assert row["gaps %"] == close(gaps)
-        assert row["gap %"] == close(statistics.mean(gaps))
-        assert row["validation gap %"] == close(statistics.mean(valid))
-        assert row["allowed %"] == (1.0 if "nvfp4" in recipe else 0.25)
-    assert made["gaps of replicas %"] == close(rows["bf16_disturbed"]["gaps %"])
-    parts = {
-        "fp8": 1 + 1 / 2,
-        "bf16_disturbed": 2,
-    }  # variances of one run in a gap: its own, and of what stands for BF16
-    variances = [statistics.variance(rows[name]["gaps %"]) / count for name, count in parts.items()]
-    deviation = math.sqrt(statistics.mean(variances))  # a degree of freedom each
-    assert made["scatter of one run %"] == close(deviation)
-    for name, seeds in (("nvfp4_last_tenth_bf16", 1), ("fp8", 2)):
-        row = rows[name]
-        assert row["noise %"] == close(deviation * math.sqrt(1.5 / seeds))
-        assert [row["low %"], row["high %"]] == close([row["gap %"] + s * 4.303 * row["noise %"] for s in (-1, 1)])
+        if name != "bf16":
+            assert row["noise %"] == close(scatter * math.sqrt(variances[name]))
+            assert [row["low %"], row["high %"]] == close([row["gap %"] + s * 3.182 * row["noise %"] for s in (-1, 1)])
+    own = [100 * math.expm1(gaps["fp8"] + chance[f"fp8-{seed}"]) for seed in (0, 1)]
+    assert rows["fp8"]["gaps %"] == close(own)
+    assert rows["bf16"]["noise %"] is None
     assert set(made["curves"]) == RUNS
     assert (smoke / "plots" / "losses.png").stat().st_size > 10_000
 
 
-def test_few_seeds_have_the_scatter_of_all_recipes_and_many_their_own(losses):
-    gaps = losses.gaps
-    percents = {"a": [0.1, 0.3], "b": [0.0, 0.2, 0.4, 0.2, 0.7], "c": [0.5], "d": [0.1, math.nan]}
-    of_each = {name: list(map(gaps.Gap, of)) for name, of in percents.items()}
-    common = gaps.pooled(of_each)
-    squares = sum((x - statistics.mean(of)) ** 2 for of in (percents["a"], percents["b"]) for x in of)
-    of_gap = math.sqrt(squares / 5)  # 1 + 4 degrees of freedom; what is no number tells nothing
-    assert common == close((of_gap / math.sqrt(2), 5))  # a run and BF16's scatter alike
-    assert gaps.estimate(of_each["c"], common).error == close(of_gap)
-    assert gaps.estimate(of_each["a"], common).error == close(of_gap / math.sqrt(2))
-    own = gaps.estimate(of_each["b"], common)
-    assert own.error == close(statistics.stdev(percents["b"]) / math.sqrt(5))
-    assert own.high - own.mean == close(2.776 * own.error)
-    assert gaps.estimate([gaps.Gap(0.1)], None) == (0.1, None, None, None, None)
+def test_what_all_runs_of_a_seed_have_in_common_is_no_noise(losses):
+    chance = {("bf16", 0): 0.0, ("fp8", 0): 0.01, ("bf16", 1): 0.001, ("fp8", 1): 0.013, ("fp8", 2): 0.5}
+    moved = {(recipe, seed): log + (0.3 if seed == 1 else 0) for (recipe, seed), log in chance.items()}
+    plain, found = drawn(losses, chance), drawn(losses, moved)
+    assert found.gaps["fp8"][:2] == close(plain.gaps["fp8"][:2])
+    assert found.gaps["fp8"].of_runs == close(plain.gaps["fp8"].of_runs)
+    assert found.gaps["fp8"].percent == close(100 * math.expm1(0.011))  # the third seed has no BF16
+    assert (found.scatter, found.freedom) == (close(plain.scatter), 1)
+    assert found.scatter == close(100 * 0.001)  # four residuals of 0.0005, one degree of freedom
 
 
-def test_a_replica_that_is_no_number_stands_for_nothing(losses):
-    runs = [("bf16", 0, 1.0), ("bf16", 1, 1.0), ("bf16_disturbed", 0, math.nan), ("bf16_disturbed", 1, 0.98)]
-    records = [
-        {"recipe": recipe, "seed": seed, "losses": [loss] * 10}
-        for recipe, seed, loss in (*runs, ("fp8", 0, 1.01), ("fp8", 1, 1.01))
-    ]
-    found = losses.gaps.gaps(records)
-    assert [gap.base_runs for gap in found["fp8"]] == [1, 2]
-    assert [gap.percent for gap in found["fp8"]] == close([1.0, percent(1.01, 0.99)])
-    assert math.isnan(found["bf16_disturbed"][0].percent)
+def test_runs_that_are_no_number_tell_nothing_of_others(losses):
+    of_runs = {("bf16", 0): 0.0, ("bf16", 1): 0.0, ("fp8", 0): 0.01, ("fp8", 1): 0.02}
+    of_runs |= {("nvfp4", 0): math.nan, ("nvfp4", 1): 0.03}
+    plain = drawn(losses, {name: log for name, log in of_runs.items() if name[0] != "nvfp4"})
+    for name in (("bf16_disturbed", 0), ("nvfp4", 1)):
+        found = drawn(losses, {**of_runs, name: math.inf})
+        assert [found.gaps[recipe].percent for recipe in plain.gaps] == close(
+            [gap.percent for gap in plain.gaps.values()]
+        )
+        assert (found.scatter, found.freedom) == (close(plain.scatter), plain.freedom)
+        assert math.isnan(found.gaps["nvfp4"].percent)
+    diverged = drawn(losses, {name: math.nan if name[0] == "bf16" else log for name, log in of_runs.items()})
+    assert all(math.isnan(gap.percent) for gap in diverged.gaps.values())
+    assert losses.gaps.estimate(diverged.gaps["fp8"], diverged)[1:] == (None,) * 4
 
 
-@pytest.mark.parametrize("base_runs", [1, 2])
-def test_errors_are_those_of_gaps_that_are_drawn(base_runs, losses):
-    """Oracle: the scatter of mean gaps over many benchmarks, of runs that are drawn with a known one."""
-    gaps, deviation, times = losses.gaps, 0.1, 400
-    generator, seeds = torch.Generator().manual_seed(base_runs), 2
-    mean_gaps, errors = [], []
+def test_one_run_of_each_has_no_noise_that_could_be_told(losses):
+    found = drawn(losses, {("bf16", 0): 0.0, ("fp8", 0): 0.01})
+    assert found.freedom == 0
+    assert losses.gaps.estimate(found.gaps["fp8"], found) == (close(100 * math.expm1(0.01)), None, None, None, None)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_intervals_hold_the_gaps_of_runs_that_are_drawn(replicas, losses):
+    """Oracle: many benchmarks of runs that are drawn, with a gap and a scatter that are known."""
+    deviation, above, times = 0.1, 0.25, 400
+    generator, seeds = torch.Generator().manual_seed(replicas), 2
+    names = ["bf16", *["bf16_disturbed"] * replicas, *map(str, range(10))]
+    made = []
     for _ in range(times):
-        runs = deviation * torch.randn(seeds, 20 + base_runs, generator=generator, dtype=torch.float64)
-        above = runs[:, base_runs:] - runs[:, :base_runs].mean(dim=1, keepdim=True)
-        found = {str(i): [gaps.Gap(float(x), base_runs) for x in of] for i, of in enumerate(above.T)}
-        common = gaps.pooled(found)
-        made = gaps.estimate(found["0"], common)
-        mean_gaps.append(made.mean)
-        errors.append(made.error)
-    wanted = deviation * math.sqrt((1 + 1 / base_runs) / seeds)
-    assert statistics.pstdev(mean_gaps, 0) == pytest.approx(wanted, rel=3 / math.sqrt(2 * times))  # three of its errors
-    assert math.sqrt(statistics.fmean(error**2 for error in errors)) == pytest.approx(wanted, rel=0.1)
+        runs = deviation / 100 * torch.randn(seeds, len(names), generator=generator, dtype=torch.float64)
+        runs += torch.randn(seeds, 1, generator=generator, dtype=torch.float64)  # what a seed has in common
+        runs[:, names.index("0")] += above / 100
+        found = drawn(losses, {(name, s): float(runs[s, i]) for i, name in enumerate(names) for s in range(seeds)})
+        made.append(losses.gaps.estimate(found.gaps["0"], found))
+    wanted = deviation * math.sqrt((1 + 1 / (1 + replicas)) / seeds)
+    of_times = 3 / math.sqrt(2 * times)  # three standard errors
+    assert statistics.stdev(one.mean for one in made) == pytest.approx(wanted, rel=of_times)
+    assert statistics.fmean(one.mean for one in made) == pytest.approx(above, abs=3 * wanted / math.sqrt(times))
+    assert math.sqrt(statistics.fmean(one.error**2 for one in made)) == pytest.approx(wanted, rel=of_times)
+    held = statistics.fmean(one.low <= above <= one.high for one in made)
+    assert held == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / times))
 
 
 def test_seeds_that_are_missing_for_the_goal(losses):
     gaps = losses.gaps
     for deviation, count, more in ((0.55, 3, 45), (0.16, 3, 1), (0.16, 4, 0), (0.01, 1, 0)):
-        of_run = gaps.Scatter(deviation / math.sqrt(2), 10)
-        found = gaps.estimate([gaps.Gap(0.0)] * min(count, gaps.ENOUGH - 1), of_run)
+        gap = gaps.Gap(0.1, math.sqrt(2 / count), (0.1,) * count)
+        found = gaps.estimate(gap, gaps.Fit(0.8, {}, deviation / math.sqrt(2), 10))
+        assert found.error == close(deviation / math.sqrt(count))
         assert found.more == more
         assert deviation / math.sqrt(count + more) <= gaps.GOAL
         assert more == 0 or deviation / math.sqrt(count + more - 1) > gaps.GOAL

@@ -2,10 +2,7 @@
 
 import json
 import re
-import statistics
 from pathlib import Path
-
-import pytest
 
 import hybridtensor as ht
 from hybridtensor.watching import NAMES, PRODUCT_NAMES
@@ -25,27 +22,27 @@ def test_the_table_of_advice():
 
 
 def test_the_table_of_losses():
-    """Oracle for the noise: how far the gaps of single runs are from their recipe's mean, pooled."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "advise_losses_nvidia_h200.json").read_text())["rows"]
-    lines = PAGE.split("<!-- table: advise_losses_nvidia_h200 -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    record = json.loads((ROOT / "benchmarks" / "results" / "convergence_nvidia_h200.json").read_text())
+    rows = {row["recipe"]: row for row in record["rows"]}
+    lines = PAGE.split("<!-- table: convergence_nvidia_h200, advice -->\n")[1].split("\n\n")[0].splitlines()[2:]
     names = {"advised": "advised, 0.5", "random": "random, 0.5, median of 20"}
     assert [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines] == [
         [
-            names.get(row["recipe"], row["recipe"]),
-            f"{row['loss']:.4f}",
-            f"{row['gap %']:+.2f} %",
-            "" if row["noise %"] is None else f"{row['noise %']:.2f} %",
-            f"{row['validation gap %']:+.2f} %",
+            names.get(name, name),
+            f"{rows[name]['loss']:.4f}",
+            f"{rows[name]['gap %']:+.2f} %",
+            "" if name == "bf16" else f"{rows[name]['noise %']:.2f} %",
+            f"{rows[name]['validation gap %']:+.2f} %",
         ]
-        for row in rows
+        for name in ("bf16", "fp8", "fp8_rowwise", *names)
     ]
-    gaps = {row["recipe"]: row["gaps %"] for row in rows}
-    assert gaps["bf16"] == [0, 0, 0]
-    scatter = [statistics.variance(gaps[name]) for name in gaps if name != "bf16"]
-    noise = (statistics.mean(scatter) / 3) ** 0.5
-    assert all(row["noise %"] == pytest.approx(noise) for row in rows[1:])
-    by_loss = {row["recipe"]: row["gap %"] for row in rows}
-    assert by_loss["advised"] <= min(by_loss["fp8"], by_loss["fp8_rowwise"]) < by_loss["random"]
+    gap = {name: row["gap %"] for name, row in rows.items()}
+    assert gap["advised"] <= min(gap["fp8"], gap["fp8_rowwise"]) < gap["random"]
+    assert f"and {gap['random'] - gap['advised']:.2f} % less" in PAGE
+    runs = [rows[name]["runs"] for name in names]
+    assert runs == [3, 3]
+    noise = record["scatter of one run %"] * (sum(1 / count for count in runs)) ** 0.5
+    assert f"the noise of a difference is {noise:.2f} %" in PAGE
 
 
 def test_code_runs(tmp_path, monkeypatch, capsys):

@@ -1,17 +1,18 @@
-"""What differences of losses are worth: gaps to BF16 of the same seed, and how far they scatter over seeds."""
+"""What differences of losses are worth: how far recipes are above BF16, and how well that is known."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from losses.files import Record
 from losses.recipes import BASELINE, DISTURBED
 
-ENOUGH = 5  # seeds, from which on a recipe's own scatter counts
-GOAL = 0.08  # percent: the standard error of a mean gap that tells recipes apart
+GOAL = 0.08  # percent: the standard error of a gap that tells recipes apart
 
 Figure = Callable[[Record], float]
 
@@ -33,100 +34,84 @@ def gradient_norm(record: Record) -> float:
     return float(sum(record["norms"][-count:]) / count)
 
 
+def recipe_of(record: Record) -> str:
+    """Return what a run was trained by: the disturbed replica is one more run by BF16."""
+    return BASELINE if record["recipe"] == DISTURBED else str(record["recipe"])
+
+
 class Gap(NamedTuple):
-    """How far a run is above BF16 of its seed.
+    """How far a recipe is above BF16.
 
     Attributes:
-        percent: Above the mean of the runs that stand for BF16.
-        base_runs: How many these are. They scatter, too, and are common to all recipes of the seed.
+        percent: By least squares over all runs; NaN if a run of the recipe is no number.
+        error: Its standard error in scatters of one run.
+        of_runs: The gap of each run, without what all runs of its seed have in common, percent.
     """
 
-    percent: float
-    base_runs: int = 1
-
-    @property
-    def variance(self) -> float:
-        """In variances of one run."""
-        return 1 + 1 / self.base_runs
+    percent: float = math.nan
+    error: float = math.nan
+    of_runs: tuple[float, ...] = ()
 
 
-def gaps(records: Sequence[Record], figure: Figure = last_tenth) -> dict[str, list[Gap]]:
-    """Return the gaps of each recipe, of seeds of which BF16 is finished. What stands for BF16 is the mean of it and
-    its disturbed replica, where there is one; for these two it is BF16 itself.
-    """
-    plain, replicas = (
-        {record["seed"]: figure(record) for record in records if record["recipe"] == name}
-        for name in (BASELINE, DISTURBED)
-    )
-    found: dict[str, list[Gap]] = {}
-    for record in sorted(records, key=lambda one: one["seed"]):
-        recipe, seed = record["recipe"], record["seed"]
-        if seed not in plain:
-            continue
-        base = [plain[seed]]
-        if recipe not in (BASELINE, DISTURBED) and math.isfinite(replicas.get(seed, math.nan)):
-            base.append(replicas[seed])
-        percent = 100 * (figure(record) / statistics.fmean(base) - 1)
-        found.setdefault(recipe, []).append(Gap(percent, len(base)))
-    return found
+class Fit(NamedTuple):
+    """A figure of all runs as a product of what the recipe makes of it, what the seed does, and chance.
 
-
-def mean_of(of_one: Sequence[Gap]) -> float:
-    """Return the mean gap, percent."""
-    return statistics.fmean(gap.percent for gap in of_one)
-
-
-def _variance(of_one: Sequence[Gap]) -> float:
-    """Return the mean variance of gaps, in variances of one run."""
-    return statistics.fmean(gap.variance for gap in of_one)
-
-
-class Scatter(NamedTuple):
-    """How far single runs are from where all runs by their recipe would be on average.
+    Runs of a seed share weights and batches. What is left to chance is mostly how far training runs drift apart that
+    once differed by a rounding, which is alike for all recipes, so that its size is known from all of them.
 
     Attributes:
-        deviation: Standard deviation, percent.
+        base: The figure of BF16, geometric mean over seeds.
+        gaps: By recipe.
+        scatter: Standard deviation of what is left to chance in one run, percent; NaN if it cannot be told.
         freedom: Degrees of freedom that it is known with.
     """
 
-    deviation: float
+    base: float
+    gaps: dict[str, Gap]
+    scatter: float
     freedom: int
 
 
-def scatter(of_one: Sequence[Gap]) -> Scatter | None:
-    """Return the scatter of runs by one recipe, None of a single one; NaN, if a gap is no number."""
-    if len(of_one) < 2:
-        return None
-    percents = [gap.percent for gap in of_one]
-    finite = all(map(math.isfinite, percents))  # statistics raises for what is not
-    deviation = statistics.stdev(percents) / math.sqrt(_variance(of_one)) if finite else math.nan
-    return Scatter(deviation, len(of_one) - 1)
+def fit(records: Sequence[Record], figure: Figure = last_tenth) -> Fit:
+    """Return what runs say of recipes: of seeds of which BF16 is finished, those whose figure is a number."""
+    known = [record for record in records if math.isfinite(figure(record))]
+    seeds = sorted({record["seed"] for record in known if record["recipe"] == BASELINE})
+    known = [record for record in known if record["seed"] in seeds]
+    recipes = list(dict.fromkeys([BASELINE, *map(recipe_of, known)]))
+    rows = [(recipes.index(recipe_of(record)), len(recipes) + seeds.index(record["seed"])) for record in known]
+    terms = torch.zeros(len(known), len(recipes) + len(seeds), dtype=torch.float64)
+    terms[torch.arange(len(known))[:, None], torch.tensor(rows, dtype=torch.long).reshape(-1, 2)] = 1
+    logs = torch.tensor([math.log(figure(record)) for record in known], dtype=torch.float64)
+    inverse = terms.pinverse()
+    found = inverse @ logs
+    chance = logs - terms @ found
+    made = dict.fromkeys(map(recipe_of, records), Gap())
+    diverged = {recipe_of(record) for record in records if not math.isfinite(figure(record))} - {BASELINE}
+    for at, recipe in enumerate(recipes if seeds else ()):
+        if recipe not in diverged:
+            above = found[at] - found[0]
+            own = terms[:, at] == 1
+            error = float((inverse[at] - inverse[0]).norm())
+            made[recipe] = Gap(_percent(above), error, tuple(map(_percent, above + chance[own])))
+    freedom = len(known) - (len(recipes) + len(seeds) - 1)
+    scatter = 100 * math.sqrt(float(chance.square().sum()) / freedom) if seeds and freedom else math.nan
+    return Fit(float((found[0] + found[len(recipes) :].mean()).exp()), made, scatter, freedom)
 
 
-def pooled(found: Mapping[str, Sequence[Gap]]) -> Scatter | None:
-    """Return the scatter that all recipes have in common, None if none has several seeds.
-
-    What scatters is mostly how far training runs drift apart that once differed by a rounding, which is alike for all.
-    Gaps of one seed share BF16 runs, so that it is known less well than its degrees of freedom say: of nine recipes
-    with two seeds or three some 4, not 11. Intervals of 95 % then hold 93 %.
-    """
-    of_each = [scatter(of_one) for name, of_one in found.items() if name != BASELINE]
-    known = [one for one in of_each if one is not None and math.isfinite(one.deviation)]
-    freedom = sum(one.freedom for one in known)
-    if not freedom:
-        return None
-    return Scatter(math.sqrt(sum(one.freedom * one.deviation**2 for one in known) / freedom), freedom)
+def _percent(log: Tensor) -> float:
+    """Return by how many percent a number is above 1."""
+    return 100 * math.expm1(float(log))
 
 
 class Estimate(NamedTuple):
-    """A mean gap, in percent.
+    """A gap, in percent.
 
     Attributes:
         mean: Over seeds.
-        error: Its standard error; None where no recipe has several seeds.
+        error: Its standard error; None where chance cannot be told from recipes.
         low: Lower end of the 95 % interval.
         high: Upper end.
-        more: Seeds that are missing for a standard error of ``GOAL``.
+        more: Seeds that are missing for a standard error of ``GOAL``, each with all the runs that there are of a seed.
     """
 
     mean: float
@@ -136,18 +121,14 @@ class Estimate(NamedTuple):
     more: int | None = None
 
 
-def estimate(of_one: Sequence[Gap], common: Scatter | None) -> Estimate:
-    """Return what the gaps of one recipe say, by their own scatter or, of a few, by the common one."""
-    mean, count = mean_of(of_one), len(of_one)
-    own = scatter(of_one)
-    used = own if own is not None and count >= ENOUGH else common
-    if used is None:
-        return Estimate(mean)
-    of_gap = used.deviation * math.sqrt(_variance(of_one))
-    error = of_gap / math.sqrt(count)
-    half = t_quantile(used.freedom) * error
-    needed = math.ceil((of_gap / GOAL) ** 2) if math.isfinite(error) else None
-    return Estimate(mean, error, mean - half, mean + half, None if needed is None else max(0, needed - count))
+def estimate(gap: Gap, found: Fit) -> Estimate:
+    """Return what is known of a gap."""
+    error = gap.error * found.scatter
+    if not math.isfinite(error):
+        return Estimate(gap.percent)
+    half, seeds = t_quantile(found.freedom) * error, len(gap.of_runs)
+    more = max(0, math.ceil(seeds * (error / GOAL) ** 2) - seeds)
+    return Estimate(gap.percent, error, gap.percent - half, gap.percent + half, more)
 
 
 def verdict(found: Estimate, allowed: float) -> str:
@@ -179,29 +160,28 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return a row per recipe, in the order of the records."""
     seeds = {record["seed"] for record in records if record["recipe"] == BASELINE}
     records = [record for record in records if record["seed"] in seeds]
-    on_text, on_held_out, of_norms = gaps(records), gaps(records, held_out), gaps(records, gradient_norm)
-    common = pooled(on_text)
+    on_text, on_held_out, of_norms = fit(records), fit(records, held_out), fit(records, gradient_norm)
     made = []
-    for recipe in dict.fromkeys(record["recipe"] for record in records):
-        own = [record for record in records if record["recipe"] == recipe]
+    for recipe, gap in on_text.gaps.items():
+        own = [record for record in records if recipe_of(record) == recipe]
         is_base, allowed = recipe == BASELINE, own[0]["allowed %"]
-        found = Estimate(0.0) if is_base else estimate(on_text[recipe], common)
+        found = Estimate(gap.percent) if is_base else estimate(gap, on_text)
         made.append(
             {
                 "recipe": recipe,
-                "seeds": len(own),
-                "loss": statistics.fmean(map(last_tenth, own)),
+                "runs": len(own),
+                "loss": on_text.base * (1 + gap.percent / 100),
                 "gap %": found.mean,
                 "noise %": found.error,
                 "low %": found.low,
                 "high %": found.high,
-                "validation gap %": mean_of(on_held_out[recipe]),
-                "gradient norm gap %": mean_of(of_norms[recipe]),
+                "validation gap %": on_held_out.gaps[recipe].percent,
+                "gradient norm gap %": of_norms.gaps[recipe].percent,
                 "allowed %": allowed,
                 "verdict": "within" if is_base else verdict(found, allowed),
                 "more seeds": found.more,
-                "tokens/s": statistics.fmean(record["tokens_per_second"] for record in own),
-                "gaps %": [gap.percent for gap in on_text[recipe]],
+                "tokens/s": max(record["tokens_per_second"] for record in own),
+                "gaps %": gap.of_runs,
             }
         )
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.table import Table
 
 import hybridtensor as ht
 from losses.files import Record
-from losses.gaps import GOAL, gaps, last_tenth, pooled, rows
+from losses.gaps import GOAL, fit, recipe_of, rows
 from losses.recipes import BASELINE, DISTURBED, VARIANTS
 from losses.training import Plan
 
@@ -39,6 +40,7 @@ def report(records: Sequence[Record], plan: Plan, name: str, results: Path, pict
     console = Console(width=160)
     console.print(table(made, f"{told}, {where['device']}"))
     console.print(f"noise: standard error of the gap; low, high: 95 % interval; more seeds: for a noise of {GOAL} %")
+    console.print("tokens/s: of the fastest run")
     others = {record["environment"]["device"] for record in records} - {where["device"]}
     if others:
         console.print(f"some of these runs were on {', '.join(sorted(others))}")
@@ -57,17 +59,15 @@ def in_order(records: Sequence[Record]) -> list[Record]:
 
 def results_of(records: Sequence[Record], made: list[dict[str, Any]], plan: Plan) -> dict[str, Any]:
     """Return what the file of results holds."""
-    first, found = records[0], gaps(records)
-    common = pooled(found)
+    first, found = records[0], fit(records)
     return {
         "environment": first["environment"],
         "plan": dataclasses.asdict(plan),
         "size": dataclasses.asdict(plan.size),
         "parameters": first["parameters"],
         "text bytes": first["text bytes"],
-        "losses of seeds": [last_tenth(record) for record in records if record["recipe"] == BASELINE],
-        "gaps of replicas %": [gap.percent for gap in found.get(DISTURBED, [])],
-        "scatter of one run %": None if common is None else common.deviation,
+        "scatter of one run %": found.scatter if math.isfinite(found.scatter) else None,
+        "degrees of freedom": found.freedom,
         "rows": made,
         "specs": {record["recipe"]: record["spec"] for record in records},
         "curves": {f"{record['recipe']}-{record['seed']}": smooth(record["losses"]) for record in records},
@@ -99,7 +99,7 @@ def losses_of_bf16(records: Sequence[Record]) -> dict[int, list[float]]:
     plain = {record["seed"] for record in records if record["recipe"] == BASELINE}
     runs: dict[int, list[list[float]]] = {}
     for record in records:
-        if record["recipe"] in (BASELINE, DISTURBED) and record["seed"] in plain:
+        if recipe_of(record) == BASELINE and record["seed"] in plain:
             runs.setdefault(record["seed"], []).append(record["losses"])
     return {seed: [statistics.fmean(at) for at in zip(*of_seed, strict=True)] for seed, of_seed in runs.items()}
 
@@ -121,8 +121,8 @@ def draw_order(axes: Any, made: list[dict[str, Any]]) -> None:
         axes.plot(row["validation gap %"], place, "x", color="gray")
         axes.plot([row["allowed %"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1)
     axes.axvline(0, color="black", linewidth=0.5)
-    axes.set_yticks(range(len(shown)), [f"{row['recipe']} ({row['seeds']})" for row in shown], fontsize=7)
-    axes.set(xlabel="above BF16 (%), with the 95 % interval; x: held-out text; |: allowed; (seeds)")
+    axes.set_yticks(range(len(shown)), [f"{row['recipe']} ({row['runs']})" for row in shown], fontsize=7)
+    axes.set(xlabel="above BF16 (%), with the 95 % interval; x: held-out text; |: allowed; (runs)")
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
