@@ -93,6 +93,30 @@ def test_siblings_whose_input_is_written_in_between_quantize_it_again(name, grad
     assert graphs.count("forward", QUANTIZE) == 2 + 3
 
 
+@pytest.mark.parametrize("spec", ["fp8", "mxfp8", "fp8+save_original_input", "fp8+high_precision", "bf16"])
+@pytest.mark.parametrize("name", ["a list", "its data"])
+def test_an_input_that_is_kept_for_backward_is_not_written_unnoticed(name, spec):
+    """Of such writes torch does not know in a graph, which would compute the weight's gradient with what is written."""
+    net = ht.quantize_(nn.Linear(64, 64, bias=False).bfloat16(), spec)
+
+    def forward(x, changes):
+        x = nn.functional.silu(x)
+        y = net(x)
+        with torch.no_grad():
+            WRITES[name](x if changes else x.clone())
+        return y + x
+
+    for changes in (False, True):
+        torch._dynamo.reset()
+        step = torch.compile(forward, fullgraph=True, backend="aot_eager")
+        x = random_tensor(128, 64).requires_grad_()
+        if changes:
+            with pytest.raises(RuntimeError, match=r"must stay as it is in a graph, got \[128, 64\] in torch.bfloat16"):
+                step(x, changes)
+        else:
+            step(x, changes).sum().backward()
+
+
 def test_siblings_share_nothing_with_another_view_of_the_input():
     class Negated(Siblings):
         def forward(self, x):

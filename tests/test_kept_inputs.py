@@ -1,5 +1,6 @@
 """Inputs that backward has anyway are quantized there. Oracle: eager layers, which quantize their inputs in forward."""
 
+import copy
 import functools
 import weakref
 
@@ -203,6 +204,56 @@ def test_random_rounding_draws_in_forward():
     found, graphs = traced(net, random_tensor(TOKENS, SIZE))
     assert columnwise_casts(graphs) == 0
     assert all(x.isfinite().all() for x in found)
+
+
+class Centered(nn.Module):
+    """A layer that reads what is made of its input and of a buffer, which is written then."""
+
+    def __init__(self, sign):
+        super().__init__()
+        self.sign, self.layer = sign, nn.Linear(SIZE, SIZE, bias=False)
+        self.register_buffer("seen", torch.ones(SIZE))
+
+    def forward(self, x):
+        made = F.silu(x + self.sign * self.seen)
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(0), 0.9)
+        return self.layer(made)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_made_of_a_buffer_is_not_made_again(sign):
+    """A compiler would make it of what the graph has written by then. The input's own gradient is torch's matter."""
+    net, x = converted(Centered(sign), "fp8"), random_tensor(TOKENS, SIZE)
+    twin = copy.deepcopy(net)
+    torch._dynamo.reset()
+    found = gradients(torch.compile(net, fullgraph=True, backend="aot_eager"), net, x)
+    expected = gradients(twin, twin, x)
+    assert_same_bits([found[0], found[2]], [expected[0], expected[2]])
+
+
+class Positions(nn.Module):
+    """A residual stream that begins with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(3))
+        self.outs = nn.ModuleList(nn.Linear(4 * SIZE, SIZE, bias=False) for _ in range(3))
+        self.register_buffer("positions", torch.ones(TOKENS, SIZE))
+
+    def forward(self, x):
+        x = x + self.positions
+        for block, out in zip(self.blocks, self.outs, strict=True):
+            x = x + out(block(x))
+        return x
+
+
+def test_a_residual_stream_ends_what_is_made_of_a_buffer():
+    """Of three norms one reads the buffer itself: its input is not a sum of two results."""
+    net, x = converted(Positions(), "fp8"), random_tensor(TOKENS, SIZE)
+    found, graphs = traced(net, x)
+    assert_same_bits(found, gradients(net, net, x))
+    assert faces_saved(graphs) == 1
 
 
 class Written(Normed):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
 from hybridtensor.linear.input_operands import input_operand
@@ -26,7 +26,8 @@ from hybridtensor.linear.operands import (
 from hybridtensor.linear.products import Backward, output
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
-from hybridtensor.ops.library import autocasts
+from hybridtensor.ops.library import autocasts, is_traced
+from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -117,7 +118,7 @@ def multiplied(
     """
     config = weight.recipe
     if isinstance(input, HybridTensor):
-        require_reader("linear", input, weight.record)
+        require_reader("linear", input, weight)
     if dtype not in _DTYPES:
         raise TypeError(
             f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model"
@@ -198,6 +199,7 @@ class _Linear(torch.autograd.Function):
         groups = call.context.groups
         ctx.has_groups = groups is not None  # whose ends are not to be written before backward
         ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]))
+        ctx.nodes = [node_of(tensor) for tensor in saved] if is_traced() else []
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
@@ -205,6 +207,8 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved, products = list(ctx.saved_tensors), ctx.products
+        for tensor, node in zip(saved, ctx.nodes, strict=False):
+            _require_node(tensor, node)
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
         grad_input, grad_weight, grad_bias = products.gradients(
@@ -217,6 +221,15 @@ class _Linear(torch.autograd.Function):
                 dim=tuple(range(grad_output.dim() - 1))
             )  # as the plain layer sums it
         return grad_input, grad_weight, grad_bias, None
+
+
+def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
+    """Raise RuntimeError where a graph writes what it saved: torch notices operators of single tensors."""
+    if node is not None and node_of(tensor) not in (node, None):
+        raise RuntimeError(
+            f"linear: what a layer saves for backward must stay as it is in a graph, got {list(tensor.shape)} in "
+            f"{tensor.dtype} that is written after the layer, by an operator of lists or through data; write a copy"
+        )
 
 
 def _values(input: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,10 +34,11 @@ def after(x: Tensor, other: Tensor) -> Tensor:
 def can_make_again(x: Tensor) -> bool:
     """Return whether ``make_again`` has an effect: in a trace, of what one cheap operation made.
 
-    Not in a checkpointed region, all of which is done again, or what a policy says.
+    Not in a checkpointed region, all of which is done again, or what a policy says; nor of what reads a
+    buffer, which the graph may write: a compiler would make it again of what is written.
     """
     node = _producer(x)
-    return node is not None and _is_cheap(node) and not is_in_region(x)
+    return node is not None and _is_cheap(node) and not is_in_region(x) and not _reads_state(node)
 
 
 def make_again(x: Tensor) -> None:
@@ -45,7 +46,7 @@ def make_again(x: Tensor) -> None:
     cannot fuse into.
     """
     node = _producer(x)
-    if node is not None and _is_cheap(node):
+    if node is not None and can_make_again(x):
         node.meta.setdefault("recompute", _AGAIN)  # as a checkpointed region marks its own
 
 
@@ -90,7 +91,11 @@ _VIEWS = (  # that the compiler puts others in place of, after it has traced
 
 def _is_cheap(node: fx.Node) -> bool:
     """Return whether a compiler does an operation again; of one of several results it cannot be asked."""
-    return node.target is not operator.getitem and bool(_operations().is_recomputable(node))
+    return node.target is not operator.getitem and _is_done_again(node)
+
+
+def _is_done_again(node: fx.Node) -> bool:
+    return bool(_operations().is_recomputable(node)) or _is_view(node)
 
 
 def _producer(x: Tensor) -> fx.Node | None:
@@ -104,6 +109,30 @@ def _behind_views(node: Any) -> fx.Node | None:
     while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node):
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.op == "call_function" else None
+
+
+def _reads_state(node: fx.Node) -> bool:
+    """Return whether cheap operations make a node of an input of the graph in floating point that is not
+    differentiated, such as a buffer.
+    """
+    seen, todo = {node}, [node]
+    while todo:
+        at = todo.pop()
+        if at.op == "placeholder":
+            told = at.meta.get("tensor_meta")
+            if told is not None and told.dtype.is_floating_point and not told.requires_grad:
+                return True
+        if at.op == "call_function" and _is_done_again(at) and not _is_residual(at):
+            before = set(at.all_input_nodes) - seen
+            seen |= before
+            todo += before
+    return False
+
+
+def _is_residual(node: fx.Node) -> bool:
+    """Return whether a node is the sum of two results, as residual streams are: those are saved."""
+    terms = node.all_input_nodes
+    return node.target is _ATEN.add.Tensor and len(terms) == 2 and all(map(_behind_views, terms))
 
 
 def _is_view(node: fx.Node) -> bool:
