@@ -4,6 +4,7 @@ Oracle: the same functions returning values, which the layers then quantize them
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -91,13 +92,30 @@ def test_weights_that_have_no_high_precision_copy(device):
     assert fused.handed == [True, True]
 
 
+@pytest.mark.parametrize("shape", [(64, 128), (10, 128), (2, 5, 128), (2, 3, 7, 128)], ids=str)
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp8/bf16/mxfp8"])
-def test_elements_that_the_device_multiplies_are_handed_over(spec, device):
+def test_elements_that_the_device_multiplies_are_handed_over(spec, shape, device):
+    """Also of tokens that fill no block, whose columnwise faces end in zeros."""
     with without():
         plain, fused = pair(spec, device)
-        x = random_tensor(64, 128, device=device)
+        x = random_tensor(*shape, device=device)
         assert_same(step(fused, x), step(plain, x))
         assert fused.handed == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(10, 128), (2, 5, 128)], ids=str)
+def test_faces_that_end_in_zeros_are_those_values(shape, device):
+    """Oracle: the faces of as many tokens as fill a block, of which the last are zeros."""
+    layer = ht.quantize_(nn.Linear(128, 64).to(device, torch.bfloat16), "mxfp8")
+    x = random_tensor(*shape, device=device)
+    whole = torch.cat([x.reshape(10, 128), x.new_zeros(22, 128)])
+    with without():
+        made, other = (ht.rms_norm(t, into=layer) for t in (x, whole))
+        for copied in (made, made.clone()):
+            for name in ("rowwise", "columnwise"):
+                values = getattr(copied, name).dequantize()
+                assert values.shape == x.shape
+                assert torch.equal(values.reshape(10, 128), getattr(other, name).dequantize()[:10])
 
 
 def test_values_are_never_saved(device):
@@ -253,6 +271,54 @@ def test_nobody_else_reads_it(other, view, device):
     both = ht.rms_norm(x, into=(mine, yours))
     assert isinstance(both, ht.HybridTensor) == (other == "fp8")
     yours(both)
+
+
+COPIES = {
+    "clone": torch.clone, "a copy": copy.copy, "a deep copy": copy.deepcopy, "empty": torch.empty_like,
+    "pickle": lambda y: pickle.loads(pickle.dumps(y)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_nobody_else_reads_a_copy(name, device):
+    mine, yours = (nn.Linear(128, 64, bias=False).to(device, torch.bfloat16) for _ in range(2))
+    ht.quantize_(mine, "fp8")
+    ht.quantize_(yours, "fp8_rowwise")
+    with torch.no_grad():
+        y = ht.rms_norm(random_tensor(32, 128, device=device), into=mine)
+        copied = COPIES[name](y)
+        with pytest.raises(ValueError, match="another reader; name it in into="):
+            yours(copied)
+        if name in ("clone", "a deep copy"):  # of others it is not known for whom they were
+            assert torch.equal(mine(copied), mine(y))
+
+
+def test_plain_memory_takes_no_quantized_values(device):
+    layer = ht.quantize_(nn.Linear(128, 64, bias=False).to(device, torch.bfloat16), "fp8")
+    x, memory = random_tensor(32, 128, device=device), torch.zeros(64, 128, dtype=torch.bfloat16, device=device)
+    y = ht.rms_norm(x, into=layer)
+
+    def put():
+        memory[:32] = y
+
+    for write in (put, lambda: memory[32:].copy_(y)):
+        with pytest.raises(ValueError, match=r"copy_: one of the layers that .* was quantized for is required"):
+            write()
+    assert not memory.any()
+    memory[:32] = y.dequantize()
+
+
+@pytest.mark.parametrize("spec", ["bf16", "fp8_rowwise", "fp8+high_precision"])
+def test_an_input_by_the_former_recipe_is_refused(spec, device):
+    layer = ht.quantize_(nn.Linear(128, 64).to(device, torch.bfloat16), "fp8")
+    x = random_tensor(32, 128, device=device)
+    y = ht.rms_norm(x, into=layer)
+    ht.set_config_(layer, spec)
+    with pytest.raises(ValueError, match=r"by the recipe .* is required, got HybridTensor.* from before the recipe"):
+        layer(y)
+    assert torch.equal(layer(ht.rms_norm(x, into=layer)), layer(ht.rms_norm(x)))
+    ht.set_config_(layer, "fp8+keep_faces")  # which quantizes inputs alike
+    layer(y)
 
 
 def test_autocast_and_who_watches_want_values(device):

@@ -131,7 +131,11 @@ def required_face(face: Face | None, direction: str, gemm: str) -> Face:
 def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
     """Return a face of a tensor as that of a matrix ``[tokens, features]``."""
     if isinstance(face, QuantizedTensor):
-        flat: Any = face if face.dim() == 2 else face.view(face.matrix_shape)
+        size = (
+            face.shape[:-1].numel(),
+            face.shape[-1],
+        )  # its matrix may have more: zeros that complete a block
+        flat: Any = face if face.dim() == 2 else face.view(size)
         return flat  # type: ignore[no-any-return]
     values = face.dequantize() if isinstance(face, IdentityTensor) else face
     return IdentityTensor(tokens(values))

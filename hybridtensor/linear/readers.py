@@ -25,7 +25,7 @@ from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.observing import observers
-from hybridtensor.subclasses.record import WeightRecord
+from hybridtensor.subclasses.record import ReadBy
 
 Into = nn.Module | Iterable[nn.Module]
 
@@ -36,12 +36,12 @@ class Readers(NamedTuple):
     Attributes:
         request: The cast that makes the faces.
         context: Which tensor of which layer it is: of the first.
-        weights: Records of the layers' weights.
+        readers: Whom it is quantized for.
     """
 
     request: CastRequest
     context: Context
-    weights: tuple[WeightRecord, ...]
+    readers: ReadBy
 
     @property
     def scale_by_amax(self) -> bool:
@@ -70,7 +70,7 @@ class Readers(NamedTuple):
         made = HybridTensor(
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
-        made.record.readers = self.weights
+        made.record.readers = self.readers
         return made
 
 
@@ -105,7 +105,8 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     )
     if request is None or not gains_by_fusing(request, x.device):
         return None
-    return Readers(request, context, tuple(weight.record for weight in weights))
+    readers = ReadBy(tuple(weight.record for weight in weights), config.input)
+    return Readers(request, context, readers)
 
 
 def modules_of(who: str, into: Into) -> list[nn.Module]:

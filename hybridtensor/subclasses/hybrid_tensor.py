@@ -17,7 +17,7 @@ from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.record import Gathered, WeightRecord, version_of
+from hybridtensor.subclasses.record import Gathered, ReadBy, WeightRecord, version_of
 from hybridtensor.subclasses.sharded_face import ShardedFace
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride
@@ -221,9 +221,10 @@ class HybridTensor(InterceptingTensor):
 
     def like(self, other: Self) -> Self:
         """See ``InterceptingTensor.like``; a copy of a gathered weight asks for its faces as that
-        one does.
+        one does, and one of what was quantized for layers is for them.
         """
         self.record.gathered, self.swapped = other.record.gathered, other.swapped
+        self.record.readers = other.record.readers
         return super().like(other)
 
     def alias_of(self, other: Self) -> Self:
@@ -241,6 +242,8 @@ class HybridTensor(InterceptingTensor):
     def _user_attributes(self) -> Attributes:
         """See ``WrapperTensor._user_attributes``; the high-precision values come along."""
         attributes = super()._user_attributes()
+        if self.record.readers is not None:
+            attributes["has_readers"] = True
         if self.record.values is not None:
             is_whole = self.taken is whole
             attributes["values"] = (
@@ -251,6 +254,8 @@ class HybridTensor(InterceptingTensor):
     def _take_attributes(self, attributes: Attributes) -> None:
         """See ``WrapperTensor._take_attributes``; earlier versions called the values ``kept``."""
         own = dict(attributes)
+        if own.pop("has_readers", False) and self.record.readers is None:
+            self.record.readers = ReadBy((), None)  # who they were is not pickled: nobody reads it
         for name in ("kept", "values"):
             self.record.values = own.pop(name, self.record.values)
         super()._take_attributes(own)

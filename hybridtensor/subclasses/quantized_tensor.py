@@ -121,8 +121,8 @@ class QuantizedTensor(WrapperTensor):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The logical matrix that was quantized, ``(prod(leading), last)``, whatever views were
-        taken since; of a stack each matrix.
+        """The matrix that was quantized, ``(prod(leading), last)``, whatever views were taken since, with the
+        rows of zeros that complete a block; of a stack each matrix.
         """
         rows, width = self.qdata.shape[-2:]
         other, contraction = rows, width * self.format.elements_per_byte
@@ -135,6 +135,8 @@ class QuantizedTensor(WrapperTensor):
         dtype = self.nominal_dtype if dtype is None else dtype
         values = ops.rowwise_values(self.face, dtype)
         matrix = values if self.axis == -1 else values.transpose(-2, -1)
+        if matrix.numel() > self.numel():  # rows of zeros complete a block
+            matrix = matrix[: self.numel() // matrix.shape[-1]]
         return matrix.reshape(self.shape).contiguous()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

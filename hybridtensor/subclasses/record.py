@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,18 @@ class _Holder:
         self.tensor, self.version = tensor, version
 
 
+class ReadBy(NamedTuple):
+    """Whom a tensor was quantized for: nobody else may read it.
+
+    Attributes:
+        weights: Records of the layers' weights.
+        quantizer: By which they quantized their input then.
+    """
+
+    weights: tuple[WeightRecord, ...]
+    quantizer: object
+
+
 class WeightRecord:
     """The facts about one weight.
 
@@ -73,8 +85,7 @@ class WeightRecord:
             written by torch's count.
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
         kept: The faces that are kept.
-        readers: Of a tensor that was quantized for layers, records of their weights: nobody else may read
-            it; None of any other tensor.
+        readers: Of a tensor that was quantized for layers; None of any other tensor.
     """
 
     __slots__ = (
@@ -106,7 +117,7 @@ class WeightRecord:
         self.replayed = False
         self._shared = False
         self.kept = KeptFaces()
-        self.readers: tuple[WeightRecord, ...] | None = None
+        self.readers: ReadBy | None = None
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:

@@ -12,7 +12,7 @@ from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
 from hybridtensor.subclasses.operators.common import assignable, bound, register_common
-from hybridtensor.subclasses.operators.matmul import register_matmul
+from hybridtensor.subclasses.operators.matmul import register_matmul, require_reader
 from hybridtensor.subclasses.operators.reads import READS
 from hybridtensor.subclasses.quantizing import note_overwritten, refresh_, take_values_
 from hybridtensor.subclasses.structure import flatten
@@ -116,6 +116,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     dst, src = args[0], args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     if not isinstance(dst, HybridTensor):
+        require_reader("copy_", src)
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
         return dst  # type: ignore[no-any-return]
     if isinstance(src, HybridTensor) and _same_kind(dst, src):

@@ -9,9 +9,9 @@ from hybridtensor import ops
 from hybridtensor.subclasses.faces import FaceTensor
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.record import WeightRecord
 
 aten = torch.ops.aten
 
@@ -82,19 +82,29 @@ def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> FaceTe
     return tensor
 
 
-def require_reader(who: str, tensor: HybridTensor, weight: WeightRecord | None = None) -> None:
-    """Raise ValueError where something reads a tensor that was quantized for other layers.
+def require_reader(
+    who: str, tensor: HybridTensor, weight: InterceptingTensor | None = None
+) -> None:
+    """Raise ValueError where something reads a tensor that was quantized for other layers, or by what was
+    their recipe.
 
     Args:
         who: Begins the message.
         tensor: What it reads.
-        weight: Record of its weight, None of what is no layer of ``quantize_``.
+        weight: The layer's weight, None of what is no layer of ``quantize_``.
     """
     readers = tensor.record.readers
-    if readers is not None and all(weight is not reader for reader in readers):
+    if readers is None:
+        return
+    if weight is None or all(weight.record is not one for one in readers.weights):
         raise ValueError(
             f"{who}: one of the layers that {tensor!r} was quantized for is required, got another reader; name it "
             "in into=, or leave into= out, and each quantizes for itself"
+        )
+    if weight.recipe.input != readers.quantizer:
+        raise ValueError(
+            f"{who}: an input that was quantized by the recipe {weight.recipe} is required, got {tensor!r} from before "
+            "the recipe was set; compute it again"
         )
 
 
