@@ -33,7 +33,7 @@ from hybridtensor.common_scales import (
 )
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.dtensor import with_local
-from hybridtensor.fitting import check_plan, check_sizes, check_weight
+from hybridtensor.fitting import check_plan, check_sizes, check_tied, check_weight
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import set_recipe
@@ -99,7 +99,7 @@ def quantize_(
 
     Raises:
         ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, weights would have to
-            turn from persistent to not, or layers cannot have a common scale.
+            turn from persistent to not, layers cannot have a common scale, or would have two recipes for one weight.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
     """
     require_module("quantize_", model)
@@ -239,10 +239,12 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         recipe: As for ``quantize_``.
 
     Raises:
-        ValueError: If the model has no converted weight, or the recipe matches none of them.
+        ValueError: If the model has no converted weight, the recipe matches none of them, or layers that hold one
+            weight would get two recipes.
     """
     require_module("set_config_", model)
-    converted = {layer.name for layer in layers_of(model) if layer.recipe is not None}
+    layers = [layer for layer in layers_of(model) if layer.recipe is not None]
+    converted = {layer.name for layer in layers}
     chosen = None if isinstance(recipe, FqnToConfig) else lambda _, name: name in converted
     plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
     if not plan:
@@ -250,6 +252,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
             "set_config_: a model with weights of this library is required, got none; call quantize_ first"
         )
     check_common_scales(plan)
+    check_tied("set_config_", plan, layers)
     for layer, config in plan:
         check_sizes(layer, config)
         part = part_of(layer.weight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
         raise ValueError(
             f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}"
         )
+    check_tied("quantize_", plan, layers_of(model, root))
     for layer, config in plan:
         check_weight(layer, persistent)
         check_sizes(layer, config)
@@ -29,6 +32,31 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
             raise ValueError(
                 f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
                 "persistent=True, whose faces are the weight; drop one"
+            )
+
+
+def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
+    """Raise ValueError unless layers that hold one weight get one recipe: it is the weight that has it.
+
+    Args:
+        who: Begins the message.
+        plan: The layers that get a recipe.
+        layers: These and others, which get none.
+    """
+    configs = {layer.name: config for layer, config in plan}
+    holders: dict[int, list[str]] = {}
+    for layer in layers:
+        if isinstance(layer.weight, nn.Parameter):
+            holders.setdefault(id(layer.weight), []).append(layer.name)
+    for names in holders.values():
+        given = [configs.get(name) for name in names]
+        if any(config != given[0] for config in given):
+            told = ", ".join(
+                f"{config or 'none'} for {name}" for name, config in zip(names, given, strict=True)
+            )
+            raise ValueError(
+                f"{who}: one recipe for layers that hold one weight is required, got {told}; choose all of "
+                "them, or none, or give each a weight of its own"
             )
 
 

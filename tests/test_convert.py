@@ -199,6 +199,44 @@ def test_gradients_survive_conversion():
     assert model.weight.grad is grad
 
 
+class TestTied:
+    """Layers that hold one weight: it has the recipe."""
+
+    @staticmethod
+    def model():
+        model = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in "abc"})
+        model["b"].weight = model["a"].weight
+        return model
+
+    @pytest.mark.parametrize(
+        ("recipe", "options", "given"),
+        [
+            ("fp8", {"keep_bf16": ["b"]}, "fp8 for a, none for b"),
+            ("fp8", {"filter_fn": lambda module, name: name != "a"}, "none for a, fp8 for b"),
+            (FqnToConfig({"a": "fp8", "re:b|c": "mxfp8"}), {}, "fp8 for a, mxfp8 for b"),
+            (FqnToConfig({"a": None, "re:b|c": "mxfp8"}), {}, "none for a, mxfp8 for b"),
+        ],
+        ids=["kept", "filter", "names", "none"],
+    )
+    def test_two_recipes_are_refused(self, recipe, options, given):
+        model = self.model()
+        with pytest.raises(ValueError, match=f"hold one weight is required, got {given}; choose all of them"):
+            ht.quantize_(model, recipe, **options)
+        assert configs(model) == dict.fromkeys("abc")
+        ht.quantize_(model, "fp8", keep_bf16=["a", "b"])
+        ht.quantize_(model, "fp8")
+        assert all(configs(model).values())
+        named = recipe if isinstance(recipe, FqnToConfig) else FqnToConfig({"a": "fp8_rowwise"})
+        with pytest.raises(ValueError, match="set_config_: one recipe for layers that hold one weight"):
+            ht.set_config_(model, named)
+
+    def test_one_that_was_tied_later_has_it_too(self):
+        model = ht.quantize_(self.model(), "fp8")
+        model["c"].weight = model["a"].weight
+        ht.set_config_(model, "mxfp8")
+        assert len({str(config) for config in configs(model).values()}) == 1
+
+
 class TestSetConfig:
     @pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8+dequantized", HybridConfig.parse("bf16")], ids=str)
     def test_the_next_step_uses_it(self, recipe):
