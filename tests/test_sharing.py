@@ -209,6 +209,25 @@ def test_a_forward_that_raises_leaves_nothing_behind(casts):
     assert len(casts) == 2
 
 
+def test_a_forward_that_is_interrupted_ends_when_the_next_one_does(casts):
+    """torch tells no hook of an interrupt."""
+    inner, x = Attention("fp8"), recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
+
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            inner(x, between=interrupt)
+    assert sharing._thread.scope is not None
+    inner(x)
+    assert sharing._thread.scope is None
+    casts.clear()
+    inner.layers[1](x)
+    inner.layers[2](x)
+    assert len(casts) == 2, "layers that are called by themselves share nothing"
+
+
 def test_copies_and_pickles_share_among_themselves(casts):
     model, x = Attention("fp8"), recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

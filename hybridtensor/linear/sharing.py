@@ -175,8 +175,14 @@ def forget(module: nn.Module) -> None:
 
 
 def _enter(parent: str, module: nn.Module, args: object) -> None:
-    if not is_traced():
-        _thread.scope = _Scope(module, parent, _thread.scope)
+    if is_traced():
+        return
+    outer = interrupted = _thread.scope
+    while interrupted is not None and interrupted.module() is not module:
+        interrupted = interrupted.outer
+    if interrupted is not None:  # its former forward: of an interrupt, hooks are not told
+        outer = interrupted.outer
+    _thread.scope = _Scope(module, parent, outer)
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
