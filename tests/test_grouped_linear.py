@@ -475,6 +475,38 @@ def test_the_other_layout():
         ht.quantize_(Stored(), "mxfp8", transposed=["nothing"])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_graph_knows_the_layout(persistent):
+    """Which product is refused, and how a write is quantized."""
+    x, ends, torch_model = operands()[0], offsets(ENDS[0]), Stored(False).bfloat16()
+    wrong = ht.quantize_(copy.deepcopy(torch_model), "mxfp8/nvfp4/bf16", persistent=persistent)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"taken to be stored \[E, out, in\], got a product of the other layout"):
+        torch.compile(wrong, backend="aot_eager")(x, ends)
+    spec, values = "fp8_rowwise+rowwise_dequantized_weight", torch.randn(EXPERTS, K, N).bfloat16()
+    written, made = (Stored().bfloat16().requires_grad_(False) for _ in range(2))
+    made.w.copy_(values)
+    for model in (written, made):
+        ht.quantize_(model, spec, persistent=persistent)
+    torch.compile(lambda weight, new: weight.copy_(new), backend="aot_eager")(written.w, values)
+    assert torch.equal(written(x, ends), made(x, ends))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_slice_does_not_take_delayed_scales_of_others(compiled):
+    model = ht.quantize_(Experts().bfloat16(), "fp8_delayed")
+
+    def run(x, ends):
+        return torch._grouped_mm(x, model.w1[2:].transpose(-2, -1), offs=ends)
+
+    torch._dynamo.reset()
+    call = torch.compile(run, backend="aot_eager") if compiled else run
+    with pytest.raises((ValueError, RuntimeError), match="has delayed scales of 4 experts, got weights of 2"):
+        call(operands()[0], offsets((64, 160)))
+
+
 def test_recipes_by_kind_and_name():
     model = Mixture()
     ht.quantize_(

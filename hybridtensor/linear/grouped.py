@@ -17,7 +17,7 @@ from hybridtensor.linear.operands import Weight
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import ROLES, LayerState
+from hybridtensor.state import ROLES
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 # Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces
@@ -98,7 +98,7 @@ def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
 def _check_layout(weight: Weight) -> None:
     """Raise ValueError unless experts are multiplied as ``quantize_`` was told that they are stored."""
     state = weight.record.layer
-    if not isinstance(state, LayerState) or state.transposed is None:
+    if state is None or state.transposed is None:
         return
     stored = isinstance(weight, MasterWeight) and weight.plain.stride(-1) != 1
     turned = weight.swapped if isinstance(weight, HybridTensor) else stored
@@ -113,7 +113,7 @@ def _check_layout(weight: Weight) -> None:
 def _check_first(weight: Weight) -> None:
     """Raise ValueError where delayed scales are those of more experts, and nobody said of which."""
     state = weight.record.layer
-    if not isinstance(state, LayerState) or not state.slots or weight.record.first is not None:
+    if state is None or not state.slots or weight.record.first is not None:
         return
     known = {slot.partition("[")[2] for slot in state.slots}
     if len(known) != weight.shape[0]:

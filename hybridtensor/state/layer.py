@@ -171,6 +171,7 @@ class LayerState(nn.Module):
             self.name,
             self.hints,
             common,
+            self.transposed,
         )
 
     def require(

@@ -23,6 +23,7 @@ class StateTensors(NamedTuple):
         hints: What speeds up casts of tensors like those before, by slot; None while compiling.
         common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
             layers' weights have a common scale; or None.
+        transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None if it is none.
     """
 
     rounding: Tensor | None
@@ -33,6 +34,7 @@ class StateTensors(NamedTuple):
     name: str = ""
     hints: dict[str, Hint] | None = None
     common_amax: Tensor | None = None
+    transposed: bool | None = None
 
     def position(self, slot: str) -> int:
         """Return where the scale of ``slot`` is.

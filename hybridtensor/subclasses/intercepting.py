@@ -103,7 +103,7 @@ class InterceptingTensor(WrapperTensor):
     def is_transposed(self) -> bool:
         """Whether this is a stack of experts' weights that is stored ``[E, in, out]``."""
         layer = self.record.layer
-        return isinstance(layer, LayerState) and bool(layer.transposed)
+        return layer is not None and bool(layer.transposed)
 
     @property
     def context(self) -> Context:
@@ -114,7 +114,9 @@ class InterceptingTensor(WrapperTensor):
         return Context("weight", self.state, section=self.record.section, groups=groups)
 
     def carried(self) -> tuple[list[str], Metadata | None]:
-        """See ``WrapperTensor.carried``: the tensors of the layer's state."""
+        """See ``WrapperTensor.carried``: the tensors of the layer's state, and what a graph is made for: no
+        name, by which equal layers would get graphs of their own.
+        """
         state = self.state
         if state is None:
             return [], None
@@ -122,15 +124,21 @@ class InterceptingTensor(WrapperTensor):
         names = [
             name for name, tensor in zip(_STATE_NAMES, tensors, strict=True) if tensor is not None
         ]
-        return names, (state.slots, state.rank)
+        return names, (state.slots, state.rank, state.transposed, self.record.first)
 
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
         """See ``WrapperTensor.take_carried``."""
         if meaning is not None:
-            slots, rank = meaning
+            slots, rank, transposed, self.record.first = meaning
             rounding, encode_scale, amax, common = (tensors.get(name) for name in _STATE_NAMES)
             self.record.layer = StateTensors(
-                rounding, encode_scale, amax, slots, rank, common_amax=common
+                rounding,
+                encode_scale,
+                amax,
+                slots,
+                rank,
+                common_amax=common,
+                transposed=transposed,
             )
 
     @property

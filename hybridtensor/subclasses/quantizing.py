@@ -132,7 +132,7 @@ def quantize_weight(
     config: HybridConfig,
     values: Tensor,
     context: Context,
-    layer: object,
+    layer: LayerState | StateTensors | None,
     dtype: torch.dtype | None = None,
 ) -> HybridTensor:
     """Return the faces of a layer's weight, of a stack those of each matrix.
@@ -145,17 +145,13 @@ def quantize_weight(
         dtype: Nominal dtype; None is that of the values.
     """
     dtype, values = dtype or values.dtype, weight_values(config, values)
-    if not _is_transposed(layer):
+    if layer is None or not layer.transposed:
         return quantize(config.weight, values, dtype=dtype, context=context)
     made = quantize(config.weight, values.transpose(-2, -1), dtype=dtype, context=context)
     row, column = (
         None if face is None else turned(face) for face in (made.columnwise, made.rowwise)
     )
     return HybridTensor(row, column)
-
-
-def _is_transposed(layer: object) -> bool:
-    return isinstance(layer, LayerState) and bool(layer.transposed)
 
 
 def update_(

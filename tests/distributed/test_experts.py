@@ -220,8 +220,9 @@ def on_ranks(rank, recipe):
             if act == "quantize":
                 ht.quantize_(part, recipe)
             else:
+                source = 0 if order == "quantize" else None  # the first rank sends the others theirs
                 for name in ("w1", "w2", "w3"):
-                    cut = distribute_tensor(getattr(part, name), mesh, [Shard(0)], src_data_rank=None)
+                    cut = distribute_tensor(getattr(part, name), mesh, [Shard(0)], src_data_rank=source)
                     setattr(part, name, nn.Parameter(cut))
         own = torch.tensor(ends[2 * rank : 2 * rank + 2], dtype=torch.int32, device=here()) - first
         mine = part(x[first:middle], own)
@@ -237,7 +238,7 @@ def test_half_of_the_experts_on_each_rank(two, recipe):
     two.run(on_ranks, recipe)
 
 
-def delayed_on_ranks(rank):
+def delayed_on_ranks(rank, compiled):
     """Scales of three steps: each rank's experts have those that they have on one device, and know all of them."""
     mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
@@ -260,13 +261,15 @@ def delayed_on_ranks(rank):
         parts["quantize"](tokens(0, 0).bfloat16()[first:middle], own)
     for part in parts.values():
         ht.set_mesh_(part, mesh)
+    torch._dynamo.reset()
+    runs = {part: torch.compile(part, backend="aot_eager") if compiled else part for part in parts.values()}
     for step in range(3):
         x = tokens(step, 0).bfloat16() * (step + 1)
         grad = torch.randn(x.shape, generator=generator(step)).bfloat16()
         expected = whole(x, offsets(ends, here()))
         expected.backward(grad)
-        for part in parts.values():
-            mine = part(x[first:middle], own)
+        for part, run in runs.items():
+            mine = run(x[first:middle], own)
             assert torch.equal(mine, expected[first:middle])
             mine.backward(grad[first:middle])
             ht.step_(part)
@@ -277,5 +280,7 @@ def delayed_on_ranks(rank):
             assert torch.equal(part.w1_quantization_state.encode_scale, scales)
 
 
-def test_delayed_scales_of_experts_on_ranks(two):
-    two.run(delayed_on_ranks)
+@pytest.mark.filterwarnings("ignore")  # compiling, torch warns of its own ways
+@pytest.mark.parametrize("compiled", [False, True])
+def test_delayed_scales_of_experts_on_ranks(two, compiled):
+    two.run(delayed_on_ranks, compiled)

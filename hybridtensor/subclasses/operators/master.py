@@ -163,7 +163,7 @@ _SCATTER = torch.ops.c10d.scatter_.default if torch.distributed.is_available() e
 def _check_part(part: MasterWeight) -> None:
     """Raise ValueError if a rank's part of a layer cannot be cut into the blocks of its formats."""
     name = "" if part.state is None else part.state.name
-    rows, columns = part.shape
+    *_, rows, columns = part.shape
     part.config.check_sizes(
         rows, columns, f"distribute_tensor: layer {name}, a part {[rows, columns]}"
     )
