@@ -600,6 +600,27 @@ class TestStepAfter:
             counts.append(int(net[0].quantization_state.rounding[1]))
         assert counts == [1, 1, 2]
 
+    @pytest.mark.parametrize("called", ["by a fused optimizer", "by hand", "not"])
+    def test_amaxes_of_a_step_that_is_skipped_are_forgotten(self, called):
+        """Oracle: the same steps without it."""
+        found = []
+        for factors in ((1.0, torch.inf, 1.0), (1.0, 1.0)):
+            net = model("fp8_delayed")
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=called == "by a fused optimizer")
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, backoff_factor=0.5)
+            ht.step_after(optimizer, net)
+            for factor in factors:
+                optimizer.zero_grad()
+                scaler.scale(net(random_tensor(64, 32)).sum() * factor).backward()
+                scaler.step(optimizer)
+                before = scaler.get_scale()
+                scaler.update(4.0)
+                if factor == torch.inf and called == "by hand":
+                    ht.step_(net, skipped=before == 4.0)
+            found.append([state.clone() for state in net.buffers()])
+        same = all(map(torch.equal, *found))
+        assert same == (called != "not"), "whom nobody calls cannot know"
+
     def test_can_be_removed(self):
         net = model("nvfp4")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

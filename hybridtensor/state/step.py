@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hybridtensor.arguments import require_module, wrong
+from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
@@ -19,7 +19,7 @@ from hybridtensor.state.update import update_scales
 from hybridtensor.state.watch import layer_states
 
 
-def step_(model: nn.Module) -> nn.Module:
+def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     """Advance what quantizers remember: call it once after every ``optimizer.step()``.
 
     Delayed scales follow from the amaxes of the step, reduced over the ranks that train the model
@@ -33,16 +33,24 @@ def step_(model: nn.Module) -> nn.Module:
 
     Args:
         model: A model that went through ``quantize_``, or a ``LayerState``.
+        skipped: Whether the optimizer left the step out, as ``torch.amp.GradScaler`` has it do: then its amaxes, an
+            Inf among them, are forgotten, and nothing advances.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: If ``model`` is not a module.
+        TypeError: If ``model`` is not a module, or ``skipped`` no bool.
         RuntimeError: If ranks of the group have other scales, or of other layers; on all of them.
     """
     require_module("step_", model)
+    require_flag("step_", skipped=skipped)
     states = layer_states(model)
+    if skipped:
+        amaxes = [state.amax for state in states if state.amax is not None]
+        if amaxes:
+            torch._foreach_zero_(amaxes)
+        return model
     with torch.no_grad():
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
@@ -67,7 +75,14 @@ class step_after:  # noqa: N801  (used as a function)
 
     With several optimizers the state advances when all of them have stepped; where one was left
     out, when another one is about to step again. A step that ``torch.amp.GradScaler`` skips does
-    not count.
+    not count. Of an optimizer with ``fused=True``, which it calls in any case, the amaxes of that step are forgotten;
+    any other is not called, so that they are those of the next step, too, unless it is said::
+
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() < before:
+            ht.step_(model, skipped=True)
 
     Args:
         optimizers: An optimizer, or several that train the model together.
@@ -112,6 +127,7 @@ class step_after:  # noqa: N801  (used as a function)
         # Fused optimizers are called by the scaler in any case, and skip on the device themselves.
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor) and found_inf.item():
+            step_(self._model, skipped=True)
             return
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
