@@ -1,5 +1,6 @@
 """Other libraries' ways in and out: Hugging Face, distributed checkpoints, gradient scaling, schedulers."""
 
+import copy
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.swa_utils import get_ema_avg_fn
 
 import hybridtensor as ht
 from hybridtensor import HybridConfig, MasterWeight
@@ -134,3 +136,31 @@ def test_average_models_and_ema():
         model.weight.add_(2.0)
     averaged.update_parameters(model)
     torch.testing.assert_close(averaged.module.weight.master, model.weight.master - 1.0)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_average_that_moves_little_moves(persistent):
+    """Oracle: the average of the plain model. Faces would round each small change away."""
+    plain = nn.Linear(64, 64, bias=False)
+    models = plain, ht.quantize_(copy.deepcopy(plain), "mxfp8", persistent=persistent)
+    averages = [torch.optim.swa_utils.AveragedModel(m, avg_fn=get_ema_avg_fn(0.99)) for m in models]
+    target = torch.randn(64, 64)
+    for step in range(100):
+        for average, model in zip(averages, models, strict=True):
+            average.update_parameters(model)
+            if step == 0:
+                model.weight.detach().copy_(target)
+    wanted, found = (ht.plain_state_dict(average.module)["weight"] for average in averages)
+    assert torch.equal(found, wanted)
+
+
+def test_an_average_without_masters_is_refused():
+    """Their optimizer has them, and a copy of the model only faces."""
+    model = ht.quantize_(nn.Linear(64, 64, bias=False), "mxfp8", persistent=True)
+    ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    with pytest.raises(
+        NotImplementedError, match=r"which small changes are lost|of a trainable weight needs its values"
+    ):
+        averaged.update_parameters(model)

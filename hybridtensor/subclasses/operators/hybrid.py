@@ -245,7 +245,8 @@ READS_OF_WEIGHTS = [op for op in READS if op not in table and op not in _JOINS]
 
 @table.register(*READS_OF_WEIGHTS)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Give plain values of a weight's ``data``, as merging and initializing adapters read it.
+    """Give plain values of a weight's ``data``, as merging and initializing adapters and averaging read it: in
+    high precision where they are known, as in-place operators take them.
 
     A parameter itself raises: a model that computes with it would do so in high precision without a
     word.
@@ -259,6 +260,15 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
         if item.config is None or item.requires_grad or isinstance(item, torch.nn.Parameter):
             table.refuse(func)
         note_read(item, func)
+        known = _known_values(item)
+        if known is not None:
+            return known
+        if item.record.values is not None:
+            raise NotImplementedError(
+                f"HybridTensor: {func} of a trainable weight needs its values in high precision, got faces only, in "
+                "which small changes are lost, as those of an average; read the masters of "
+                "hybridtensor.optim.MasterWeights, or dequantize()"
+            )
         return item.dequantize()
 
     return func(*map(values, args), **{name: values(item) for name, item in kwargs.items()})
