@@ -219,7 +219,7 @@ def check(
         stack.enter_context(warnings.catch_warnings())
         # torch's own, of the counter's hooks
         warnings.filterwarnings("ignore", "Using `torch.compile.* when there are global hooks")
-        stack.enter_context(_restored(plain, (args, kwargs)))
+        stack.enter_context(restored(plain, (args, kwargs)))
         stack.enter_context(_observed(plain, recorder))
         counter = stack.enter_context(_flop_counter())
         out = model(*args, **kwargs)
@@ -284,8 +284,13 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module, given: object) -> Iterator[None]:
-    """Put everything back that a step changes."""
+def restored(model: nn.Module, given: object) -> Iterator[None]:
+    """Put everything back that forward and backward change: gradients, buffers, amaxes, torch's generators.
+
+    Args:
+        model: The model.
+        given: What it is run with, any nesting of tensors.
+    """
     leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     owners = [*model.parameters(), *(t for t in leaves if t.is_leaf and t.requires_grad)]
     grads = [(owner, owner.grad) for owner in owners]

@@ -176,7 +176,7 @@ class MasterWeights(torch.optim.Optimizer):
         still = {
             id(p)
             for group in self.inner.param_groups
-            if _is_zero(group.get("lr"))
+            if _is_zero(group.get("lr")) and not isinstance(self.inner, _RATES_OF_THEIR_OWN)
             for p in group["params"]
         }
         self._write_back(
@@ -348,6 +348,12 @@ def _values(part: HybridTensor) -> Tensor:
     """Return the high-precision values of a persistent parameter, or else its dequantized ones."""
     values = part.high_precision.current
     return (part.dequantize() if values is None else values).detach()
+
+
+_RATES_OF_THEIR_OWN = (
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)  # what a group's ``lr`` says is where they begin
 
 
 def _is_zero(rate: float | Tensor | None) -> bool:

@@ -119,7 +119,7 @@ def test_a_model_that_draws_is_measured_by_the_same_draws():
     state = torch.get_rng_state()
     found, expected = (ht.advise(m, batches(), loss=loss, hardware="b200").budget for m in (drops, model_of()))
     assert found < 3 * expected
-    assert not torch.equal(torch.get_rng_state(), state)  # it ran, and drew, as it does
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_less_error_than_random_recipes_of_equal_cost():
@@ -203,6 +203,13 @@ def test_models_are_as_before_and_may_be_converted():
     ht.quantize_(model, "mxfp8")
     converted = advise(model)
     assert [row.layer for row in converted.table] == [row.layer for row in plain.table]
+
+
+def test_buffers_are_as_before():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    before = [buffer.clone() for buffer in model.buffers()]
+    ht.advise(model, [torch.randn(64, 64)], loss=lambda m, x: m(x).square().mean(), hardware="b200")
+    assert all(map(torch.equal, before, model.buffers()))
 
 
 def test_frozen_layers_and_products_that_never_run():

@@ -255,6 +255,21 @@ def test_bad_input():
         direct.step()
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Rprop, torch.optim.ASGD, torch.optim.SGD])
+def test_a_rate_of_zero_is_where_some_begin(cls):
+    """Rprop and ASGD step by rates of their own, whatever the group's says."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "fp8", persistent=True)
+    optimizer = MasterWeights(cls, model.parameters(), lr=0.05)
+    for rate in (0.05, 0.05, 0.0):
+        set_grads(model.parameters(), 1)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        (master,) = optimizer.masters().values()
+        made = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "fp8", persistent=True)
+        made[0].weight.detach().copy_(master.detach())
+        assert torch.equal(model[0].weight.dequantize(), made[0].weight.dequantize())
+
+
 WAYS = ["copy_", "initializer", "plain state dict", "state dict without originals", "distributed checkpoint"]
 
 

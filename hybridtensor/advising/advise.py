@@ -139,9 +139,9 @@ def advise(
     """Measure what each format does to each product of a model, and choose a recipe for each layer: the
     cheapest one whose error is within the budget.
 
-    The model runs as it is, once per batch, forward and backward; its gradients are as before afterwards. Layers
-    that ``quantize_`` would leave alone are left alone. Of experts all that have tokens are measured, one after the
-    other; a stack has one recipe.
+    The model runs as it is, once per batch, forward and backward; gradients, buffers and torch's generators
+    are as before afterwards. Layers that ``quantize_`` would leave alone are left alone. Of experts all that have
+    tokens are measured, one after the other; a stack has one recipe.
 
     ::
 

@@ -31,6 +31,7 @@ from hybridtensor.advising.calibration import gradient_errors, values_of
 from hybridtensor.advising.experts import is_measurable, told_products
 from hybridtensor.advising.noise import Noise
 from hybridtensor.advising.stream import Block, block_of, measured_blocks
+from hybridtensor.check import restored
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import HybridConfig
 
@@ -88,7 +89,7 @@ def measure(
         stack.enter_context(_hooked([one for one in layers if not one.layer.is_stack], order))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_without_gradients(model))
+        stack.enter_context(restored(plain, batches))
         stacks = [one for one in layers if one.layer.is_stack]
         for batch in batches:
             with told_products(stacks, order):
@@ -97,7 +98,7 @@ def measure(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_without_gradients(model))
+        stack.enter_context(restored(plain, batches))
         return _calibrated(products, model, layers, configs, lambda: _run(model, batches[0], run))
 
 
@@ -149,19 +150,6 @@ def _require_unsharded(layers: Iterable[Noise]) -> None:
             f"advise: a model that no ranks share is required, got {sharded} as a DTensor; advise before "
             "fully_shard and parallelize_module"
         )
-
-
-@contextlib.contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Put the gradients of a model aside."""
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None  # else backward adds to what is there
-    try:
-        yield
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
 
 
 def _run(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Tensor]) -> None:
