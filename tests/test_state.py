@@ -640,6 +640,17 @@ class TestStepAfter:
             ht.step_after([], net)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_state_on_another_device_is_refused(recipe):
+    """A kernel would read memory of the wrong device; as when parameters are offloaded, and buffers moved with them."""
+    net = ht.quantize_(nn.Linear(64, 64), recipe)
+    net.quantization_state.to("meta")
+    with pytest.raises(
+        ValueError, match=r"state on cpu, as what is quantized, is required, got .* state on meta; move"
+    ):
+        net(random_tensor(64, 64, dtype=torch.float32)).sum().backward()
+
+
 class TestStochasticRounding:
     def test_a_detour_does_not_repeat_draws(self):
         net = model("nvfp4")

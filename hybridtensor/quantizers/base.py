@@ -20,7 +20,7 @@ from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.references.blocks import amax_by_rows
-from hybridtensor.state import Context, DelayedRule
+from hybridtensor.state import Context, DelayedRule, StateTensors
 
 ALONE = Context()
 
@@ -267,7 +267,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
 
     Raises:
         ValueError: If the features of the matrix, or both axes of a weight, are not of whole
-            blocks, or the layer's state has no counter for random rounding.
+            blocks, or the layer's state has no counter for random rounding, or is on another device.
     """
     needs = _Needs(request) if is_traced() else _needs(request)  # no caches in traces
     if needs.whole_blocks:
@@ -275,6 +275,8 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
     state, (row_amax, column_amax) = context.state, _amaxes(needs, context)
     if not needs.state and row_amax is None and column_amax is None and context.after is None:
         return NO_INPUTS
+    if state is not None and needs.state:
+        _check_device(state, matrix, context)
     rounding, first_row = None, 0
     if needs.draws:
         rounding, first_row = context.draws(math.prod(matrix.shape[:-1]), matrix.device)
@@ -288,6 +290,16 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
         hint=_hint(context) if needs.hint else None,
         after=context.after,
     )
+
+
+def _check_device(state: StateTensors, matrix: Tensor, context: Context) -> None:
+    """Raise ValueError unless a layer's state is where the matrix is: a kernel would read another device's memory."""
+    for tensor in (state.encode_scale, state.rounding):
+        if tensor is not None and tensor.device != matrix.device:
+            raise ValueError(
+                f"{context}: state on {matrix.device}, as what is quantized, is required, got layer {state.name!r} "
+                f"with state on {tensor.device}; move all of the model, or its buffers, by to()"
+            )
 
 
 def _amaxes(needs: _Needs, context: Context) -> tuple[Tensor | None, Tensor | None]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.layers import layers_of
 from hybridtensor.recipes.config import HybridConfig
@@ -53,7 +54,7 @@ def watched_layers(model: torch.nn.Module) -> tuple[dict[int, Watched], torch.de
     """Return the converted layers of a model by the state that stands for each, and their device.
 
     Raises:
-        NotImplementedError: If they are on several.
+        NotImplementedError: If they are on several, or FSDP2 offloads parameters.
     """
     found: dict[int, Watched] = {}
     devices: dict[torch.device, None] = {}
@@ -66,12 +67,22 @@ def watched_layers(model: torch.nn.Module) -> tuple[dict[int, Watched], torch.de
             found[id(recipe.state)] = known
             place = known.places.stop
             devices[layer.weight.device] = None
+            _check_device(layer.name, layer.weight)
     if len(devices) > 1:
         raise NotImplementedError(
             f"watch: a model on one device is required, got {[str(device) for device in devices]}; watch its "
             "parts by themselves"
         )
     return found, next(iter(devices), torch.device("cpu"))
+
+
+def _check_device(name: str, weight: Tensor) -> None:
+    """Raise NotImplementedError for a parameter that is not where its products are computed."""
+    if isinstance(weight, DTensor) and weight.device_mesh.device_type != weight.device.type:
+        raise NotImplementedError(
+            f"watch: parameters on {weight.device_mesh.device_type}, where they are multiplied, are required, got "
+            f"{name} on {weight.device.type}, as FSDP2's CPUOffloadPolicy has them; watch a run without it"
+        )
 
 
 class OfFace(NamedTuple):

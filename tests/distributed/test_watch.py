@@ -315,3 +315,21 @@ def advice(rank):
 
 def test_sharded_models_are_not_advised(two):
     two.run(advice)
+
+
+def offloaded(rank):
+    """Where no GPU is, parameters that have no memory stand for those in the host's."""
+    with torch.device("meta"):
+        model = ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "mxfp8")
+    fully_shard(model, mesh=init_device_mesh(here(), (2,)))
+    with (
+        pytest.raises(
+            NotImplementedError, match=r"watch: parameters on .*, where they are multiplied, .* got 0 on meta"
+        ),
+        ht.watch(model),
+    ):
+        pass
+
+
+def test_parameters_that_are_not_where_they_are_multiplied(two):
+    two.run(offloaded)
