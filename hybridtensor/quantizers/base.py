@@ -20,7 +20,7 @@ from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.references.blocks import amax_by_rows
-from hybridtensor.state import Context, DelayedRule, StateTensors
+from hybridtensor.state import Context, DelayedRule
 
 ALONE = Context()
 
@@ -276,7 +276,7 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
     if not needs.state and row_amax is None and column_amax is None and context.after is None:
         return NO_INPUTS
     if state is not None and needs.state:
-        _check_device(state, matrix, context)
+        state.require_on(matrix.device, context)
     rounding, first_row = None, 0
     if needs.draws:
         rounding, first_row = context.draws(math.prod(matrix.shape[:-1]), matrix.device)
@@ -290,16 +290,6 @@ def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastI
         hint=_hint(context) if needs.hint else None,
         after=context.after,
     )
-
-
-def _check_device(state: StateTensors, matrix: Tensor, context: Context) -> None:
-    """Raise ValueError unless a layer's state is where the matrix is: a kernel would read another device's memory."""
-    for tensor in (state.encode_scale, state.rounding):
-        if tensor is not None and tensor.device != matrix.device:
-            raise ValueError(
-                f"{context}: state on {matrix.device}, as what is quantized, is required, got layer {state.name!r} "
-                f"with state on {tensor.device}; move all of the model, or its buffers, by to()"
-            )
 
 
 def _amaxes(needs: _Needs, context: Context) -> tuple[Tensor | None, Tensor | None]:

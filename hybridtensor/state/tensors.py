@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
@@ -35,6 +36,20 @@ class StateTensors(NamedTuple):
     hints: dict[str, Hint] | None = None
     common_amax: Tensor | None = None
     transposed: bool | None = None
+
+    def require_on(self, device: torch.device, who: object) -> None:
+        """Raise ValueError unless all is on a device: a kernel would read another one's memory.
+
+        Args:
+            device: Of what is quantized.
+            who: Begins the message.
+        """
+        for tensor in (self.encode_scale, self.rounding):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(
+                    f"{who}: state on {device}, as what is quantized, is required, got layer {self.name!r} "
+                    f"with state on {tensor.device}; move all of the model, or its buffers, by to()"
+                )
 
     def position(self, slot: str) -> int:
         """Return where the scale of ``slot`` is.
