@@ -350,10 +350,8 @@ def _values(part: HybridTensor) -> Tensor:
     return (part.dequantize() if values is None else values).detach()
 
 
-_RATES_OF_THEIR_OWN = (
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)  # what a group's ``lr`` says is where they begin
+# Their rates are in their states; a group's ``lr`` is where these begin
+_RATES_OF_THEIR_OWN = (torch.optim.Rprop, torch.optim.ASGD)
 
 
 def _is_zero(rate: float | Tensor | None) -> bool:

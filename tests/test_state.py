@@ -613,10 +613,9 @@ class TestStepAfter:
                 optimizer.zero_grad()
                 scaler.scale(net(random_tensor(64, 32)).sum() * factor).backward()
                 scaler.step(optimizer)
-                before = scaler.get_scale()
                 scaler.update(4.0)
                 if factor == torch.inf and called == "by hand":
-                    ht.step_(net, skipped=before == 4.0)
+                    ht.step_(net, skipped=True)
             found.append([state.clone() for state in net.buffers()])
         same = all(map(torch.equal, *found))
         assert same == (called != "not"), "whom nobody calls cannot know"

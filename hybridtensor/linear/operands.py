@@ -131,10 +131,8 @@ def required_face(face: Face | None, direction: str, gemm: str) -> Face:
 def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
     """Return a face of a tensor as that of a matrix ``[tokens, features]``."""
     if isinstance(face, QuantizedTensor):
-        size = (
-            face.shape[:-1].numel(),
-            face.shape[-1],
-        )  # its matrix may have more: zeros that complete a block
+        # not of the face's matrix, which may have more rows: zeros that complete a block
+        size = face.shape[:-1].numel(), face.shape[-1]
         flat: Any = face if face.dim() == 2 else face.view(size)
         return flat  # type: ignore[no-any-return]
     values = face.dequantize() if isinstance(face, IdentityTensor) else face

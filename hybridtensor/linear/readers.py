@@ -36,12 +36,12 @@ class Readers(NamedTuple):
     Attributes:
         request: The cast that makes the faces.
         context: Which tensor of which layer it is: of the first.
-        readers: Whom it is quantized for.
+        read_by: Whom it is quantized for.
     """
 
     request: CastRequest
     context: Context
-    readers: ReadBy
+    read_by: ReadBy
 
     @property
     def scale_by_amax(self) -> bool:
@@ -70,7 +70,7 @@ class Readers(NamedTuple):
         made = HybridTensor(
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
-        made.record.readers = self.readers
+        made.record.readers = self.read_by
         return made
 
 
@@ -105,8 +105,8 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     )
     if request is None or not gains_by_fusing(request, x.device):
         return None
-    readers = ReadBy(tuple(weight.record for weight in weights), config.input)
-    return Readers(request, context, readers)
+    read_by = ReadBy(tuple(weight.record for weight in weights), config.input)
+    return Readers(request, context, read_by)
 
 
 def modules_of(who: str, into: Into) -> list[nn.Module]:

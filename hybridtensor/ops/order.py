@@ -115,9 +115,9 @@ def _reads_state(node: fx.Node) -> bool:
     """Return whether cheap operations make a node of an input of the graph in floating point that is not
     differentiated, such as a buffer.
     """
-    seen, todo = {node}, [node]
-    while todo:
-        at = todo.pop()
+    seen, left = {node}, [node]
+    while left:
+        at = left.pop()
         if at.op == "placeholder":
             told = at.meta.get("tensor_meta")
             if told is not None and told.dtype.is_floating_point and not told.requires_grad:
@@ -125,7 +125,7 @@ def _reads_state(node: fx.Node) -> bool:
         if at.op == "call_function" and _is_done_again(at) and not _is_residual(at):
             before = set(at.all_input_nodes) - seen
             seen |= before
-            todo += before
+            left += before
     return False
 
 

@@ -298,6 +298,15 @@ def test_reads_of_a_persistent_weights_data_give_its_values(name):
             READS[name](ht.Float8Quantizer().quantize(plain(0)))
 
 
+def test_reads_of_a_masters_weight_have_the_weights_dtype():
+    """An optimizer's master is in fp32, whatever the weight is in."""
+    net = layer(persistent=True, dtype=torch.bfloat16)
+    (master,) = ht.optim.MasterWeights(torch.optim.SGD, [net.weight], lr=0.1).masters().values()
+    read = 2 * net.weight.data
+    assert read.dtype == torch.bfloat16
+    assert torch.equal(read, 2 * master.detach().bfloat16())
+
+
 def test_persistent_weights_are_not_joined():
     """DistributedDataParallel joins parameters, sends them, and writes the parts back."""
     data = layer(persistent=True).weight.data

@@ -262,7 +262,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
         note_read(item, func)
         known = _known_values(item)
         if known is not None:
-            return known
+            return known.to(item.dtype)
         if item.record.values is not None:
             raise NotImplementedError(
                 f"HybridTensor: {func} of a trainable weight needs its values in high precision, got faces only, in "
