@@ -69,10 +69,11 @@ def quantize_(
     """Swap the weights of the linear layers and experts of ``model`` for ones that quantize their products, in place.
 
     Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
-    working. Calling it again changes the recipe. By default the output head, routers and gates are left alone
-    (``explain(model)`` says which and why), and parameters of three dimensions are experts' weights if
-    ``num_experts`` of their module is the first extent. What is left plain is logged (logger ``hybridtensor``): as a
-    warning, if a large matrix is neither a linear layer's nor experts'.
+    working. Calling it again changes the recipe. By default the output head, routers and their gates are left alone
+    (``explain(model)`` says which and why; ``gate`` is a router's if it is narrower than its input), and parameters of
+    three dimensions are experts' weights if ``num_experts`` of their module is the first extent. What is left plain is
+    logged (logger ``hybridtensor``): as a warning, if a large matrix is neither a linear layer's nor experts',
+    or a router's by its name.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

@@ -15,7 +15,7 @@ from hybridtensor.subclasses import is_converted
 SKIPPED_NAMES = {
     "lm_head": "the output head: its error goes straight into the logits",
     "router": "a router: small, and its rounding flips which expert is chosen",
-    "gate": "a router's gate: small, and its rounding flips which expert is chosen",
+    "gate": "a router's gate: narrower than its input, and its rounding flips which expert is chosen",
 }
 
 
@@ -84,7 +84,13 @@ class Layer(NamedTuple):
             return "nn.MultiheadAttention computes with its weight below autograd"
         if self.is_stack and not _is_of_experts(self.module, self.weight):
             return f"{type(self.module).__name__} has no num_experts that is its first extent"
-        return SKIPPED_NAMES.get(self.name.rpartition(".")[2])
+        name = self.name.rpartition(".")[2]
+        return None if name == "gate" and self._is_gate_of_values() else SKIPPED_NAMES.get(name)
+
+    def _is_gate_of_values(self) -> bool:
+        """Return whether a gate is one of an MLP or of attention, not a router's, which scores a few experts."""
+        outputs, inputs = self.size(tuple(self.weight.shape))
+        return self.is_stack or outputs >= inputs
 
 
 def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:

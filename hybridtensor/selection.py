@@ -260,7 +260,10 @@ def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, 
         reason = stack.why_skipped()
         return reason or "not chosen", reason is None
     if isinstance(module, nn.Linear):
-        return Layer(name, module).why_skipped() or "not chosen", True
+        reason = Layer(name, module).why_skipped()
+        return reason or "not chosen", reason != SKIPPED_NAMES[
+            "gate"
+        ]  # a large one is hardly a router's
     router = SKIPPED_NAMES.get(name.rpartition(".")[2])
     if router is not None:
         return router, True

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import re
 from collections import OrderedDict
 
@@ -92,6 +93,34 @@ def test_the_head_and_routers_are_left_alone_unless_asked_for():
     assert configs(model)["lm_head"] is configs(model)["layers.0.gate"] is None
     model = ht.quantize_(Model(), "fp8", filter_fn=lambda module, name: name == "lm_head")
     assert {name for name, config in configs(model).items() if config} == {"lm_head"}
+
+
+def test_a_gate_is_a_routers_if_it_is_narrower_than_its_input(caplog):
+    def gated(*size):
+        return nn.ModuleDict({"up": nn.Linear(32, 64), "gate": nn.Linear(*size)})
+
+    for size, converted in (((32, 64), True), ((32, 32), True), ((32, 16), False)):
+        model = ht.quantize_(gated(*size), "fp8")
+        assert isinstance(model["gate"].weight, MasterWeight) == converted, size
+    assert ht.explain(model, show=False).skipped[0][0] == "gate"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hybridtensor"):
+        ht.quantize_(gated(32, 16), "fp8")  # a fifth of the weights: hardly a router's
+        ht.quantize_(gated(32, 64), "fp8", keep_bf16=["gate"])
+        big = nn.ModuleDict({"mlp": nn.Linear(512, 512), "gate": nn.Linear(64, 2)})
+        ht.quantize_(big, "fp8", filter_fn=lambda module, name: name == "mlp")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO, logging.INFO]
+    assert "gate.weight [16, 32]: a router's gate: narrower than its input" in caplog.text
+
+
+def test_stacks_of_experts_are_no_routers_whatever_their_name():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.gate = 4, nn.Parameter(torch.randn(4, 16, 32))
+
+    experts = ht.quantize_(Experts(), "fp8")
+    assert isinstance(experts.gate, MasterWeight)
 
 
 @pytest.mark.parametrize("convert", [ht.quantize_, torchao_quantize_], ids=["ours", "torchao"])
@@ -537,7 +566,7 @@ def test_hooks_of_parameters_go_on(persistent):
 
 class TestNames:
     def model(self):
-        return nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32), "gate": nn.Linear(32, 32)})
+        return nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32), "gate": nn.Linear(32, 16)})
 
     def converted(self, model):
         return [name for name, module in model.items() if isinstance(module.weight, ht.MasterWeight)]
