@@ -2,8 +2,9 @@
 
 Figure of merit: the training loss over the last tenth of the steps, above BF16 from the same seed, that is with the
 same initial weights and the same batches, in percent. What runs of a seed have in common is taken out by least squares;
-what is left scatters alike in all runs, from which the standard error of each recipe follows. ``bf16_disturbed`` is
-BF16 with initial weights that differ by a millionth: one more run by BF16, which all recipes are compared with.
+what is left scatters alike in all runs, from which the standard error of each recipe follows. ``bf16_disturbed`` and
+``bf16_disturbed_again`` are BF16 with initial weights that differ by a millionth: more runs by BF16, which all recipes
+are compared with.
 
 All is done in rounds, one seed of all recipes after the other, by one process for each GPU (or several, ``--per-gpu``)
 that compiles each recipe once. A finished run is a small file in ``--out`` and is not repeated, so that a benchmark may

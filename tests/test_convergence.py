@@ -139,6 +139,21 @@ def test_disturbed_runs_differ_by_next_to_nothing(smoke):
         assert found[f"bf16_disturbed-{seed}"]["losses"] == pytest.approx(found[f"bf16-{seed}"]["losses"], rel=1e-3)
 
 
+def test_replicas_begin_from_draws_of_their_own_close_to_the_weights_of_their_seed(losses):
+    from losses.training import Learner, Plan
+
+    plan = Plan("tiny", 10, 64, False, "")
+    names = ("bf16", "bf16_disturbed", "bf16_disturbed_again")
+    learners = [Learner(losses.recipes.candidate(name), plan, "cpu") for name in names]
+    plain, *replicas = ([p.detach().clone() for p in learner.begin(1).parameters()] for learner in learners)
+    for weights in replicas:
+        for weight, before in zip(weights, plain, strict=True):
+            torch.testing.assert_close(weight, before, rtol=1e-5, atol=0)  # ten deviations
+            assert not torch.equal(weight, before)
+    assert all(not torch.equal(*pair) for pair in zip(*replicas, strict=True))
+    assert {losses.gaps.recipe_of({"recipe": name}) for name in names} == {"bf16"}
+
+
 def test_text_has_no_file_twice_and_holds_some_out(smoke, text):
     parts = [(smoke / "out" / f"{name}.bin").read_bytes() for name in ("train", "validation")]
     assert sum(map(len, parts)) == sum(file.stat().st_size for file in text.glob("[0-9]*.txt"))
@@ -452,12 +467,12 @@ def test_one_run_of_each_has_no_noise_that_could_be_told(losses):
     assert losses.gaps.estimate(found.gaps["fp8"], found) == (close(100 * math.expm1(0.01)), None, None, None, None)
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [0, 1, 2])
 def test_intervals_hold_the_gaps_of_runs_that_are_drawn(replicas, losses):
     """Oracle: many benchmarks of runs that are drawn, with a gap and a scatter that are known."""
     deviation, above, times = 0.1, 0.25, 400
     generator, seeds = torch.Generator().manual_seed(replicas), 2
-    names = ["bf16", *["bf16_disturbed"] * replicas, *map(str, range(10))]
+    names = ["bf16", *("bf16_disturbed", "bf16_disturbed_again")[:replicas], *map(str, range(10))]
     made = []
     for _ in range(times):
         runs = deviation / 100 * torch.randn(seeds, len(names), generator=generator, dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from losses.files import Record
-from losses.recipes import BASELINE, DISTURBED
+from losses.recipes import BASELINE, REPLICAS
 
 GOAL = 0.08  # percent: the standard error of a gap that tells recipes apart
 
@@ -35,8 +35,8 @@ def gradient_norm(record: Record) -> float:
 
 
 def recipe_of(record: Record) -> str:
-    """Return what a run was trained by: the disturbed replica is one more run by BF16."""
-    return BASELINE if record["recipe"] == DISTURBED else str(record["recipe"])
+    """Return what a run was trained by: disturbed replicas are more runs by BF16."""
+    return BASELINE if record["recipe"] in REPLICAS else str(record["recipe"])
 
 
 class Gap(NamedTuple):

@@ -19,7 +19,7 @@ from hybridtensor import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 
 BASELINE = "bf16"
-DISTURBED = "bf16_disturbed"
+REPLICAS = ("bf16_disturbed", "bf16_disturbed_again")
 
 Recipe = HybridConfig | FqnToConfig
 Stages = dict[int, Recipe]
@@ -34,13 +34,13 @@ class Candidate:
         name: In tables and names of files.
         spec: What it is, in short.
         build: Makes the stages for a model and a number of steps.
-        disturbed: Whether every initial weight is changed by about a millionth of itself.
+        disturbed: By which draw every initial weight is changed by about a millionth of itself; 0 is by none.
     """
 
     name: str
     spec: str
     build: Callable[[nn.Module, int], Stages]
-    disturbed: bool = False
+    disturbed: int = 0
 
     def fingerprint(self, model: nn.Module, steps: int) -> str:
         """Return 16 hex digits that change when what the model is trained by changes."""
@@ -48,7 +48,8 @@ class Candidate:
         if set(stages) == {0} and isinstance(stages[0], HybridConfig) and not self.disturbed:
             return stages[0].fingerprint()
         said = {step: _told(recipe) for step, recipe in stages.items()}
-        return hashlib.sha256(json.dumps([said, self.disturbed], sort_keys=True).encode()).hexdigest()[:16]
+        all_of_it = [said, self.disturbed > 0, *range(1, self.disturbed)]
+        return hashlib.sha256(json.dumps(all_of_it, sort_keys=True).encode()).hexdigest()[:16]
 
     def allowance(self, model: nn.Module, steps: int) -> float:
         """Return the percentage by which the loss may exceed BF16's: 1 with a product in FP4, else 0.25."""
@@ -85,7 +86,10 @@ def edges_in_bf16(model: nn.Module, steps: int) -> Stages:
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Candidate(DISTURBED, "bf16, initial weights changed by a millionth", lambda model, steps: {}, disturbed=True),
+        *(
+            Candidate(name, "bf16, initial weights changed by a millionth", lambda model, steps: {}, draw)
+            for draw, name in enumerate(REPLICAS, 1)
+        ),
         Candidate("nvfp4_last_tenth_bf16", "nvfp4, the last tenth of the steps bf16", last_tenth_in_bf16),
         Candidate("nvfp4_edge_blocks_bf16", "nvfp4, the first and the last block bf16", edges_in_bf16),
     )

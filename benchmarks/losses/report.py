@@ -17,7 +17,7 @@ from rich.table import Table
 import hybridtensor as ht
 from losses.files import Record
 from losses.gaps import GOAL, fit, recipe_of, rows
-from losses.recipes import BASELINE, DISTURBED, VARIANTS
+from losses.recipes import BASELINE, REPLICAS, VARIANTS
 from losses.training import Plan
 
 NOT_SHOWN = ("gaps %",)
@@ -95,7 +95,7 @@ def cell(header: str, value: Any) -> str:
 
 
 def losses_of_bf16(records: Sequence[Record]) -> dict[int, list[float]]:
-    """Return the losses of BF16 by seed: the means with its disturbed replica, where there is one."""
+    """Return the losses of BF16 by seed: the means with its disturbed replicas, where there are such."""
     plain = {record["seed"] for record in records if record["recipe"] == BASELINE}
     runs: dict[int, list[list[float]]] = {}
     for record in records:
@@ -142,7 +142,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     for recipe in dict.fromkeys(r["recipe"] for r in records if r["recipe"] != BASELINE):
         curves = {r["seed"]: smooth(r["losses"], 50) for r in records if r["recipe"] == recipe and r["seed"] in base}
         percent = [[100 * (a / b - 1) for a, b in zip(of, base[s], strict=True)] for s, of in curves.items()]
-        color = "lightgray" if recipe == DISTURBED else next(colors)
+        color = "lightgray" if recipe in REPLICAS else next(colors)
         above.plot(steps, [statistics.fmean(at) for at in zip(*percent, strict=True)], color=color, label=recipe)
         if first in curves:
             losses.plot(steps, curves[first], color=color, linewidth=1)

@@ -112,7 +112,7 @@ class Learner:
         self.enter(0)
         fresh = plain_model(self.size, seed, self.device)
         if self.disturbed:
-            disturb(fresh, seed)
+            disturb(fresh, seed, self.disturbed)
         self.model.load_state_dict(fresh.state_dict())
         return self.model
 
@@ -246,9 +246,9 @@ def plain_model(size: Size, seed: int, device: str) -> nn.Module:
 
 
 @torch.no_grad()
-def disturb(model: nn.Module, seed: int) -> None:
-    """Change every weight by about a millionth of itself."""
-    torch.manual_seed(seed + 2**20)  # not that of the weights
+def disturb(model: nn.Module, seed: int, draw: int) -> None:
+    """Change every weight by about a millionth of itself; each ``draw``, from 1 on, differently."""
+    torch.manual_seed(seed + draw * 2**20)  # not that of the weights
     for parameter in model.parameters():
         parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
 
