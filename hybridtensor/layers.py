@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.linear.layer_forward import LayerRecipe, recipe_of
@@ -36,8 +37,17 @@ class Layer(NamedTuple):
 
     @property
     def weight(self) -> Any:
-        """What stands at the weight."""
-        return getattr(self.module, self.parameter)
+        """What stands at the weight; what parametrizations learn from being read stays as it is."""
+        if not parametrize.is_parametrized(self.module, self.parameter):
+            return getattr(self.module, self.parameter)
+        computing: Any = self.module.parametrizations
+        modes = {module: module.training for module in computing[self.parameter].modules()}
+        try:
+            computing[self.parameter].eval()
+            return getattr(self.module, self.parameter)
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
     @property
     def is_stack(self) -> bool:

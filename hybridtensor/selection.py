@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hybridtensor import recipes
 from hybridtensor.arguments import require_items, require_text, told
@@ -235,15 +236,17 @@ def coverage(model: nn.Module) -> Coverage:
     sizes: dict[int, int] = {}
     matrices: dict[int, tuple[int, bool, PlainMatrix]] = {}
     stacks = {id(layer.weight): layer for layer in layers_of(model) if layer.is_stack}
-    for owner, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+    parametrized = _parametrized(model)
+    for path, holder in model.named_modules():
+        owner, module = parametrized.get(holder, (path, holder))
+        for name, parameter in holder._parameters.items():
             if parameter is None:
                 continue
             sizes[id(parameter)] = parameter.numel()
             lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             added = name.endswith("bias")  # of experts they are matrices, too
             if parameter.dim() >= 2 and not lookup and not added:
-                full = f"{owner}.{name}" if owner else name
+                full = f"{path}.{name}" if path else name
                 why = _why_plain(owner, module, stacks.get(id(parameter)))
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
                 done = is_converted(local(parameter)) or recipe_of(module) is not None
@@ -252,6 +255,15 @@ def coverage(model: nn.Module) -> Coverage:
     quantized = sum(size for size, done, _ in matrices.values() if done)
     plain = [m for size, done, m in matrices.values() if not done and size * _LARGE >= total]
     return Coverage(quantized / max(total, 1), quantized / max(products, 1), tuple(plain))
+
+
+def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Return whose weights are computed of what a module holds, by name and as a module."""
+    return {
+        module.parametrizations["weight"]: (name, module)
+        for name, module in model.named_modules()
+        if parametrize.is_parametrized(module, "weight")
+    }
 
 
 def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, bool]:

@@ -194,6 +194,65 @@ def test_a_product_that_would_stay_plain_is_refused(multiply):
         functional_call(layer, dict(nn.Linear(64, 64).named_parameters()), X)
 
 
+OTHER_PRODUCTS = {
+    "a part": lambda x, w: F.linear(x, w[:32]), "a view": lambda x, w: F.linear(x, w.view(64, 64)),
+    "bmm": lambda x, w: torch.bmm(x[None], w.t()[None]), "einsum": lambda x, w: torch.einsum("tk,nk->tn", x, w),
+    "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(1, 1, 64), x[None], w.t()[None]),
+    "inner": torch.inner, "method": lambda x, w: x.inner(w), "vector": lambda x, w: torch.mv(w, x[0]),
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([1], [1])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", OTHER_PRODUCTS)
+def test_every_product_of_a_plain_tensor_at_a_weight_is_refused(how):
+    """They ran in high precision, and nothing said so."""
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return OTHER_PRODUCTS[how](x, self.weight)
+
+    layer = ht.quantize_(Own(64, 64), "fp8")
+    layer.weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(NotImplementedError, match=r"F\.linear is required where a plain tensor stands .* in Own"):
+        layer(X)
+
+
+def test_other_products_in_the_forward_of_a_layer_stay():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return F.linear(torch.einsum("tk,nk->tn", x, OTHER), self.weight)
+
+    layer = ht.quantize_(Own(64, 64), "fp8")
+    layer.weight = nn.Parameter(torch.randn(64, 64))
+    assert layer(X).shape == X.shape
+
+
+OTHER = torch.eye(64)
+
+
+def test_converting_and_explaining_leave_parametrizations_as_they_are(caplog):
+    """Power iterations of a spectral norm go on when a weight is read in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(parametrizations.spectral_norm(nn.Linear(64, 64)) for _ in range(2)))
+    before = [buffer.clone() for buffer in model.buffers()]
+    resting = model[1].parametrizations.weight[0].eval()
+    ht.explain(ht.quantize_(model, "fp8"), show=False)
+    assert all(map(torch.equal, model.buffers(), before))
+    assert [module for module in model.modules() if not module.training] == [resting]
+
+
+def test_a_parametrized_layer_counts_as_quantized(caplog):
+    model = ht.quantize_(nn.Sequential(parametrizations.weight_norm(nn.Linear(64, 64))), "fp8")
+    assert not [record for record in caplog.records if record.name == "hybridtensor"]  # no warning
+    found = ht.check(model, X, strict=True)
+    assert (found.problems, found.coverage.products) == ([], 1.0)
+    plain = ht.quantize_(
+        nn.Sequential(nn.Linear(64, 64), parametrizations.weight_norm(nn.Linear(64, 64))), "fp8", keep_bf16=["1"]
+    )
+    left = [matrix.name for matrix in ht.check(plain, X).coverage.plain]
+    assert "1.parametrizations.weight.original1" in left
+
+
 # -- a layer's forward, which is the layer's own: copied, pickled, and under and over those of others
 
 
@@ -306,3 +365,13 @@ def test_a_layer_is_freed_at_once():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_block", "nvfp4"])
+def test_an_overflow_may_be_finite_behind_a_product(recipe):
+    """What the documentation says of loss scales in float16."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)).half(), recipe)
+    grad = torch.ones(32, 64).half()
+    grad[3, 5] = torch.inf
+    model(X.half()).backward(grad)
+    assert model[0].weight.grad.isfinite().all()

@@ -630,12 +630,74 @@ def test_low_precision_really_runs():
     assert all(not torch.equal(a, b) for a, b in zip(got[:3], expected[:3], strict=True))
 
 
-def test_double_backward_is_refused():
-    converted, _ = layer("fp8")
+@pytest.mark.parametrize("spec", ["fp8", "bf16", "fp8_delayed", "fp8+dequantized"])
+@pytest.mark.parametrize("reduce", [torch.Tensor.sum, lambda y: y.float().square().sum()], ids=["sum", "square"])
+def test_double_backward_is_refused(reduce, spec):
+    """Also of a sum, whose gradient has none itself: the weight's part of a penalty would be lost."""
+    converted, _ = layer(spec)
     x = random_tensor(6, 32).requires_grad_()
-    (grad,) = torch.autograd.grad(converted(x).float().pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(
+        NotImplementedError, match=r"got create_graph=True for .*input; quantized products have no second"
+    ):
+        torch.autograd.grad(reduce(converted(x)), x, create_graph=True)
+
+
+def test_products_of_vectors_and_hessians_are_refused():
+    converted, _ = layer("fp8", dtype=torch.float32)
+    x = random_tensor(6, 32, dtype=torch.float32)
+    for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            product(lambda x: F.silu(converted(F.silu(x))).sum(), x, torch.ones_like(x))
+
+
+def test_gradients_that_depend_on_nothing_with_a_gradient_are_as_the_plain_layers():
+    converted, plain = layer("fp8")
+    converted.requires_grad_(False)
+    plain.requires_grad_(False)
+    x = random_tensor(6, 32).requires_grad_()
+    for module in (converted, plain):
+        (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        assert not grad.requires_grad
+
+
+class ByHand(torch.autograd.Function):
+    """A linear layer as some write it, for what they do beside it in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_products_in_the_backward_of_a_function_are_refused(persistent):
+    """They would be quantized as outputs, and the weight's gradient not at all."""
+    converted, _ = layer("fp8", persistent=persistent)
+    y = ByHand.apply(random_tensor(6, 32).requires_grad_(), converted.weight)
+    with pytest.raises(NotImplementedError, match="transpose of weight, in the backward of an autograd function"):
+        y.sum().backward()
+    with torch.no_grad():  # elsewhere it is what it looks like
+        assert (random_tensor(6, 48) @ converted.weight).shape == (6, 32)
+
+
+def test_a_forward_without_gradients_may_run_in_a_backward():
+    """As of a teacher in a checkpointed block."""
+    converted, _ = layer("fp8")
+    x, seen = random_tensor(6, 32).requires_grad_(), []
+
+    def look(grad):
+        with torch.no_grad():
+            seen.append(converted(x))
+
+    y = converted(x)
+    y.register_hook(look)
+    y.sum().backward()
+    assert torch.equal(seen[0], y)
 
 
 class TestBadInput:

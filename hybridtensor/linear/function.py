@@ -22,6 +22,7 @@ from hybridtensor.linear.operands import (
     Needs,
     Operand,
     Weight,
+    is_transposed,
 )
 from hybridtensor.linear.products import Backward, output
 from hybridtensor.linear.weight_operands import weight_operand
@@ -128,6 +129,8 @@ def multiplied(
         input = input.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     grad = torch.is_grad_enabled()
+    if not grad and weight.dim() == 2:
+        _require_no_gradient(weight)
     needs = Needs(
         input=grad and input.requires_grad,
         weight=grad and weight.requires_grad,
@@ -143,6 +146,20 @@ def multiplied(
         w.save()  # lets go of faces that nothing uses again
         return out
     return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _require_no_gradient(weight: Weight) -> None:
+    """Raise NotImplementedError for what looks like ``grad @ weight`` in the backward of someone's autograd function:
+    it would be quantized as an output, and ``grad_weight`` not at all.
+    """
+    if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
+        return
+    if is_transposed(weight):
+        name = Context("weight", weight.state)
+        raise NotImplementedError(
+            f"linear: products that autograd sees are required, got one with the transpose of {name}, in the "
+            "backward of an autograd function; call F.linear, whose three products are quantized"
+        )
 
 
 def require_plain_autograd() -> None:
@@ -204,8 +221,9 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            _require_one_derivative(ctx, grad_output)
         saved, products = list(ctx.saved_tensors), ctx.products
         for tensor, node in zip(saved, ctx.nodes, strict=False):
             _require_node(tensor, node)
@@ -221,6 +239,20 @@ class _Linear(torch.autograd.Function):
                 dim=tuple(range(grad_output.dim() - 1))
             )  # as the plain layer sums it
         return grad_input, grad_weight, grad_bias, None
+
+
+def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
+    """Raise NotImplementedError where gradients that are to be differentiated depend on what has a gradient.
+
+    Now, not when they are: torch's ``once_differentiable`` looks at ``grad_output`` alone, and what it returns is
+    no part of the way to what ``torch.autograd.grad`` is asked for, which then gets zeros.
+    """
+    of_input, of_weight, *_ = ctx.needs_input_grad
+    if grad_output.requires_grad or (of_input and of_weight):
+        raise NotImplementedError(
+            "linear: gradients that are not differentiated again are required, got create_graph=True for "
+            f"{ctx.products.context}; quantized products have no second derivative: call plain_ on a copy of the model"
+        )
 
 
 def _require_node(tensor: Tensor, node: fx.Node | None) -> None:

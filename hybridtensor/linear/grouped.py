@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybridtensor.arguments import require_tensor
 from hybridtensor.linear.function import multiplied, require_plain_autograd
-from hybridtensor.linear.operands import Weight
+from hybridtensor.linear.operands import Weight, is_transposed
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import ROLES
-from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses import HybridTensor
 
 # Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces
 _LEAST_STEP = 32
@@ -100,9 +100,7 @@ def _check_layout(weight: Weight) -> None:
     state = weight.record.layer
     if state is None or state.transposed is None:
         return
-    stored = isinstance(weight, MasterWeight) and weight.plain.stride(-1) != 1
-    turned = weight.swapped if isinstance(weight, HybridTensor) else stored
-    if 1 not in weight.shape[1:] and state.transposed != turned:
+    if 1 not in weight.shape[1:] and state.transposed != is_transposed(weight):
         layout = "[E, in, out]" if state.transposed else "[E, out, in]"
         raise ValueError(
             f"grouped_mm: experts {state.name} are taken to be stored {layout}, got a product of the other "

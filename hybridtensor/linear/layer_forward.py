@@ -234,6 +234,7 @@ class _AtWeight(TorchFunctionMode):
             operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
             if operands["weight"] is self._weight:
                 return self._linear(**operands)
+            self._refuse_weight([operands["weight"]])
         elif func in _PRODUCTS:
             self._refuse_weight([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
@@ -262,8 +263,10 @@ def _memory(tensor: Tensor) -> int:
 
 
 _PRODUCTS = (
-    torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__,
-    Tensor.__rmatmul__,
+    torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.addbmm, torch.einsum, torch.inner, torch.mv,
+    torch.addmv, torch.tensordot, torch.chain_matmul, torch.linalg.multi_dot, torch.linalg.matmul, F.bilinear,
+    Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.bmm, Tensor.baddbmm, Tensor.addbmm, Tensor.inner, Tensor.mv,
+    Tensor.addmv, Tensor.__matmul__, Tensor.__rmatmul__,
 )  # fmt: skip
 
 

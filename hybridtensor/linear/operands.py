@@ -34,6 +34,13 @@ WEIGHTS = (MasterWeight, HybridTensor)
 QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring their faces along
 
 
+def is_transposed(weight: Weight) -> bool:
+    """Return whether this is the transpose of a layer's weight, or of each expert's."""
+    if isinstance(weight, HybridTensor):
+        return weight.swapped
+    return weight.plain.stride(-1) != 1
+
+
 class Needs(NamedTuple):
     """Which gradients backward will be asked for.
 
