@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -111,8 +112,9 @@ def quantize_(
     plan = _keeping(_with_layouts(plan, transposed), keep_faces)
     check_plan(plan, model, root, persistent)  # before anything changes
     scales = common_scales(plan, common_scale)
-    _convert_all(plan, persistent, scales, forget_common_scales(plan))
-    _finish(model, plan, root)
+    with torch.inference_mode(False):  # what is made here is written and trained later
+        _convert_all(plan, persistent, scales, forget_common_scales(plan))
+        _finish(model, plan, root)
     return model
 
 

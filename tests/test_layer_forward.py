@@ -375,3 +375,24 @@ def test_an_overflow_may_be_finite_behind_a_product(recipe):
     grad[3, 5] = torch.inf
     model(X.half()).backward(grad)
     assert model[0].weight.grad.isfinite().all()
+
+
+def test_a_layer_is_exported_by_itself():
+    layer = ht.quantize_(nn.Linear(64, 64), "fp8").eval()
+    exported = torch.export.export(layer, (X,)).module()
+    assert torch.equal(exported(X), layer(X))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_layers_converted_in_inference_mode_run_and_are_trained(recipe):
+    with torch.inference_mode():
+        converted = ht.quantize_(model(), recipe)  # of parameters that belong to inference
+        assert converted(X).isfinite().all()
+    trained, expected = model(), model(recipe)
+    with torch.inference_mode():
+        ht.quantize_(trained, recipe)
+        assert torch.equal(trained(X), expected(X))
+    for one in (trained, expected):
+        one(X).square().mean().backward()
+        ht.step_(one)
+    assert all(map(torch.equal, grads(trained.parameters()), grads(expected.parameters())))

@@ -140,6 +140,12 @@ class LayerForward:
             return inspect.signature(self.inner or nn.Linear.forward)
         return inspect.signature(types.MethodType(type(layer).forward, layer))
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """That of the forward that runs: ``torch.export`` reads it of the root."""
+        forward: Any = self.inner or type(_required(self._layer())).forward
+        return forward.__code__  # type: ignore[no-any-return]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerForward:
         inner = self.inner
         if isinstance(inner, types.MethodType):
