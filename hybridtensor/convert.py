@@ -73,8 +73,7 @@ def quantize_(
     working. Calling it again changes the recipe. By default the output head, routers and their gates are left alone
     (``explain(model)`` says which and why; ``gate`` is a router's if it is narrower than its input), and parameters of
     three dimensions are experts' weights if ``num_experts`` of their module is the first extent. What is left plain is
-    logged (logger ``hybridtensor``): as a warning, if a large matrix is neither a linear layer's nor experts',
-    or a router's by its name.
+    logged (logger ``hybridtensor``), large matrices as a warning if nobody asked for it, or a gate's name alone did.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

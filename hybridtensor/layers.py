@@ -40,10 +40,11 @@ class Layer(NamedTuple):
         """What stands at the weight; what parametrizations learn from being read stays as it is."""
         if not parametrize.is_parametrized(self.module, self.parameter):
             return getattr(self.module, self.parameter)
-        computing: Any = self.module.parametrizations
-        modes = {module: module.training for module in computing[self.parameter].modules()}
+        every: Any = self.module.parametrizations
+        computing: nn.Module = every[self.parameter]
+        modes = {module: module.training for module in computing.modules()}
         try:
-            computing[self.parameter].eval()
+            computing.eval()
             return getattr(self.module, self.parameter)
         finally:
             for module, training in modes.items():
@@ -95,10 +96,10 @@ class Layer(NamedTuple):
         if self.is_stack and not _is_of_experts(self.module, self.weight):
             return f"{type(self.module).__name__} has no num_experts that is its first extent"
         name = self.name.rpartition(".")[2]
-        return None if name == "gate" and self._is_gate_of_values() else SKIPPED_NAMES.get(name)
+        return None if name == "gate" and self._gates_values() else SKIPPED_NAMES.get(name)
 
-    def _is_gate_of_values(self) -> bool:
-        """Return whether a gate is one of an MLP or of attention, not a router's, which scores a few experts."""
+    def _gates_values(self) -> bool:
+        """Return whether a gate belongs to an MLP or attention; a router's scores a few experts, and is narrow."""
         outputs, inputs = self.size(tuple(self.weight.shape))
         return self.is_stack or outputs >= inputs
 

@@ -273,9 +273,8 @@ def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, 
         return reason or "not chosen", reason is None
     if isinstance(module, nn.Linear):
         reason = Layer(name, module).why_skipped()
-        return reason or "not chosen", reason != SKIPPED_NAMES[
-            "gate"
-        ]  # a large one is hardly a router's
+        by_name = reason == SKIPPED_NAMES["gate"]  # a large one is hardly a router's
+        return reason or "not chosen", not by_name
     router = SKIPPED_NAMES.get(name.rpartition(".")[2])
     if router is not None:
         return router, True

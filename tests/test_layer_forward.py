@@ -199,6 +199,7 @@ OTHER_PRODUCTS = {
     "bmm": lambda x, w: torch.bmm(x[None], w.t()[None]), "einsum": lambda x, w: torch.einsum("tk,nk->tn", x, w),
     "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(1, 1, 64), x[None], w.t()[None]),
     "inner": torch.inner, "method": lambda x, w: x.inner(w), "vector": lambda x, w: torch.mv(w, x[0]),
+    "list": lambda x, w: torch.einsum("tk,nk->tn", [x, w]), "chain": lambda x, w: torch.linalg.multi_dot([x, w.t()]),
     "tensordot": lambda x, w: torch.tensordot(x, w, dims=([1], [1])),
 }  # fmt: skip
 
@@ -228,6 +229,20 @@ def test_other_products_in_the_forward_of_a_layer_stay():
 
 
 OTHER = torch.eye(64)
+
+
+def test_weights_in_one_storage_are_told_apart():
+    """As flat parameters lie: one behind the other."""
+
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight) + F.linear(x, self.other)
+
+    flat = torch.randn(2, 64, 64)
+    layer = ht.quantize_(Adapted(64, 64), "fp8")
+    layer.weight, layer.other = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+    difference = layer(X) - F.linear(X, flat[1])
+    assert 0 < (difference - X @ flat[0].t()).norm() < 0.1 * difference.norm()
 
 
 def test_converting_and_explaining_leave_parametrizations_as_they_are(caplog):

@@ -31,7 +31,7 @@ from hybridtensor.ops.library import autocasts, is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context
+from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
 from hybridtensor.subclasses.observing import note_operand, note_product, observers
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
@@ -155,10 +155,10 @@ def _require_no_gradient(weight: Weight) -> None:
     if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
         return
     if is_transposed(weight):
-        name = Context("weight", weight.state)
         raise NotImplementedError(
-            f"linear: products that autograd sees are required, got one with the transpose of {name}, in the "
-            "backward of an autograd function; call F.linear, whose three products are quantized"
+            f"linear: products that autograd sees are required, got one with the transposed weight of "
+            f"{_layer_of(weight.state)}, in the backward of an autograd function; call F.linear, whose three products "
+            "are quantized"
         )
 
 
@@ -250,9 +250,16 @@ def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
     of_input, of_weight, *_ = ctx.needs_input_grad
     if grad_output.requires_grad or (of_input and of_weight):
         raise NotImplementedError(
-            "linear: gradients that are not differentiated again are required, got create_graph=True for "
-            f"{ctx.products.context}; quantized products have no second derivative: call plain_ on a copy of the model"
+            "linear: gradients that are not differentiated again are required, got create_graph=True in the backward "
+            f"of {_layer_of(ctx.products.context.state)}, whose quantized products have no second derivative; call "
+            "plain_ on a copy of the model"
         )
+
+
+def _layer_of(state: StateTensors | None) -> str:
+    """Return what errors call the layer that a state belongs to."""
+    name = getattr(state, "name", "")
+    return f"layer {name}" if name else "a layer"
 
 
 def _require_node(tensor: Tensor, node: fx.Node | None) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_plain_autograd
@@ -144,7 +145,8 @@ class LayerForward:
     def __code__(self) -> types.CodeType:
         """That of the forward that runs: ``torch.export`` reads it of the root."""
         forward: Any = self.inner or type(_required(self._layer())).forward
-        return forward.__code__  # type: ignore[no-any-return]
+        code: types.CodeType = forward.__code__
+        return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerForward:
         inner = self.inner
@@ -253,8 +255,10 @@ class _AtWeight(TorchFunctionMode):
 
     def _refuse_weight(self, operands: list[Any]) -> None:
         """Raise for another product with the weight, or its transpose."""
-        memory = _memory(self._weight)
-        if any(isinstance(t, Tensor) and _memory(t) == memory for t in operands):
+        tensors = [
+            t for t in tree_leaves(operands) if isinstance(t, Tensor)
+        ]  # some functions take lists
+        if any(_overlap(t, self._weight) for t in tensors):
             raise NotImplementedError(
                 "linear: F.linear is required where a plain tensor stands at a converted layer's "
                 f"weight, got a product of matrices in {type(self._layer).__name__}; it would not "
@@ -262,10 +266,20 @@ class _AtWeight(TorchFunctionMode):
             )
 
 
-def _memory(tensor: Tensor) -> int:
-    """Return a number that identifies the memory of a tensor."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors have memory in common; parameters may lie in one storage, one behind the other."""
+    first, second = _reach(a), _reach(b)
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and first.start < second.stop and second.start < first.stop
+
+
+def _reach(tensor: Tensor) -> range:
+    """Return the bytes of its storage that a tensor reaches over."""
+    first, size = tensor.storage_offset(), tensor.element_size()
+    last = first + sum(
+        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return range(first * size, (last + 1) * size)
 
 
 _PRODUCTS = (
