@@ -257,7 +257,7 @@ def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
 
 
 def _layer_of(state: StateTensors | None) -> str:
-    """Return what errors call the layer that a state belongs to."""
+    """Return the layer that a state belongs to, as errors name it."""
     name = getattr(state, "name", "")
     return f"layer {name}" if name else "a layer"
 
