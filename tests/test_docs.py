@@ -203,7 +203,7 @@ def runs_of_convergence():
 
 def test_every_run_of_the_convergence_table_is_kept():
     runs = runs_of_convergence()
-    count = Counter(name.removesuffix("_disturbed") for name, _ in runs)
+    count = Counter(name.partition("_disturbed")[0] for name, _ in runs)
     assert count == {row["recipe"]: row["runs"] for row in results("convergence_nvidia_h200")["rows"]}
 
 
@@ -211,7 +211,7 @@ def test_gaps_are_what_a_reader_would_work_out():
     """Oracle: mean gaps, over the seeds of a recipe, to the mean of BF16's runs, refined by least squares."""
     runs, base = runs_of_convergence(), {}
     for (name, seed), loss in runs.items():
-        if name.removesuffix("_disturbed") == "bf16":
+        if name.partition("_disturbed")[0] == "bf16":
             base.setdefault(seed, []).append(loss)
     for row in results("convergence_nvidia_h200")["rows"][1:]:
         own = [(seed, loss) for (name, seed), loss in runs.items() if name == row["recipe"]]
@@ -228,7 +228,7 @@ def test_what_the_page_takes_from_convergence():
     names = ("fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8")
     eight = [gap[name] for name in names]
     assert (round(min(eight), 1), round(max(eight), 1)) == (0.1, 0.2)
-    assert max(eight) < 0.25 < max(rows[name]["high %"] for name in names) < 0.4
+    assert max(eight) < 0.25 < max(rows[name]["high %"] for name in names) < 0.35
     assert max(eight) - min(eight) < 2 * of_pair
     fewer = ["fp8_high_precision_backward", "fp8_dequantized_backward", "mxfp8_dequantized_backward"]
     fewer = [rows[name] for name in (*fewer, "high_precision_fwd_mxfp8_bwd")]
@@ -244,9 +244,9 @@ def test_what_the_page_takes_from_convergence():
     assert abs(added[4] - sum(added[:3])) < 2 * between
     forward = ["row_scaled_fwd_mxfp8_bwd", "row_scaled_fwd_high_precision_bwd", "dequantized_backward", "fwd_mxfp8_bwd"]
     forward = [gap[f"nvfp4_{name}"] for name in forward]
-    assert f"{min(forward):.2f} {max(forward):.2f}" == "0.98 1.09"
+    assert f"{min(forward):.2f} {max(forward):.2f}" == "0.95 1.06"
     assert max(forward) - min(forward) < 2 * of_pair
-    assert f"{gap['mxfp8_fwd_nvfp4_bwd']:.1f} {gap['nvfp4_edge_blocks_bf16']:.1f}" == "0.4 0.7"
+    assert f"{gap['mxfp8_fwd_nvfp4_bwd']:.1f} {gap['nvfp4_edge_blocks_bf16']:.1f}" == "0.4 0.6"
     assert rows["mxfp8_fwd_nvfp4_bwd"]["verdict"] == rows["nvfp4_edge_blocks_bf16"]["verdict"] == "within"
     assert rows["nvfp4"]["verdict"] == "above"
     held_out = [rows[name]["validation gap %"] for name in names]
@@ -254,10 +254,11 @@ def test_what_the_page_takes_from_convergence():
 
     def percent(name, begin, end):
         """Of a part of the curves of three seeds."""
-        of = {one: [record["curves"][f"{one}-{seed}"] for seed in range(3)] for one in (name, "bf16", "bf16_disturbed")}
+        names = (name, "bf16", "bf16_disturbed", "bf16_disturbed_again")
+        of = {one: [record["curves"][f"{one}-{seed}"] for seed in range(3)] for one in names}
         part = slice(int(begin * len(of[name][0])), int(end * len(of[name][0])))
         loss, *base = (sum(sum(curve[part]) for curve in curves) for curves in of.values())
-        return 100 * (2 * loss / sum(base) - 1)
+        return 100 * (len(base) * loss / sum(base) - 1)
 
     assert f"{percent('nvfp4', 0.45, 0.55):.1f} {percent('nvfp4_last_tenth_bf16', 0.95, 1):.1f}" == "0.9 1.0"
 
