@@ -1,8 +1,10 @@
 """Ranks that stay for all tests: starting them is what takes time. Through gloo, and on GPUs through NCCL."""
 
 import contextlib
+import faulthandler
 import traceback
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,29 +29,33 @@ class Ranks:
         self.starts += 1
         for rank in range(self.size):
             mine, theirs = context.Pipe()
-            store = self.directory / f"store{self.starts}"
+            store = self._store()
             args = (rank, self.size, str(store), self.device, theirs)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
 
+    def _store(self):
+        return self.directory / f"store{self.starts}"
+
     def run(self, body, *args):
         for pipe in self.pipes:
             pipe.send((body, args))
-        answers = [self._answer(pipe) for pipe in self.pipes]
+        answers = [self._answer(rank, pipe) for rank, pipe in enumerate(self.pipes)]
         errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
         if errors:  # collectives may be left half done
             self.stop()
             self.start()
         assert not errors, "\n".join(errors)
 
-    @staticmethod
-    def _answer(pipe):
+    def _answer(self, rank, pipe):
         try:
             return pipe.recv() if pipe.poll(120) else "no answer in 120 s"
         except EOFError:
-            return "the process ended"
+            self.processes[rank].join(5)
+            crash = crash_of(rank, self._store()).read_text()
+            return f"the process ended with exit code {self.processes[rank].exitcode}\n{crash}"
 
     def stop(self):
         for pipe in self.pipes:
@@ -60,8 +66,14 @@ class Ranks:
             process.kill()
 
 
+def crash_of(rank, store):
+    """Return the file that has the stacks of a rank's threads where a signal ended it."""
+    return Path(f"{store}.{rank}")
+
+
 def serve(rank, size, path, device, pipe):
     """Run what comes through ``pipe`` until None comes."""
+    faulthandler.enable(crash_of(rank, path).open("w"))
     join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # in a thread that ran nothing before
