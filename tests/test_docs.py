@@ -88,11 +88,10 @@ def test_tables_of_parts_of_copy_speed(name, what):
     assert table(f"{name}_nvidia_h200") == [[name, *of] for name, of in speeds.items() if name != "copy"]
 
 
-def test_end_to_end_table():
-    rows = results("end_to_end_nvidia_h200")["rows"]
-    assert table("end_to_end_nvidia_h200") == [
-        [r["mode"], r["recipe"], f"{r['ms']:.1f}", f"{r['speedup']:.2f}x"] for r in rows
-    ]
+@pytest.mark.parametrize("name", ["end_to_end_nvidia_h200", "end_to_end_nvidia_h100_80gb_hbm3"])
+def test_end_to_end_table(name):
+    rows = results(name)["rows"]
+    assert table(name) == [[r["mode"], r["recipe"], f"{r['ms']:.1f}", f"{r['speedup']:.2f}x"] for r in rows]
 
 
 def test_blocks_table():
@@ -321,8 +320,10 @@ def test_no_other_gpu_or_torch_was_measured():
     for name in names:
         record = results(name)
         found = record.get("environment") or {"device": record["device"], **record["versions"]}
-        assert (found["device"], found["torch"].partition("+")[0]) == ("NVIDIA H200", "2.11.0")
-    assert "Never run: GPUs other than the H200, CUDA with torch above 2.11" in README
+        assert found["torch"].partition("+")[0] == "2.11.0"
+        assert name.endswith(found["device"].lower().replace(" ", "_"))
+        assert found["device"] in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    assert "Never run: GPUs other than the H200 and the H100, CUDA with torch above 2.11" in README
 
 
 def test_the_results_of_the_readme_are_those_of_the_benchmarks():
