@@ -255,10 +255,8 @@ class _AtWeight(TorchFunctionMode):
 
     def _refuse_weight(self, operands: list[Any]) -> None:
         """Raise for another product with the weight, or its transpose."""
-        tensors = [
-            t for t in tree_leaves(operands) if isinstance(t, Tensor)
-        ]  # some functions take lists
-        if any(_overlap(t, self._weight) for t in tensors):
+        leaves = tree_leaves(operands)  # some functions take lists
+        if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
             raise NotImplementedError(
                 "linear: F.linear is required where a plain tensor stands at a converted layer's "
                 f"weight, got a product of matrices in {type(self._layer).__name__}; it would not "
