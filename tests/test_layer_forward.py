@@ -362,6 +362,20 @@ def test_the_type_and_signature_of_a_layer_stay():
     assert torch.equal(copy.deepcopy(layer)(X), expected)
 
 
+def test_the_signature_of_a_forward_under_ours_stays():
+    def gated(x, *, gate: float = 1.0) -> torch.Tensor:
+        return x * gate
+
+    layer = nn.Linear(64, 64)
+    layer.forward = gated
+    ht.quantize_(layer, "fp8")
+    assert str(inspect.signature(layer.forward)) == "(x, *, gate: float = 1.0) -> torch.Tensor"
+    assert torch.equal(layer(X, gate=2.0), X * 2)
+    under(other := nn.Linear(64, 64))
+    ht.quantize_(other, "fp8")
+    assert str(inspect.signature(other.forward)) == "(x)"
+
+
 def test_a_forward_whose_layer_is_gone():
     forward = converted("alone").forward
     gc.collect()
@@ -375,7 +389,7 @@ def test_a_layer_is_freed_at_once():
     layer(X)
     gc.disable()
     try:
-        del layer.forward.inner  # a bound method of the layer is a cycle, as without us
+        del layer.forward.__self__.inner  # a bound method of the layer is a cycle, as without us
         del layer
         assert gone() is None
     finally:

@@ -15,6 +15,7 @@ so that the layer itself has to look.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 import weakref
@@ -56,7 +57,7 @@ class LayerRecipe(NamedTuple):
 def set_recipe(module: nn.Linear, config: HybridConfig, state: LayerState) -> None:
     """Have a layer apply a recipe to whatever tensor stands at ``weight``."""
     if _RECIPE not in module.__dict__:
-        module.forward = LayerForward(module, module.__dict__.get("forward"))  # type: ignore[method-assign]
+        module.forward = LayerForward(module, module.__dict__.get("forward")).bound  # type: ignore[method-assign]
         # Transformers runs a layer that says so with its own parts of weights and inputs.
         module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
     module.__dict__[_RECIPE] = LayerRecipe(config, state)
@@ -66,8 +67,8 @@ def drop_recipe(module: nn.Linear) -> None:
     """Undo ``set_recipe``; where another library's forward calls ours, that runs the layer's."""
     module.__dict__.pop(_RECIPE, None)
     module.__dict__.pop("_hf_quantized_needs_local_tp", None)
-    own = module.__dict__.get("forward")
-    if isinstance(own, LayerForward):
+    own = _forward_of(module)
+    if own is not None:
         del module.__dict__["forward"]
         if own.inner is not None:
             module.__dict__["forward"] = own.inner
@@ -81,8 +82,14 @@ def recipe_of(module: nn.Module) -> LayerRecipe | None:
 
 def runs_linear(module: nn.Linear) -> bool:
     """Return whether a converted layer's forward is that of ``nn.Linear``, and nothing around it."""
-    own = module.__dict__.get("forward")
-    return isinstance(own, LayerForward) and own.inner is None and _is_linear(module)
+    own = _forward_of(module)
+    return own is not None and own.inner is None and _is_linear(module)
+
+
+def _forward_of(module: nn.Linear) -> LayerForward | None:
+    """Return the ``LayerForward`` that a layer runs, or None if it runs its own or another library's."""
+    own = getattr(module.__dict__.get("forward"), "__self__", None)
+    return own if isinstance(own, LayerForward) else None
 
 
 def _is_linear(module: nn.Linear) -> bool:
@@ -90,10 +97,10 @@ def _is_linear(module: nn.Linear) -> bool:
 
 
 class LayerForward:
-    """The ``forward`` of one converted layer, which is an attribute of the layer, not of its class.
+    """What runs as the ``forward`` of one converted layer.
 
-    It is copied and pickled with the layer, and belongs to the copy then: a bound method would
-    come back as that of the class.
+    The layer's ``forward`` attribute is the method ``bound``: Dynamo guards an attribute ``forward`` by identity,
+    unless it is a bound method, of which it compares the function's code. So equal layers share one graph.
 
     Args:
         layer: The layer, which is referred to weakly: the layer holds its forward.
@@ -103,10 +110,18 @@ class LayerForward:
         inner: The same.
     """
 
-    __slots__ = ("__weakref__", "_layer", "inner")
-
     def __init__(self, layer: nn.Linear, inner: Callable[..., Any] | None = None) -> None:
         self._layer, self.inner = weakref.ref(layer), inner
+
+    @property
+    def bound(self) -> types.MethodType:
+        """The method that runs this, with the signature of the forward that it stands for."""
+        if self.inner is None:
+            return types.MethodType(_method(type(_required(self._layer())).forward), self)
+        method = _method.__wrapped__(self.inner)
+        method.__signature__ = _with_self(inspect.signature(self.inner))  # type: ignore[attr-defined]
+        del method.__wrapped__  # type: ignore[attr-defined]  # often a method of the layer: a cycle
+        return types.MethodType(method, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
@@ -133,32 +148,14 @@ class LayerForward:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the forward that runs."""
-        layer = self._layer()
-        if self.inner is not None or layer is None:
-            return inspect.signature(self.inner or nn.Linear.forward)
-        return inspect.signature(types.MethodType(type(layer).forward, layer))
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """That of the forward that runs: ``torch.export`` reads it of the root."""
-        forward: Any = self.inner or type(_required(self._layer())).forward
-        code: types.CodeType = forward.__code__
-        return code
-
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerForward:
-        inner = self.inner
-        if isinstance(inner, types.MethodType):
-            inner = types.MethodType(inner.__func__, copy.deepcopy(inner.__self__, memo))
-        else:
-            inner = copy.deepcopy(inner, memo)
-        return type(self)(_required(copy.deepcopy(self._layer(), memo)), inner)
+        return type(self)(
+            _required(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         inner = self.inner
-        # a bound method is pickled by its name, which would find this forward
+        # pickle writes a bound method as its name, which of the layer's own attribute would find this forward
         if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
             return _unbound, (), (self._layer(), inner.__func__, True)
         return _unbound, (), (self._layer(), inner, False)
@@ -166,6 +163,24 @@ class LayerForward:
     def __setstate__(self, state: tuple[nn.Linear, Any, bool]) -> None:
         layer, inner, bound = state
         self.__init__(layer, types.MethodType(inner, layer) if bound else inner)  # type: ignore[misc]
+
+
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with the parameter in front that a bound method leaves out."""
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[own, *signature.parameters.values()])
+
+
+@functools.cache
+def _method(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of ``LayerForward.bound`` for layers whose class has this forward."""
+
+    @functools.wraps(forward, updated=())
+    def bound(self: LayerForward, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    bound.__name__ = "bound"  # pickle and copy find the method of a ``LayerForward`` by this name
+    return bound
 
 
 def _required(layer: nn.Linear | None) -> nn.Linear:

@@ -1,0 +1,74 @@
+"""Equal blocks share one compiled graph at Dynamo's default limits, whatever the recipe."""
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import hybridtensor as ht
+from hybridtensor.testing import random_tensor
+
+NUM_BLOCKS = 32
+FIRST = ["bf16", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
+
+
+class Block(nn.Module):
+    """A block with siblings that share an input, as attention and gated units have."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.o(torch.sigmoid(self.q(y)) * self.k(y) + self.v(y))
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def blocks_of(recipe, count=NUM_BLOCKS, **options):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(count)).bfloat16()
+    return ht.quantize_(blocks, recipe, **options)
+
+
+def run(blocks, seed=0):
+    x = random_tensor(32, 32, seed=seed).requires_grad_()
+    y = x
+    for block in blocks:
+        y = block(y)
+    y.square().mean().backward()
+    made = [x.grad, *[p.grad for p in blocks.parameters()]]
+    blocks.zero_grad()
+    ht.step_(blocks)
+    return made
+
+
+@pytest.mark.parametrize("recipe", tiers.few(dict.fromkeys([*FIRST, *ht.recipes.RECIPES]), len(FIRST)))
+def test_equal_blocks_share_one_graph(recipe):
+    """Forward and backward, bitwise the eager blocks, over steps that write the weights."""
+    compiled, eager = blocks_of(recipe), blocks_of(recipe)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in compiled:
+        block.compile(fullgraph=True, backend=counter)
+    counters.clear()
+    for step in range(2):
+        for ours, expected in zip(run(compiled, step), run(eager, step), strict=True):
+            assert torch.equal(ours, expected)
+        with torch.no_grad():
+            for parameter in [*compiled.parameters(), *eager.parameters()]:
+                parameter.mul_(0.99)
+    assert counter.frame_count == 1
+    assert counters["aot_autograd"]["total"] == 1
