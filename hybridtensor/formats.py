@@ -16,8 +16,10 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hybridtensor.arguments import (
     nearest,
@@ -62,10 +64,25 @@ __all__ = [
 ]
 
 
+class _OnePerValue(type):
+    """Gives one record per value, so that comparing records by identity compares them by value."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo builds a record that it passes on from its fields, numbers that differed from call to call as
+        # proxies; it has guarded the name, which finds the record.
+        if any(isinstance(value, torch.fx.Proxy) for value in tree_leaves(args)):
+            return format_of_face(args[0])
+        made: Any = super().__call__(*args, **kwargs)
+        fields = tuple(getattr(made, field.name) for field in dataclasses.fields(made))
+        return _RECORDS.setdefault(fields, made)
+
+
+_RECORDS: dict[tuple[object, ...], Any] = {}
+
+
 @dataclass(frozen=True, eq=False)
-class Format:
-    """How the elements and scales of one face are stored. Records are compared by identity: one per
-    name.
+class Format(metaclass=_OnePerValue):
+    """How the elements and scales of one face are stored. Records with equal fields are one object.
 
     Attributes:
         name: Unique key in the registry, and what errors and tables print.
@@ -250,7 +267,22 @@ class Format:
         tensor_scale = 4 if self.tensor_block is not None and self.tensor_block[0] == 1 else 0
         return contraction / self.elements_per_byte + scales * scale_bytes + tensor_scale
 
+    def __copy__(self) -> Format:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Format:
+        return self
+
     def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the name, by which the registered record is found again.
+
+        Raises:
+            ValueError: If this record is not registered.
+        """
+        if _find(self.name) is not self:
+            raise ValueError(
+                f"pickle: format {self.name!r} is not registered; call register_format first"
+            )
         return format_of_face, (self.name,)
 
     def __str__(self) -> str:
@@ -280,21 +312,30 @@ def register_format(fmt: Format) -> Format:
     """
     require_kind("register_format", "a Format", fmt, Format)
     known = REGISTRY.setdefault(fmt.name, fmt)
-    if dataclasses.astuple(known) != dataclasses.astuple(fmt):
+    if known is not fmt:
         raise ValueError(
             f"register_format: names are unique, got a second {fmt.name!r}; choose another name"
         )
-    _work_out(known)
+    work_out(known)
+    if known.values is not None:
+        work_out(known.values)
     return known
 
 
-def _work_out(fmt: Format) -> None:
-    """Have at hand what follows from a record: Dynamo cannot enter the lock of what a trace works out."""
-    for name, member in vars(Format).items():
-        if isinstance(member, functools.cached_property):
-            getattr(fmt, name)
-    if fmt.values is not None:
-        _work_out(fmt.values)
+def work_out(record: object) -> None:
+    """Compute all cached properties of a record now: Dynamo cannot enter their lock on Python 3.11."""
+    for kind in type(record).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, functools.cached_property):
+                getattr(record, name)
+
+
+def _find(name: str) -> Format | None:
+    """Return the registered record called ``name``, or the values of one, or None."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    base = REGISTRY.get(name.removesuffix("_values"))
+    return None if base is None or base.name == name else base.values
 
 
 def format_of_face(name: str) -> Format:
@@ -303,9 +344,7 @@ def format_of_face(name: str) -> Format:
     Raises:
         ValueError: If there is none.
     """
-    base = name.removesuffix("_values")
-    values = REGISTRY[base].values if base in REGISTRY and base != name else None
-    return get_format(name) if values is None else values
+    return _find(name) or get_format(name)
 
 
 def get_format(name: str) -> Format:

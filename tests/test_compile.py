@@ -1,5 +1,7 @@
 """torch.compile: one graph, no break, the eager results, one recompilation per recipe."""
 
+import pickle
+
 import pytest
 import tiers
 import torch
@@ -141,3 +143,41 @@ def test_caches_of_compiled_graphs_key_on_the_code(tmp_path, monkeypatch):
     assert len({*digests, wrapper._code()}) == 3
     monkeypatch.setattr(wrapper, "_code", lambda: digests[0])
     assert weight._stable_hash_for_caching() != before
+
+
+QUANTIZERS = {
+    "fp8": ht.Float8Quantizer(), "fp8_block": ht.Float8Quantizer(granularity="block"), "mxfp8": ht.MXFP8Quantizer(),
+    "nvfp4": ht.NVFP4Quantizer(), "pair": ht.HybridQuantizer(ht.Float8Quantizer(), ht.MXFP8Quantizer()),
+}  # fmt: skip
+
+
+def test_what_a_graph_quantizes_is_what_eager_code_quantizes():
+    """Also by one function for several quantizers, and compared and copied as whole tensors."""
+    x = random_tensor(32, 64)
+    for quantizer in QUANTIZERS.values():
+
+        def quantize(x, quantizer=quantizer):
+            return quantizer.quantize(x)
+
+        made, expected = torch.compile(quantize, fullgraph=True, backend="aot_eager")(x), quantizer.quantize(x)
+        assert torch.equal(made, expected)
+        assert made.rowwise.format is expected.rowwise.format
+        expected.copy_(made)
+
+
+def test_what_was_quantized_passes_a_graph_break():
+    def function(x):
+        made = QUANTIZERS["fp8"].quantize(x)
+        torch._dynamo.graph_break()
+        return made.dequantize() + 1
+
+    x = random_tensor(32, 64)
+    assert torch.equal(torch.compile(function, backend="aot_eager")(x), function(x))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_quantizer_is_first_used_in_a_graph(name):
+    """On Python 3.11 Dynamo cannot enter the lock of a cached property."""
+    quantizer = pickle.loads(pickle.dumps(QUANTIZERS[name]))
+    quantize = torch.compile(lambda x: quantizer.quantize(x).dequantize(), fullgraph=True, backend="aot_eager")
+    assert quantize(random_tensor(32, 64)).shape == (32, 64)

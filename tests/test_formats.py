@@ -1,5 +1,6 @@
 """Format records against the published formats."""
 
+import copy
 import dataclasses
 import functools
 import pickle
@@ -147,3 +148,19 @@ def test_a_trace_works_out_nothing_of_a_record(monkeypatch):
     x = torch.ones(32, 64, dtype=torch.bfloat16)
     assert torch.equal(compiled(x), ops.quantize(x, request)[0].qdata)
     torch._dynamo.reset()
+
+
+def test_records_with_equal_fields_are_one_object():
+    fields = {field.name: getattr(formats.MXFP8_E4M3, field.name) for field in dataclasses.fields(formats.Format)}
+    assert formats.Format(**fields) is formats.MXFP8_E4M3
+    assert formats.Format(**fields | {"max": 240.0}) != formats.MXFP8_E4M3
+    for fmt in (formats.NVFP4, formats.NVFP4.values):
+        assert copy.copy(fmt) is copy.deepcopy(fmt) is pickle.loads(pickle.dumps(fmt)) is fmt
+
+
+def test_a_record_that_is_not_registered_is_not_pickled():
+    """Its name might find another record."""
+    fmt = dataclasses.replace(formats.MXFP8_E4M3, max=240.0)
+    assert copy.deepcopy(fmt) is fmt
+    with pytest.raises(ValueError, match="pickle: format 'mxfp8_e4m3' is not registered; call register_format"):
+        pickle.dumps(fmt)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.formats import Format
+from hybridtensor.formats import Format, work_out
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.references.blocks import amax_by_rows
@@ -51,6 +51,10 @@ class Quantizer(ABC):
     def __getstate__(self) -> dict[str, object]:
         """Return the fields only: pickles do not hold what was worked out from them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __setstate__(self, fields: dict[str, object]) -> None:
+        self.__dict__.update(fields)
+        work_out(self)
 
     @property
     @abstractmethod

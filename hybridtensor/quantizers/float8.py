@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from hybridtensor.arguments import require_choice, require_flag, require_int, told
-from hybridtensor.formats import Format, get_format
+from hybridtensor.formats import Format, get_format, work_out
 from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import (
     OneFormatQuantizer,
@@ -53,6 +53,7 @@ class Float8Quantizer(OneFormatQuantizer):
             raise ValueError(
                 f"{who}: block is for granularity 'block', got {told(self.block)} with {self.granularity!r}"
             )
+        work_out(self)
 
     @functools.cached_property
     def format(self) -> Format:
@@ -113,6 +114,7 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
             raise ValueError(
                 f"{who}: a history_length of at least 1 is required, got {self.history_length}"
             )
+        work_out(self)
 
     @functools.cached_property
     def format(self) -> Format:

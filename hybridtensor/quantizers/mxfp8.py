@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from hybridtensor.arguments import require_choice, require_flag
-from hybridtensor.formats import Format, get_format
+from hybridtensor.formats import Format, get_format, work_out
 from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import OneFormatQuantizer
 from hybridtensor.state import Context
@@ -34,6 +34,7 @@ class MXFP8Quantizer(OneFormatQuantizer):
     def __post_init__(self) -> None:
         require_choice("MXFP8Quantizer", "dtype", self.dtype, ("e4m3", "e5m2"))
         require_flag("MXFP8Quantizer", two_d=self.two_d)
+        work_out(self)
 
     @functools.cached_property
     def format(self) -> Format:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from hybridtensor.arguments import require_choice, require_flag, require_int
-from hybridtensor.formats import Format, get_format
+from hybridtensor.formats import Format, get_format, work_out
 from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import (
     OneFormatQuantizer,
@@ -56,6 +56,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
                     f"{who}: two_d makes both faces from 16x16 blocks, {option} works along the rows of one; "
                     "choose one of them"
                 )
+        work_out(self)
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
