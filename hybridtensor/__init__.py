@@ -30,6 +30,7 @@ from hybridtensor.quantizers import (
 )
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
 from hybridtensor.state import Context, LayerState
+from hybridtensor.state.recording import without_recording
 from hybridtensor.state.step import step_, step_after
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, MasterWeight, QuantizedTensor
 from hybridtensor.version import __version__
@@ -83,4 +84,5 @@ __all__ = [
     "step_after",
     "swiglu",
     "watch",
+    "without_recording",
 ]

@@ -29,6 +29,7 @@ FORMER_NAMES: dict[str, Callable[..., object]] = {
     "hybridtensor.convert._plain_values": state_dicts.plain_values,
     "hybridtensor.state.DelayedRule": DelayedRule,
     "hybridtensor.state.LayerState": LayerState,
+    "hybridtensor.state.layer.DelayedRule": DelayedRule,
     "hybridtensor.state.StateTensors": StateTensors,
     "hybridtensor.subclasses.kept.Kept": HighPrecisionValues,
 }

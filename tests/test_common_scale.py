@@ -109,6 +109,27 @@ def test_products_go_by_the_common_scale():
     assert not torch.equal(torch.cat([linear(x) for linear in one.blocks[0].siblings], dim=1), mine)
 
 
+@pytest.mark.parametrize("spec", ["fp8", "nvfp4", "fp8/fp8_rowwise/fp8"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sibling_that_is_written_between_forward_and_backward(spec, compiled):
+    """As an optimizer in backward does: an error, or the gradient with the scales that forward used."""
+    torch._dynamo.reset()
+    model = model_of(spec)
+    first, second, _ = model.blocks[0].siblings
+    run, x = torch.compile(first, backend="aot_eager") if compiled else first, inputs().requires_grad_()
+    expected = torch.autograd.grad(run(x).sum(), x)[0]
+    y = run(x)
+    with torch.no_grad():
+        second.weight.mul_(10)
+    if compiled:
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"scales of forward is required, got that of blocks\.0\..* common_scale"
+        ):
+            y.sum().backward()
+
+
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_delayed_scales_follow_from_all_siblings(algorithm):
     quantizers = [ht.DelayedFloat8Quantizer(algorithm=algorithm, history_length=4)] * 3

@@ -1,9 +1,10 @@
-"""The kernel of delayed scaling: the scales of all layers follow from their amaxes in one launch."""
+"""The kernels of delayed scaling: amaxes are recorded, and the scales of all layers follow from them in one launch."""
 
 import triton
 import triton.language as tl
 
 from hybridtensor.kernels.numbers import FP32_MAX
+from hybridtensor.kernels.tiles import raise_note
 
 
 @triton.jit
@@ -36,3 +37,17 @@ def update_kernel(slots, targets, amaxes, REDUCED: tl.constexpr, BLOCK: tl.const
         tl.debug_barrier()  # all entries are read before any is written
         tl.store(history + i, tl.where(i > entries - counting, rolled, 0.0), mask=i < entries)
     tl.store(amax, 0.0)
+
+
+@triton.jit
+def raise_kernel(address, amaxes, size, BLOCK: tl.constexpr):
+    """Raise a record to amaxes.
+
+    Args:
+        address: int64 ``[1]``, the address of the record, fp32 ``[size]``; 0 where nothing is recorded.
+        amaxes: fp32 ``[size]``.
+        size: How many there are.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amaxes + i, mask=i < size, other=0.0)
+    raise_note(address, i, amax, i < size)

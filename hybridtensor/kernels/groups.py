@@ -97,7 +97,7 @@ class State(NamedTuple):
 
     Attributes:
         factors: Delayed encode scales.
-        amaxes: Their notes.
+        amaxes: Where their amaxes are recorded: fp32, or int64, the address of those.
         rounding: Key and step of random rounding.
     """
 

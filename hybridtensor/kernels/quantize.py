@@ -43,6 +43,7 @@ from hybridtensor.kernels.tiles import (
     blocks,
     largest,
     load_tile,
+    raise_note,
     raise_to,
     rows_of_tile,
     spread,
@@ -134,8 +135,8 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
         scale = tl.div_rn(1.0, factor)
         if FACE.note:
             amax = tl.max(tl.max(tl.abs(v), 1), 0)
-            raise_to(state.amaxes + slot, amax, slot >= 0)
-            raise_to(state.amaxes + also, amax, (also >= 0) & (also != slot))
+            raise_note(state.amaxes, slot, amax, slot >= 0)
+            raise_note(state.amaxes, also, amax, (also >= 0) & (also != slot))
         y = v * factor
         unit = scale
     elif FACE.kind == TENSOR:

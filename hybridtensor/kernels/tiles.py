@@ -116,6 +116,23 @@ def raise_to(target, amax, mask):
 
 
 @triton.jit
+def raise_note(record, slot, amax, mask):
+    """Raise what a record holds of a scale.
+
+    Args:
+        record: fp32 ``[S]``, or int64 ``[1]``, the address of a record; 0 where nothing is recorded.
+        slot: Which scale.
+        amax: fp32.
+        mask: Whether.
+    """
+    if record.dtype.element_ty == tl.int64:
+        at = tl.load(record)
+        raise_to(at.to(tl.pointer_type(tl.float32)) + slot, amax, mask & (at != 0))
+    else:
+        raise_to(record + slot, amax, mask)
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 

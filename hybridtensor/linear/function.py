@@ -137,9 +137,13 @@ def multiplied(
         bias=grad and bias is not None and bias.requires_grad,
     )
     training = needs.input or needs.weight or needs.bias
-    context = Context(
-        "input", weight.state, record=training, section=weight.record.section, groups=groups
-    )
+    state = weight.state
+    if training and state is not None and state.step_amax is not None:
+        if isinstance(input, HybridTensor) and input.record.amaxes is not None:
+            state = state._replace(amax=input.record.amaxes)
+        else:
+            state = state.provisional()
+    context = Context("input", state, record=training, section=weight.record.section, groups=groups)
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:
         out, _, w = _forward(input, weight, bias, call)
@@ -191,7 +195,7 @@ def _forward(
     x = call.operand
     if x is None:
         x = input_operand(input, call.cast_from, weight, call.config, needs, call.context)
-    w = weight_operand(weight, needs, dtype)
+    w = weight_operand(weight, needs, dtype, call.context.state)
     left, right = x.rowwise(), w.rowwise()
     if observers:
         key = x if any(needs) else None
@@ -215,7 +219,9 @@ class _Linear(torch.autograd.Function):
         ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
         groups = call.context.groups
         ctx.has_groups = groups is not None  # whose ends are not to be written before backward
-        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]))
+        noted = ctx.products.noted()
+        ctx.num_noted = len(noted)
+        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *noted)
         ctx.nodes = [node_of(tensor) for tensor in saved] if is_traced() else []
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
@@ -227,10 +233,13 @@ class _Linear(torch.autograd.Function):
         saved, products = list(ctx.saved_tensors), ctx.products
         for tensor, node in zip(saved, ctx.nodes, strict=False):
             _require_node(tensor, node)
+        noted = [saved.pop() for _ in range(ctx.num_noted)]
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
         grad_input, grad_weight, grad_bias = products.gradients(
-            grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output), saved
+            grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output),
+            saved,
+            noted,
         )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)

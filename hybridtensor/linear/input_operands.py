@@ -93,7 +93,7 @@ class KeptInput(Operand):
         return self._sharing.take(functools.partial(self._made, saved[0]))
 
     def _made(self, x: Tensor) -> Face:
-        context = self._context._replace(record=True, after=self._after)
+        context = self._context._replace(after=self._after).in_backward()
         context = for_products(context, self._dtype, row=False, column=True)
         column = self._config.input.faces(
             x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
@@ -155,7 +155,11 @@ class ShardedInput(Operand):
         if not self._quantize:
             return whole
         column = self._config.input.faces(
-            whole.qdata, rowwise=False, columnwise=True, dtype=self._dtype, context=self._context
+            whole.qdata,
+            rowwise=False,
+            columnwise=True,
+            dtype=self._dtype,
+            context=self._context.in_backward(),
         )[1]
         return required_face(column, "columnwise", "grad_weight")
 

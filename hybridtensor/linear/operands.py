@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face, FaceKind, Faces
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.quantizers import tokens
 from hybridtensor.subclasses import (
     FaceTensor,
@@ -88,6 +89,10 @@ class Operand:
             return []
         self._kind = FaceKind(column.format, column.dequantized_rowwise)
         return column.tensors()
+
+    def noted(self) -> Tensor | Notes | None:
+        """Return where the amaxes of a weight's faces were recorded when they were made, or None."""
+        return None
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Begin what ``columnwise`` will wait for, if anything, once the gradient is there."""

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.linear.operands import Needs, Operand, faces_of
-from hybridtensor.ops import Face
+from hybridtensor.ops import Face, after
+from hybridtensor.ops.amaxes import Notes, commit
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import for_products, note_operand, note_product
+from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
 class Gradients(NamedTuple):
@@ -84,6 +86,11 @@ class Backward(NamedTuple):
         backward = cls(input, weight, len(of_input), config, needs, context, layer)
         return backward, [*of_input, *weight.save()]
 
+    def noted(self) -> list[Tensor]:
+        """Return the amaxes that forward measured in a graph, which are saved for backward."""
+        state = self.context.state
+        return state.amax.tensors if state is not None and isinstance(state.amax, Notes) else []
+
     def with_ends(self, ends: Tensor) -> Backward:
         """Return this with the offsets of tokens that were saved."""
         groups = self.context.groups
@@ -92,17 +99,19 @@ class Backward(NamedTuple):
         context = self.context._replace(groups=groups._replace(ends=ends))
         return self._replace(context=context)
 
-    def gradients(self, grad: Tensor, saved: list[Tensor]) -> Gradients:
+    def gradients(self, grad: Tensor, saved: list[Tensor], noted: list[Tensor]) -> Gradients:
         """Return the gradients.
 
         Args:
             grad: The output's gradient, ``[tokens, out_features]``; or of any shape, where it was
                 quantized before it came here.
             saved: What ``save`` returned.
+            noted: What ``noted`` returned in forward.
         """
         needs, count, dtype = self.needs, self.num_saved, grad.dtype
         fast = self.config.fast_accum
-        context = self.context._replace(role="grad_output", record=True)
+        done = self._commit(noted, grad)
+        context = self.context._replace(role="grad_output", after=done).in_backward()
         if needs.weight:
             self.input.begin(
                 saved[:count], grad
@@ -114,6 +123,8 @@ class Backward(NamedTuple):
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
+            if any(face is not None and not face.format.is_identity for face in (row, column)):
+                done = None  # the casts come after it
         note_operand(self.layer, "grad_output", grad, self.input)
         grad_input = grad_weight = None
         if row is not None:
@@ -127,4 +138,44 @@ class Backward(NamedTuple):
             right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
             note_product(self.layer, "grad_weight", column, right, dtype)
             grad_weight = ops.product(column, right, out_dtype=dtype, fast_accum=fast)
-        return Gradients(grad_input, grad_weight, grad.sum(dim=0) if needs.bias else None)
+        grad_bias = grad.sum(dim=0) if needs.bias else None
+        return self._recorded(Gradients(grad_input, grad_weight, grad_bias), done)
+
+    def _recorded(self, gradients: Gradients, done: Tensor | None) -> Gradients:
+        """Record what forward and backward measured, and return the gradients.
+
+        Args:
+            gradients: The gradients.
+            done: What one of them has to depend on in a graph, or None.
+        """
+        if self.context.state is not None:
+            self.context.state.commit(self.weight.noted())
+        if done is None:
+            return gradients
+        last = next(i for i in (2, 1, 0) if gradients[i] is not None)  # the smallest that is there
+        return Gradients(
+            *(after(g, done) if i == last and g is not None else g for i, g in enumerate(gradients))
+        )
+
+    def _commit(self, noted: list[Tensor], grad: Tensor) -> Tensor | None:
+        """Record the amaxes of forward, now that its backward runs.
+
+        Returns:
+            In a graph an empty tensor, which is there once they are recorded: what nothing depends on is dropped.
+        """
+        state = self.context.state
+        if state is None or not state.slots:
+            return None
+        if isinstance(state.amax, Notes) and state.step_amax is not None:
+            return commit(state.step_amax, noted, _plain_part(grad)) if noted else None
+        if isinstance(self.layer, LayerState):
+            self.layer.note_backward(recorded=state.step_amax is not None)
+        return None
+
+
+def _plain_part(grad: Tensor) -> Tensor:
+    """Return a plain tensor of a gradient, which may have come quantized."""
+    while isinstance(grad, WrapperTensor):
+        names, _ = grad.parts()
+        grad = getattr(grad, names[0])
+    return grad

@@ -71,6 +71,7 @@ class Readers(NamedTuple):
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
         made.record.readers = self.read_by
+        made.record.amaxes = None if self.context.state is None else self.context.state.amax
         return made
 
 
@@ -99,7 +100,10 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     trained = any(t is not None and t.requires_grad for t in (*operands, *weights, *biases))
     training = torch.is_grad_enabled() and trained
     columnwise = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    context = Context("input", first.state, record=training, section=first.record.section)
+    state = first.state
+    if training and state is not None:
+        state = state.provisional()
+    context = Context("input", state, record=training, section=first.record.section)
     request = config.input.request(
         rowwise=True, columnwise=columnwise, dtype=x.dtype, context=context
     )

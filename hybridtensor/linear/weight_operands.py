@@ -17,7 +17,9 @@ from torch import Tensor
 
 from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.ops import Face
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_traced
+from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import for_products
 
@@ -29,6 +31,7 @@ class MasterOperand(Operand):
         weight: The weight.
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
+        noted: Where amaxes are recorded, fp32 ``[S]``, or None.
     """
 
     __slots__ = (
@@ -36,26 +39,35 @@ class MasterOperand(Operand):
         "_context",
         "_dtype",
         "_mark",
+        "_noted",
         "_record",
         "_state",
         "_training",
         "_weight",
     )
 
-    def __init__(self, weight: MasterWeight, needs: Needs, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, noted: Tensor | None
+    ) -> None:
         self._training = any(needs)
-        row, _ = weight.faces(
+        kept = weight.kept_faces(
             rowwise=True,
             columnwise=False,
             dtype=dtype,
             trained=self._training,
             backward_follows=needs.input,
+            noted=noted,
         )
-        super().__init__(row, None)
+        super().__init__(kept.row, None)
+        self._noted = kept.noted
         self._weight: MasterWeight | None = weight
         self._dtype, self._config, self._record = dtype, weight.config, weight.record
         self._context, self._mark = weight.context, weight.mark
         self._state = weight.state_version
+
+    def noted(self) -> Tensor | Notes | None:
+        """See ``Operand.noted``."""
+        return self._noted
 
     def save(self) -> list[Tensor]:
         """See ``Operand.save``: backward needs no tensor but the weight."""
@@ -77,7 +89,9 @@ class MasterOperand(Operand):
             )
         self._check_unchanged(weight)
         if weight.config == self._config:
-            column = weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
+            column = weight.kept_faces(
+                rowwise=False, columnwise=True, dtype=self._dtype, noted=self._noted
+            ).column
         else:  # another recipe was set since forward
             column = weight.quantized(
                 False, True, self._dtype, config=self._config, context=self._context
@@ -86,6 +100,8 @@ class MasterOperand(Operand):
 
     def _check_unchanged(self, weight: MasterWeight) -> None:
         """Raise RuntimeError unless the weight, and what scales it, are as forward used them."""
+        if isinstance(weight, MasterWeight):
+            weight.renew_common_scale()  # which a sibling's write changes
         of = "" if self._context.state is None else self._context.state.name
         name = f"that of {of}" if of else "one"
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
@@ -97,7 +113,7 @@ class MasterOperand(Operand):
         if weight.config == self._config and weight.state_version != self._state:
             raise RuntimeError(
                 f"grad_input: a weight with the scales of forward is required, got {name} with others since; call "
-                "step_ after backward, and write weights with a scale in common then"
+                "step_, and write weights that have a common_scale with it, after backward"
             )
 
     def release(self) -> None:
@@ -114,15 +130,19 @@ class TracedMaster(Operand):
         weight: The weight.
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
+        state: State of the layer, with where this forward records amaxes.
     """
 
     __slots__ = ("_after", "_amaxes", "_context", "_dtype", "_weight")
 
-    def __init__(self, weight: MasterWeight, needs: Needs, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, state: StateTensors | None
+    ) -> None:
         self._weight, self._dtype = weight, dtype
         self._after: Tensor | None = None
         self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
-        self._context = for_products(weight.context, dtype, row=True, column=True)
+        context = weight.context._replace(state=state)
+        self._context = for_products(context, dtype, row=True, column=True)
         row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=self._context)
         super().__init__(row, None)
 
@@ -138,7 +158,7 @@ class TracedMaster(Operand):
             self._dtype,
             amaxes=self._amaxes,
             after=self._after,
-            context=self._context,
+            context=self._context.in_backward(),
         )
         return required_face(column, "columnwise", "grad_input")
 
@@ -164,16 +184,29 @@ class GatheredWeight(Operand):
         return required_face(column, "columnwise", "grad_input")
 
 
-def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype) -> Operand:
-    """Return the operand that a weight is: quantized now, kept from before, persistent or gathered."""
+def weight_operand(
+    weight: Weight, needs: Needs, dtype: torch.dtype, state: StateTensors | None
+) -> Operand:
+    """Return the operand that a weight is: quantized now, kept from before, persistent or gathered.
+
+    Args:
+        weight: The weight.
+        needs: Which gradients backward will be asked for.
+        dtype: Dtype of the computation.
+        state: State of the layer, with where this forward records amaxes.
+    """
     if isinstance(weight, MasterWeight):
-        if not is_traced():
-            return MasterOperand(weight, needs, dtype)
-        if weight.config.keep_faces != "always":
-            return TracedMaster(weight, needs, dtype)
-    gathered = isinstance(weight, HybridTensor) and weight.is_gathered
+        if is_traced() and weight.config.keep_faces != "always":
+            return TracedMaster(weight, needs, dtype, state)
+        noted = state.amax if any(needs) and state is not None else None
+        if not isinstance(noted, Notes) and not is_traced():
+            return MasterOperand(weight, needs, dtype, noted)
+        return Operand(
+            *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=noted)
+        )
+    gathered = weight.is_gathered
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
-    if gathered and isinstance(weight, HybridTensor):
+    if gathered:
         return GatheredWeight(weight, row, dtype)
     return Operand(row, column)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.cast.grouped import grouped_cast
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
@@ -42,15 +43,13 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
     if x.is_cuda and runs_directly(x):
         made = by_kernels(x, groups, request, inputs)
     else:
-        made = _OP(
-            x,
-            groups.ends,
-            groups.num_groups,
-            groups.step,
-            str(request),
-            *inputs[:4],
-            after=inputs.after,
-        )
+        noted = inputs.noted_amax
+        notes = noted.size if isinstance(noted, Notes) else 0
+        taken = inputs._replace(noted_amax=None) if notes else inputs
+        given = x, groups.ends, groups.num_groups, groups.step, str(request)
+        made = _OP(*given, *taken[:4], after=inputs.after, notes=notes)
+        if isinstance(noted, Notes):
+            noted.tensors.append(made.pop())
     marks = None if groups.ends is None else groups
     faces: list[Face | None] = []
     for cast in request[:2]:
@@ -145,9 +144,17 @@ def _operator(
     def on_arguments(
         x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: Any
     ) -> list[Tensor]:
-        return run(x, Groups(count, ends, step), parse_request(request), CastInputs(*inputs[:4]))
+        taken, noted = _taken(x, *inputs)
+        return [*run(x, Groups(count, ends, step), parse_request(request), taken), *noted]
 
     return on_arguments
+
+
+def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
+    """Return the inputs of a cast from the operator's arguments, and the amaxes that it returns, if any."""
+    taken, notes = CastInputs(*inputs[:4]), inputs[5] if len(inputs) > 5 else 0
+    noted = [x.new_zeros(notes, dtype=torch.float32)] if notes else []
+    return taken._replace(noted_amax=noted[0]) if noted else taken, noted
 
 
 def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
@@ -162,16 +169,16 @@ def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInpu
 
 
 def _fake(
-    x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *_: Any
+    x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: Any
 ) -> list[Tensor]:
     row, column = _layouts(x, Groups(count, ends, step), parse_request(request))
-    return [layout.empty(x.device) for layout in (*row, *column)]
+    return [*(layout.empty(x.device) for layout in (*row, *column)), *_taken(x, *inputs)[1]]
 
 
 # As ``quantize``, silent about the write to ``noted_amax``.
 _OP = define(
     "quantize_groups(Tensor x, Tensor? ends, int count, int step, str request, Tensor? encode_scale, "
-    "Tensor? noted_amax, Tensor? rounding, SymInt first_row, Tensor? after=None) -> Tensor[]",
+    "Tensor? noted_amax, Tensor? rounding, SymInt first_row, Tensor? after=None, int notes=0) -> Tensor[]",
     reference=_operator(reference),
     fake=_fake,
 )

@@ -2,14 +2,13 @@
 
 from hybridtensor.state.context import MAX_SEED, Context, require_context
 from hybridtensor.state.layer import (
-    ROLES,
     STATE,
-    DelayedRule,
     LayerState,
     required,
     weight_of_state,
 )
 from hybridtensor.state.ranks import Section, TrainingRanks
+from hybridtensor.state.rules import ROLES, DelayedRule
 from hybridtensor.state.tensors import StateTensors
 
 __all__ = [

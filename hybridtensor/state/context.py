@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_flag, require_int, require_kind, wrong
 from hybridtensor.ops import Groups
-from hybridtensor.state.layer import ROLES
 from hybridtensor.state.ranks import Section
+from hybridtensor.state.rules import ROLES
 from hybridtensor.state.tensors import StateTensors
 
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
@@ -53,6 +53,10 @@ class Context(NamedTuple):
             if self.state is None or not self.state.name
             else f"layer {self.state.name}, {self.role}"
         )
+
+    def in_backward(self) -> Context:
+        """Return this for what backward quantizes; see ``StateTensors.in_backward``."""
+        return self if self.state is None else self._replace(state=self.state.in_backward())
 
     @property
     def slot(self) -> str:

@@ -15,49 +15,22 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
+from hybridtensor.ops.amaxes import AmaxRecord, nowhere
+from hybridtensor.state.dry_runs import is_dry_run
 from hybridtensor.state.ranks import ALL_RANKS
+from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, same_tensor
 from hybridtensor.state.tensors import CommonAmax, StateTensors
 
-ROLES = ("input", "weight", "grad_output")
 STATE = "quantization_state"
 """Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
 _FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
-
-
-@dataclass(frozen=True)
-class DelayedRule:
-    """How a delayed scale follows from the amaxes of past steps.
-
-    Attributes:
-        largest: Largest magnitude of an element.
-        margin: Powers of two to stay below it.
-        history_length: Steps that count.
-        algorithm: ``"max"`` of the history, or its ``"most_recent"`` entry.
-    """
-
-    largest: float
-    margin: int
-    history_length: int
-    algorithm: str
-
-
-class StatefulQuantizer(Protocol):
-    """What a layer's state asks of a quantizer."""
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether it rounds at random."""
-
-    def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
-        """Return the rules of its delayed scales, by slot."""
 
 
 class LayerState(nn.Module):
@@ -76,8 +49,9 @@ class LayerState(nn.Module):
             shorter than the longest uses the last entries; the first entry of each is always free.
         layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it
             holds.
-        amax: fp32 ``[S]``, the largest magnitudes since the last step. Not a buffer:
-            DistributedDataParallel overwrites buffers with those of rank 0.
+        recording: Whether amaxes are recorded; see ``without_recording``.
+        unrecorded: Whether a backward ran since the last step and recorded nothing.
+        recorded: Whether a backward ran since the last step and recorded its amaxes.
         parent: Name of the module whose forward calls the layer, or None if that is not known.
         transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None
             if it is none.
@@ -105,7 +79,9 @@ class LayerState(nn.Module):
         self._key = None if name is None else _hash(name)
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
-        self.amax: Tensor | None = None
+        self._record: AmaxRecord | None = None
+        self.recording = True
+        self.unrecorded = self.recorded = False
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
         self.version = 0
@@ -155,6 +131,30 @@ class LayerState(nn.Module):
         """Whether there is nothing to remember."""
         return self.rounding is None and self.encode_scale is None
 
+    @property
+    def amax(self) -> Tensor | None:
+        """fp32 ``[S]``, the largest magnitudes since the last step; None without delayed scales.
+
+        Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
+        """
+        record: AmaxRecord | None = self.__dict__["_record"]
+        return None if record is None else record.amax
+
+    @property
+    def amax_address(self) -> Tensor | None:
+        """int64 ``[1]``, by which compiled graphs record amaxes; None without delayed scales."""
+        record: AmaxRecord | None = self.__dict__["_record"]
+        if record is None:
+            return None
+        if not self.recording or is_dry_run():
+            return nowhere(record.address.device)
+        return record.address
+
+    def note_backward(self, recorded: bool) -> None:
+        """Remember that a backward of the layer ran."""
+        own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
+        own["recorded" if recorded else "unrecorded"] = True
+
     def tensors(self) -> StateTensors:
         """Return the tensors that quantizers take, and what they stand for."""
         # Asked several times per product, and a module's attributes take longer to look up.
@@ -162,16 +162,18 @@ class LayerState(nn.Module):
         rounding = buffers["rounding"]
         rank = 0 if rounding is None else self.ranks.part_of_batch()
         common = None if self.common is None else self.common.amax
+        amax = self.amax if self.recording else None
         return StateTensors(
             rounding,
             buffers["encode_scale"],
-            self.amax,
+            amax,
             self.slots,
             rank,
             self.name,
             self.hints,
             common,
             self.transposed,
+            amax,
         )
 
     def require(
@@ -189,21 +191,32 @@ class LayerState(nn.Module):
                 self.rounding.copy_(left)
         if rules == dict(zip(self.slots, self.rules, strict=True)):
             return
-        kept = [
-            slot
-            for slot, rule in zip(self.slots, self.rules, strict=True)
-            if rules.get(slot) == rule
-        ]
-        old = {slot: [t[self.slots.index(slot)] for t in self._per_slot()] for slot in kept}
+        before = dict(zip(self.slots, self.rules, strict=True))
+        old = {slot: [t[i] for t in self._per_slot()] for i, slot in enumerate(self.slots)}
         self.version += 1
         self.slots, self.rules = tuple(rules), tuple(rules.values())
         self._allocate(device)
-        for slot, values in old.items():
-            encode_scale, amax, history = (t[self.slots.index(slot)] for t in self._per_slot())
-            encode_scale.copy_(values[0])
-            amax.copy_(values[1])
-            length = min(len(history), len(values[2]))
-            history[len(history) - length :] = values[2][len(values[2]) - length :]
+        for index, (slot, rule) in enumerate(rules.items()):
+            former = next((name for name in same_tensor(slot) if name in old), None)
+            if former is not None:
+                self._continue(index, old[former], rule == before[former])
+
+    def _continue(self, index: int, former: list[Tensor], same_rule: bool) -> None:
+        """Give a scale the amaxes of one that belonged to the same tensor before.
+
+        Args:
+            index: Which scale.
+            former: Its encode scale, amax of the step, and history.
+            same_rule: Whether the encode scale stays; else it follows from the history by the new rule.
+        """
+        encode_scale, amax, history = (t[index] for t in self._per_slot())
+        amax.copy_(former[1])
+        length = min(self.rules[index].history_length, len(former[2]))
+        history[len(history) - length :] = former[2][len(former[2]) - length :]
+        if same_rule:
+            encode_scale.copy_(former[0])
+        elif not history.is_meta:
+            encode_scale.copy_(self.rules[index].encode_scale(history))
 
     def _start_counter(self, rounding: Tensor) -> None:
         """Set key and step; draw the key of a layer without a name, unless there is no memory."""
@@ -219,6 +232,7 @@ class LayerState(nn.Module):
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["version"] += 1
         own["replayed"] = own["replayed"] or replayed
+        own["recorded"] = own["unrecorded"] = False
 
     def take_name(self, name: str) -> None:
         """Be called ``name`` from now on, unless there is a name or a key already."""
@@ -228,13 +242,13 @@ class LayerState(nn.Module):
     def _allocate(self, device: torch.device) -> None:
         """Make the tensors of the delayed scales: scale 1, no history."""
         if not self.slots:
-            self.encode_scale = self.amax_history = self.amax = self.layout = None
+            self.encode_scale = self.amax_history = self._record = self.layout = None
             return
         length = max(rule.history_length for rule in self.rules)
         count, fp32 = len(self.slots), torch.float32  # whatever the default is
         self.encode_scale = torch.ones(count, dtype=fp32, device=device)
         self.amax_history = torch.zeros(count, length, dtype=fp32, device=device)
-        self.amax = torch.zeros(count, dtype=fp32, device=device)
+        self._record = AmaxRecord(count, self.encode_scale.device)
         self.layout = torch.tensor([self._layout()], device=device)
 
     def _layout(self) -> int:
@@ -271,22 +285,38 @@ class LayerState(nn.Module):
         """Copy all but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        others = ("ranks", "hints")
+        others = ("ranks", "hints", "_record")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
         new.__dict__.update(copy.deepcopy(own, memo), ranks=self.ranks, hints={})
+        new._take_record(self.amax)
         return new
 
+    def _take_record(self, amax: Tensor | None, device: torch.device | None = None) -> None:
+        """Record amaxes in memory of its own, which begins with those given."""
+        self._record = None
+        if amax is not None:
+            self._record = AmaxRecord(len(amax), amax.device if device is None else device)
+            if not amax.is_meta:
+                self._record.amax.copy_(amax)
+
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what belongs to this process: the ranks, hints."""
-        return {name: v for name, v in self.__dict__.items() if name != "ranks"} | {"hints": {}}
+        """Leave out what belongs to this process: the ranks, hints, where amaxes are recorded."""
+        own = {name: v for name, v in self.__dict__.items() if name not in ("ranks", "_record")}
+        return own | {"hints": {}, "amax": None if self.amax is None else self.amax.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``Module``; what was saved before there were hints has none."""
         buffers = {_FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
+        amax = state.pop("amax")
+        since = {"recording": True, "recorded": False, "unrecorded": False}
         super().__setstate__(
-            {"hints": {}, "ranks": ALL_RANKS, "common": None} | state | {"_buffers": buffers}
+            {"hints": {}, "ranks": ALL_RANKS, "common": None}
+            | since
+            | state
+            | {"_buffers": buffers}
         )  # type: ignore[no-untyped-call]
+        self._take_record(amax)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights.
@@ -301,8 +331,9 @@ class LayerState(nn.Module):
             if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         if self.amax is not None:
-            moved = fn(self.amax)
-            self.amax = moved if moved.dtype == torch.float32 else self.amax.to(moved.device)
+            device = fn(torch.empty_like(self.amax)).device
+            if device != self.amax.device:
+                self._take_record(self.amax, device)
         if was_meta and not self._is_meta:
             self.reset_parameters()
         return self
@@ -354,7 +385,8 @@ class LayerState(nn.Module):
             or self.amax is None
             or self.amax.device != self.encode_scale.device
         ):
-            self.amax = None if self.encode_scale is None else torch.zeros_like(self.encode_scale)
+            fresh = None if self.encode_scale is None else torch.zeros_like(self.encode_scale)
+            self._take_record(fresh)
         else:
             self.amax.zero_()  # in place: CUDA graphs hold its address
 
@@ -388,4 +420,4 @@ def required(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-torch.serialization.add_safe_globals([LayerState, DelayedRule])
+torch.serialization.add_safe_globals([LayerState])

@@ -15,6 +15,7 @@ from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
+from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.update import update_scales
 from hybridtensor.state.watch import layer_states
 
@@ -41,7 +42,8 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
 
     Raises:
         TypeError: If ``model`` is not a module, or ``skipped`` no bool.
-        RuntimeError: If ranks of the group have other scales, or of other layers; on all of them.
+        RuntimeError: If ranks of the group have other scales, or of other layers; on all of them. If a layer ran
+            backward and recorded no amaxes, or an amax is not finite (on a GPU that is seen in one of the next steps).
     """
     require_module("step_", model)
     require_flag("step_", skipped=skipped)
@@ -51,12 +53,13 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
         if amaxes:
             torch._foreach_zero_(amaxes)
         return model
+    require_recorded(states)
     with torch.no_grad():
+        for ranks in dict.fromkeys(state.ranks for state in states) or [ALL_RANKS]:
+            _update_scales(model, [state for state in states if state.ranks == ranks], ranks)
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
             torch._foreach_add_(counters, 1)
-        for ranks in dict.fromkeys(state.ranks for state in states) or [ALL_RANKS]:
-            _update_scales(model, [state for state in states if state.ranks == ranks], ranks)
     captured = is_captured()
     for state in states:
         state.count_step(captured)
@@ -76,7 +79,7 @@ class step_after:  # noqa: N801  (used as a function)
     With several optimizers the state advances when all of them have stepped; where one was left
     out, when another one is about to step again. A step that ``torch.amp.GradScaler`` skips does
     not count. Of an optimizer with ``fused=True``, which it calls in any case, the amaxes of that step are forgotten;
-    any other is not called, so that they are those of the next step, too, unless it is said::
+    any other is not called: say so, else the next step raises, as an amax is not finite::
 
         scaler.step(optimizer)
         before = scaler.get_scale()
@@ -151,12 +154,14 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
-        reduced = None
-        if groups:
-            reduced = torch.cat([required(state.amax) for state in of_device])
+        amaxes = torch.cat([required(state.amax) for state in of_device])
         for group in groups:
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
-        update_scales(of_device, reduced)
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        if not isinstance(
+            model, LayerState
+        ):  # on its own it follows the rule, in which an Inf counts
+            require_finite(model, of_device, amaxes)
+        update_scales(of_device, amaxes if groups else None)
 
 
 def _share_amaxes(states: list[LayerState]) -> None:

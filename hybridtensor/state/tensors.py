@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
+from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.library import is_traced
+from hybridtensor.state.dry_runs import is_dry_run
 
 
 class StateTensors(NamedTuple):
@@ -17,7 +20,8 @@ class StateTensors(NamedTuple):
         rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
         encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None
             without delayed scaling.
-        amax: fp32 ``[S]``, the largest magnitudes since the last step.
+        amax: Where casts record amaxes, fp32 ``[S]``: that of the step, or of one forward and its backward; in a
+            graph the address of a record, or ``Notes``; None where nothing is recorded.
         slots: Names of the delayed scales.
         rank: Which part of a batch this rank has; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
@@ -25,17 +29,48 @@ class StateTensors(NamedTuple):
         common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
             layers' weights have a common scale; or None.
         transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None if it is none.
+        step_amax: Where the amaxes of the step are recorded, fp32 ``[S]``; in a graph its address, int64 ``[1]``.
     """
 
     rounding: Tensor | None
     encode_scale: Tensor | None
-    amax: Tensor | None
+    amax: Tensor | Notes | None
     slots: tuple[str, ...] = ()
     rank: int = 0
     name: str = ""
     hints: dict[str, Hint] | None = None
     common_amax: Tensor | None = None
     transposed: bool | None = None
+    step_amax: Tensor | None = None
+
+    def provisional(self) -> StateTensors:
+        """Return these for one forward, whose amaxes are recorded for the step by ``commit`` in its backward."""
+        if self.step_amax is None:
+            return self
+        if is_traced():
+            return self._replace(amax=Notes(len(self.slots)))
+        if is_dry_run():
+            return self._replace(amax=None, step_amax=None)
+        return self._replace(amax=torch.zeros_like(self.step_amax))
+
+    def in_backward(self) -> StateTensors:
+        """Return these for what backward quantizes: in a graph its amaxes are recorded at once."""
+        return self._replace(amax=self.step_amax) if isinstance(self.amax, Notes) else self
+
+    def commit(self, of_weight: Tensor | Notes | None = None) -> None:
+        """Record for the step what a forward and its backward measured.
+
+        Args:
+            of_weight: fp32 ``[S]``, what was measured before of the weight's faces that they used, or None.
+        """
+        if self.step_amax is None or not isinstance(self.amax, Tensor):
+            return
+        measured = [self.amax]
+        if isinstance(of_weight, Tensor) and of_weight is not self.amax:
+            measured.append(of_weight)
+        for amax in measured:
+            if amax is not self.step_amax:
+                torch.maximum(self.step_amax, amax, out=self.step_amax)
 
     def require_on(self, device: torch.device, who: object) -> None:
         """Raise ValueError unless all is on a device: a kernel would read another one's memory.

@@ -13,7 +13,8 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import is_captured, runs_directly
-from hybridtensor.state.layer import DelayedRule, LayerState, required
+from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.rules import DelayedRule
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -53,7 +54,7 @@ def update_reference(
     """
     history = torch.stack([required(state.amax_history) for state in states])  # [N, S, L]
     current = torch.stack([required(state.encode_scale) for state in states])
-    target = _constants([_target(rule) for rule in rules], last)
+    target = _constants([rule.target for rule in rules], last)
     rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
     amax = _counting([rule.algorithm == "most_recent" for rule in rules], last, rolled.amax(dim=2))
     seen = last != 0
@@ -65,11 +66,6 @@ def update_reference(
     torch._foreach_copy_([required(state.amax_history) for state in states], list(updated.unbind()))
     torch._foreach_copy_([required(state.encode_scale) for state in states], list(factor.unbind()))
     torch._foreach_zero_([required(state.amax) for state in states])
-
-
-def _target(rule: DelayedRule) -> float:
-    """Return the magnitude that a rule scales amaxes to."""
-    return rule.largest * 2.0**-rule.margin
 
 
 def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
@@ -110,7 +106,7 @@ class Slots:
                 addresses = [tensor[slot].data_ptr() for tensor in tensors]
                 newest = rule.algorithm == "most_recent"
                 rows.append([*addresses, length, rule.history_length, int(newest)])
-                targets.append(_target(rule))
+                targets.append(rule.target)
         self._rows = torch.tensor(rows, dtype=torch.int64, device=self._device)
         self._targets = torch.tensor(targets, dtype=torch.float32, device=self._device)
         self._launches = [

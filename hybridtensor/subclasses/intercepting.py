@@ -20,7 +20,7 @@ from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, 
 if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
 
-_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax", "state_common_amax")
+_STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax_address", "state_common_amax")
 
 
 Sent = Any
@@ -120,7 +120,7 @@ class InterceptingTensor(WrapperTensor):
         state = self.state
         if state is None:
             return [], None
-        tensors = (*state[:3], state.common_amax)
+        tensors = (state.rounding, state.encode_scale, self.state_amax_address, state.common_amax)
         names = [
             name for name, tensor in zip(_STATE_NAMES, tensors, strict=True) if tensor is not None
         ]
@@ -130,15 +130,16 @@ class InterceptingTensor(WrapperTensor):
         """See ``WrapperTensor.take_carried``."""
         if meaning is not None:
             slots, rank, transposed, self.record.first = meaning
-            rounding, encode_scale, amax, common = (tensors.get(name) for name in _STATE_NAMES)
+            rounding, encode_scale, address, common = (tensors.get(name) for name in _STATE_NAMES)
             self.record.layer = StateTensors(
                 rounding,
                 encode_scale,
-                amax,
+                address,
                 slots,
                 rank,
                 common_amax=common,
                 transposed=transposed,
+                step_amax=address,
             )
 
     @property
@@ -152,9 +153,10 @@ class InterceptingTensor(WrapperTensor):
         return None if self.state is None else self.state.encode_scale
 
     @property
-    def state_amax(self) -> Tensor | None:
-        """``amax`` of the layer's state."""
-        return None if self.state is None else self.state.amax
+    def state_amax_address(self) -> Tensor | None:
+        """Address of the record of the layer's amaxes."""
+        layer = self.record.layer
+        return layer.amax_address if isinstance(layer, LayerState) else layer and layer.step_amax
 
     @property
     def state_common_amax(self) -> Tensor | None:

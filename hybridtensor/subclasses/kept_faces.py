@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face
+from hybridtensor.ops.amaxes import Notes
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """What the rowwise and the columnwise face are scaled by, where that was measured for both."""
@@ -42,11 +43,19 @@ class Stamp(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What is kept of one view of a weight's memory."""
+    """What is kept of one view of a weight's memory.
+
+    Attributes:
+        row: The rowwise face.
+        column: The columnwise face.
+        amaxes: What they are scaled by, where that was measured for both.
+        noted: Where the amaxes of delayed scales were recorded when the faces were made; None for evaluation.
+    """
 
     row: Face | None = None
     column: Face | None = None
     amaxes: Amaxes = (None, None)
+    noted: Tensor | Notes | None = None
 
 
 _NOTHING = Kept()

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.base import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
@@ -154,7 +155,12 @@ class MasterWeight(InterceptingTensor):
         if not self.plain.is_inference():
             torch.autograd.graph.increment_version(self.plain)
 
-    def faces(
+    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, **use: Any) -> Faces:
+        """Return the faces asked for; see ``kept_faces``."""
+        kept = self.kept_faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype, **use)
+        return kept.row if rowwise else None, kept.column if columnwise else None
+
+    def kept_faces(
         self,
         *,
         rowwise: bool,
@@ -162,8 +168,9 @@ class MasterWeight(InterceptingTensor):
         dtype: torch.dtype,
         trained: bool = False,
         backward_follows: bool = False,
-    ) -> Faces:
-        """Return the faces asked for; those in high precision have ``dtype``.
+        noted: Tensor | Notes | None = None,
+    ) -> Kept:
+        """Return the faces asked for, and maybe others; those in high precision have ``dtype``.
 
         Faces are kept as the recipe's ``keep_faces`` says, and used as long as nothing was written; a
         face that was made for evaluation does not stand in the way of training: what is missing is
@@ -177,34 +184,46 @@ class MasterWeight(InterceptingTensor):
             trained: The forward is one of training.
             backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are
                 kept.
+            noted: Where amaxes are recorded, fp32 ``[S]``, or the address of a record; None where a face is for
+                evaluation.
         """
         if is_traced():
-            return self.quantized(rowwise, columnwise, dtype)
+            context = self._recording(self.context, noted)
+            return Kept(*self.quantized(rowwise, columnwise, dtype, context=context), noted=noted)
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
-        self._renew_common_scale()
+        self.renew_common_scale()
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             context = for_products(self.context, dtype, row=True, column=True)
+            context = self._recording(context, noted)
             with torch.no_grad():
-                return self.quantized(rowwise, columnwise, dtype, context=context)
+                return Kept(
+                    *self.quantized(rowwise, columnwise, dtype, context=context), noted=noted
+                )
         self._count_graph_writes()
         record.count_others(plain)
         stamp = self._stamp(dtype)
         record.kept.begin_use(stamp, forward=rowwise, trained=trained)
-        kept = self._completed(stamp, rowwise, columnwise, trained, backward_follows)
-        return kept.row if rowwise else None, kept.column if columnwise else None
+        return self._completed(stamp, rowwise, columnwise, trained, backward_follows, noted)
 
     @torch.no_grad()
     def _completed(
-        self, stamp: Stamp, rowwise: bool, columnwise: bool, trained: bool, backward_follows: bool
+        self,
+        stamp: Stamp,
+        rowwise: bool,
+        columnwise: bool,
+        trained: bool,
+        backward_follows: bool,
+        noted: Tensor | Notes | None,
     ) -> Kept:
         """Return what is kept, with what is missing."""
         kept, dtype = self.record.kept.of(self.plain), stamp.dtype
         policy, faces = self.config.keep_faces, self.record.kept
         both = backward_follows and faces.outlast(policy)
         lasting = faces.outlast_step(policy) if columnwise else not trained or faces.outlast(policy)
-        row_is_missing = rowwise and kept.row is None
-        column_is_missing = (columnwise or both) and kept.column is None
+        unmeasured = noted is not None and kept.noted is None  # it was made for evaluation
+        row_is_missing = rowwise and (kept.row is None or unmeasured)
+        column_is_missing = (columnwise or both) and (kept.column is None or unmeasured)
         if not (row_is_missing or column_is_missing):
             return kept
         amaxes = kept.amaxes
@@ -212,11 +231,24 @@ class MasterWeight(InterceptingTensor):
             amaxes = self.amaxes(dtype)
         context = for_products(self.context, dtype, row=not lasting, column=not lasting)
         row, column = self.quantized(
-            row_is_missing, column_is_missing, dtype, amaxes=amaxes, context=context
+            row_is_missing,
+            column_is_missing,
+            dtype,
+            amaxes=amaxes,
+            context=self._recording(context, noted),
         )
-        kept = Kept(row or kept.row, column or kept.column, amaxes)
+        kept = Kept(
+            row or kept.row, column or kept.column, amaxes, kept.noted if noted is None else noted
+        )
         self.record.kept.keep(self.plain, stamp, kept)
         return kept
+
+    @staticmethod
+    def _recording(context: Context, noted: Tensor | Notes | None) -> Context:
+        """Return a context whose amaxes are recorded in ``noted``, or nowhere."""
+        if context.state is None or context.state.amax is noted:
+            return context
+        return context._replace(state=context.state._replace(amax=noted))
 
     def amaxes(self, dtype: torch.dtype) -> Amaxes:
         """Return what both faces are scaled by, measured at once, if they are to be made one by one."""
@@ -263,14 +295,14 @@ class MasterWeight(InterceptingTensor):
         """
         self._count_graph_writes()
         self.record.count_others(self.plain)
-        self._renew_common_scale()
+        self.renew_common_scale()
         row = self.record.kept.rowwise(self.plain, self._stamp(self.dtype))
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
         return made
 
-    def _renew_common_scale(self) -> None:
+    def renew_common_scale(self) -> None:
         """Measure what was written of the weights that this one has a common scale with."""
         common = getattr(self.record.layer, "common", None)
         if common is not None:
@@ -290,7 +322,7 @@ class MasterWeight(InterceptingTensor):
         # torch asks in the middle of tracing, whose modes would take this for a part of the graph;
         # the way out of them is private
         with _disable_current_modes():
-            self._renew_common_scale()
+            self.renew_common_scale()
         return super().carried()
 
     def _stamp(self, dtype: torch.dtype) -> Stamp:

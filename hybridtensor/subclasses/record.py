@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state import LayerState, Section, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
@@ -86,12 +87,14 @@ class WeightRecord:
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
         kept: The faces that are kept.
         readers: Of a tensor that was quantized for layers; None of any other tensor.
+        amaxes: Where the amaxes of such a tensor were recorded, for the forward that reads it, or None.
     """
 
     __slots__ = (
         "__weakref__",
         "_holders",
         "_shared",
+        "amaxes",
         "compiled_writes",
         "first",
         "gathered",
@@ -118,6 +121,7 @@ class WeightRecord:
         self._shared = False
         self.kept = KeptFaces()
         self.readers: ReadBy | None = None
+        self.amaxes: Tensor | Notes | None = None
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:

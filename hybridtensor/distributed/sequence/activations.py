@@ -121,7 +121,10 @@ def _gather_input(
         _tell_once(part, "input", plan.reason)
         values = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
         return values.redistribute(placements=[Replicate()])
-    context = Context("input", part.state, record=torch.is_grad_enabled())
+    state, recording = part.state, torch.is_grad_enabled()
+    if recording and state is not None:
+        state = state.provisional()
+    context = Context("input", state, record=recording)
     layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
     gathering = Gathering(quantizer, context, plan, layout, dim, columnwise, rank)
     return GatherInput.apply(x, gathering)  # type: ignore[no-any-return, no-untyped-call]

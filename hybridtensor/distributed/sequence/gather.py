@@ -130,8 +130,9 @@ class GatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: Gathering) -> HybridTensor:
         ctx.gathering = gathering
-        gathered = gathering.quantized(x)
+        gathered, state = gathering.quantized(x), gathering.context.state
         gathered.is_of_all_ranks = True
+        gathered.record.amaxes = None if state is None else state.amax
         return gathered
 
     @staticmethod

@@ -46,7 +46,7 @@ class _Key(NamedTuple):
     groups: Groups  # without where they end
     tokens: bool
     scaled: bool  # whether delayed scales are given
-    notes: bool
+    notes: torch.dtype | None  # of where amaxes are recorded
 
 
 _CASTS: dict[_Key, GroupedCast] = {}
@@ -70,7 +70,7 @@ def grouped_cast(
         Groups(groups.num_groups, None, groups.step),
         groups.ends is not None,
         inputs.encode_scale is not None,
-        inputs.noted_amax is not None,
+        None if (record := inputs.record) is None else record.dtype,
     )
     cast = _CASTS.get(key)
     if cast is None:
@@ -117,7 +117,7 @@ class GroupedCast:
         self._clears = key.tokens and request.row is not None and row.side > 1
         measured = [face.kind in MEASURED for face in faces]
         wanted = measured[0], measured[1] and source is None
-        noted = [key.notes and face.kind == GIVEN for face in faces]
+        noted = [key.notes is not None and face.kind == GIVEN for face in faces]
         once = source is not None or not noted[0]  # both faces of a matrix have its amax
         note = noted[0], noted[1] and once
         self._plan = None

@@ -50,7 +50,7 @@ class _Key(NamedTuple):
     device: torch.device
     aligned: bool  # whether the matrix begins at a multiple of 16 bytes
     scaled: bool  # whether delayed scales are given
-    notes: bool
+    notes: torch.dtype | None  # of where amaxes are recorded
     row_amax: tuple[torch.Size, bool] | None  # of a given amax: its shape, whether it is aligned so
     column_amax: tuple[torch.Size, bool] | None
     prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
@@ -73,7 +73,7 @@ def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCa
         x.device,
         x.data_ptr() % _ALIGNMENT == 0,
         inputs.encode_scale is not None,
-        inputs.noted_amax is not None,
+        None if (record := inputs.record) is None else record.dtype,
         None if row_amax is None else (row_amax.shape, row_amax.data_ptr() % _ALIGNMENT == 0),
         None
         if column_amax is None
@@ -157,7 +157,8 @@ class KernelCast(PreparedCast):
             )
             self.measure_held = self._held_measurement(reverse=passes == 1)
             passes += not self.by_largest
-        notes = key.notes and row.kind == GIVEN, key.notes and column.kind == GIVEN
+        recorded = key.notes is not None
+        notes = recorded and row.kind == GIVEN, recorded and column.kind == GIVEN
         once = source is not None or not notes[0]  # both faces of a matrix have its amax
         self.cast = CastLaunch(
             self.task,

@@ -229,10 +229,10 @@ class CastLaunch:
         """Cast ``x``, which stands for tensors that are not there."""
         take = self._launch.take
         matrix, row, column = self._task.arguments(x, written, take, inputs.prologue)
-        encode_scale, noted_amax, rounding, first_row = inputs[:4]
+        encode_scale, record, rounding, first_row = inputs[0], inputs.record, *inputs[2:4]
         state = State(
             matrix.x if encode_scale is None else take(encode_scale),
-            matrix.x if noted_amax is None else take(noted_amax),
+            matrix.x if record is None else take(record),
             matrix.x if rounding is None else take(rounding),
         )
         several, of_several = self._task.several, tuple[object, ...]()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.cast.kernel import kernel_cast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs, CastRequest, parse_request
@@ -27,11 +28,20 @@ _INPUTS = (
     "Tensor? row_amax=None, Tensor? column_amax=None"
 )
 _NUM_INPUTS = 6
-_AFTER = "Tensor? after=None"
+_IN_GRAPHS = "Tensor? after=None, int notes=0"
 
 
 def _reference(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
-    return _tensors(define_faces(x, parse_request(request), CastInputs(*inputs[:_NUM_INPUTS])))
+    taken, noted = _taken(x, *inputs)
+    return [*_tensors(define_faces(x, parse_request(request), taken)), *noted]
+
+
+def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
+    """Return the inputs of a cast from the operator's arguments, and the amaxes that it returns, if any."""
+    taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
+    notes = of_graph[1] if len(of_graph) > 1 else 0  # torch leaves out what is as by default
+    noted = [x.new_zeros(notes, dtype=torch.float32)] if notes else []
+    return taken._replace(noted_amax=noted[0]) if noted else taken, noted
 
 
 def _tensors(faces: Faces) -> list[Tensor]:
@@ -41,23 +51,23 @@ def _tensors(faces: Faces) -> list[Tensor]:
 def _on_a_gpu(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
     if x.numel() == 0:
         return _reference(x, request, *inputs)
-    parsed, taken = parse_request(request), CastInputs(*inputs[:_NUM_INPUTS])
-    return _tensors(kernel_cast(x, parsed, taken).run(x, taken))
+    parsed, (taken, noted) = parse_request(request), _taken(x, *inputs)
+    return [*_tensors(kernel_cast(x, parsed, taken).run(x, taken)), *noted]
 
 
-def _fake(x: Tensor, request: str, *_: object) -> list[Tensor]:
+def _fake(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
     (rows, columns), (row, column, _source, _dtype) = x.shape, parse_request(request)
     layouts = () if row is None else face_layouts(row.format, rows, columns)
     if column is not None:
         layouts = (*layouts, *face_layouts(column.format, columns, rows))
-    return [layout.empty(x.device) for layout in layouts]
+    noted = _taken(x, *inputs)[1]
+    return [*(layout.empty(x.device) for layout in layouts), *noted]
 
 
-# The schema is silent about the write to ``noted_amax``: a maximum that is noted twice, or in any
-# order, is the same, and nothing reads it before the step ends. Declared, compiling would turn it
-# into a copy of the parameter that carries it.
+# The schema is silent about the write to ``noted_amax``, which autograd and graphs need not know of: a maximum
+# that is recorded twice, or in any order, is the same, and nothing reads it before the step ends.
 _QUANTIZE = define(
-    f"quantize(Tensor x, {_INPUTS}, {_AFTER}) -> Tensor[]", reference=_reference, fake=_fake
+    f"quantize(Tensor x, {_INPUTS}, {_IN_GRAPHS}) -> Tensor[]", reference=_reference, fake=_fake
 )
 implement("quantize", _on_a_gpu)
 
@@ -160,7 +170,13 @@ class OperatorCast(ReferenceCast):
         """See ``PreparedCast.run``."""
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
-        made = _QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
+        noted = inputs.noted_amax
+        if isinstance(noted, Notes):
+            taken = inputs._replace(noted_amax=None)[:_NUM_INPUTS]
+            made = _QUANTIZE(x, self._text, *taken, after=inputs.after, notes=noted.size)
+            noted.tensors.append(made.pop())
+        else:
+            made = _QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
         row, column = self._kinds
         return (
             None if row is None else Face.of(made[: self._row_size], row),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, format_of_face
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.prologue import Prologue
 
 
@@ -126,8 +127,9 @@ class CastInputs(NamedTuple):
 
     Attributes:
         encode_scale: Delayed encode scales of a layer, fp32 ``[S]``, or None.
-        noted_amax: Largest magnitudes so far, fp32 ``[S]``, raised in place at the slots that are
-            used; None for no note. An Inf counts, NaN elements do not.
+        noted_amax: Where the amax is recorded at the slots that are used: fp32 ``[S]``, raised in place; the
+            address of such a record, int64 ``[1]``; ``Notes``, which get what the cast returns, in a graph; or None.
+            An Inf counts, NaN elements do not.
         rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
         first_row: Index of the first row of this part in the whole tensor, for the draws.
         row_amax: Amaxes that the rowwise face (or ``source``) is scaled by instead of its own,
@@ -140,7 +142,7 @@ class CastInputs(NamedTuple):
     """
 
     encode_scale: Tensor | None = None
-    noted_amax: Tensor | None = None
+    noted_amax: Tensor | Notes | None = None
     rounding: Tensor | None = None
     first_row: int = 0
     row_amax: Tensor | None = None
@@ -148,6 +150,11 @@ class CastInputs(NamedTuple):
     hint: Hint | None = None
     after: Tensor | None = None
     prologue: Prologue | None = None
+
+    @property
+    def record(self) -> Tensor | None:
+        """``noted_amax``, where a kernel or a definition writes it."""
+        return None if isinstance(self.noted_amax, Notes) else self.noted_amax
 
 
 NO_INPUTS = CastInputs()

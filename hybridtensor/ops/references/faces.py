@@ -107,7 +107,7 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     elif cast.slot < 0:
         qdata, scale = float8.quantize(matrix, fmt, cast.pow2_scale, amax)
     elif inputs.encode_scale is not None:
-        qdata, scale = float8.cast(matrix, fmt, inputs.encode_scale, inputs.noted_amax, cast.slot)
+        qdata, scale = float8.cast(matrix, fmt, inputs.encode_scale, inputs.record, cast.slot)
     else:
         raise ValueError(
             f"quantize: delayed scales are required for {cast}, got none; pass encode_scale"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from hybridtensor.formats import Format
+from hybridtensor.ops.amaxes import record_at
 from hybridtensor.ops.references.blocks import block_amax, spread
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -73,10 +74,9 @@ def cast(
     ``ops.float8_cast``.
     """
     factor = factors[index]
-    if amaxes is not None:
-        slot = amaxes.detach()[index]
-        # As kernels do: compiled graphs keep the notes for backward, and need not mind that one was
-        # raised meanwhile
-        with preserve_version(slot):
+    record = record_at(amaxes)
+    if record is not None:
+        slot = record.detach()[index]
+        with preserve_version(slot):  # as kernels do, which autograd does not see
             slot.copy_(torch.maximum(slot, block_amax(x, (None, None)).reshape(())))
     return cast_saturating(x.float() * factor, fmt), factor.reciprocal().reshape(1, 1)

@@ -1,0 +1,184 @@
+"""Where casts record amaxes: fp32 tensors ``[S]``, one number for each delayed scale of a layer.
+
+A compiled graph reaches the record of a layer by its *address*, int64 ``[1]``. Autograd saves what a graph needs in
+backward, and hooks on saved tensors may copy, pack or offload it: a number is the same in a copy, a record would be
+another one. The memory of records is therefore never freed; it is used again once its layer is gone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.library import define, implement
+
+_CHUNK = 4096  # numbers that are allocated at once
+_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
+
+
+class Notes:
+    """The amaxes that the casts of one forward return, in a graph that is traced.
+
+    Args:
+        size: ``S``, how many delayed scales the layer has.
+
+    Attributes:
+        size: The same.
+        tensors: fp32 ``[S]`` of each cast, zero at the scales that it did not use.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tensors: list[Tensor] = []
+
+
+class AmaxRecord:
+    """Memory for the amaxes of one layer.
+
+    Args:
+        size: ``S``.
+        device: Where it is.
+
+    Attributes:
+        amax: fp32 ``[S]``, zeros at first.
+        address: int64 ``[1]`` on the same device.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if device.type == "meta":
+                self.amax = torch.zeros(size, dtype=torch.float32, device=device)
+                self.address = nowhere(device)
+                return
+            memory = _memory(_indexed(device))
+            self.amax = memory.take(size)
+            self.address = torch.tensor([self.amax.data_ptr()], dtype=torch.int64, device=device)
+        weakref.finalize(self, memory.give_back, self.amax).atexit = False
+
+
+class _Memory:
+    """The memory of records on one device.
+
+    Args:
+        device: The device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock = device, threading.Lock()
+        self._chunks: list[tuple[int, Tensor]] = []  # by address
+        self._rest: Tensor | None = None
+        self._free: dict[int, list[Tensor]] = {}  # by size
+
+    def take(self, size: int) -> Tensor:
+        """Return zeros, fp32 ``[size]``."""
+        whole = -(-size // _ALIGNED) * _ALIGNED
+        with self._lock:
+            free = self._free.get(whole)
+            if free:
+                return free.pop().zero_()[:size]
+            rest = self._rest
+            if rest is None or len(rest) < whole:
+                size_of_chunk = max(whole, _CHUNK)
+                rest = torch.zeros(size_of_chunk, dtype=torch.float32, device=self._device)
+                self._chunks.append((rest.data_ptr(), rest))
+                self._chunks.sort(key=lambda known: known[0])
+            self._rest = rest[whole:]
+            return rest[:size]
+
+    def give_back(self, record: Tensor) -> None:
+        """Let another layer use a record."""
+        whole = -(-len(record) // _ALIGNED) * _ALIGNED
+        with self._lock:
+            self._free.setdefault(whole, []).append(record.as_strided((whole,), (1,)))
+
+    def at(self, address: int) -> Tensor:
+        """Return the memory from an address on, fp32.
+
+        Raises:
+            RuntimeError: If there is no record.
+        """
+        index = bisect.bisect_right([begin for begin, _ in self._chunks], address) - 1
+        for begin, chunk in self._chunks[max(index, 0) : index + 1]:
+            if address < begin + chunk.nbytes:
+                return chunk[(address - begin) // chunk.itemsize :]
+        raise RuntimeError(
+            "step_: a compiled graph got an address where no layer records amaxes; hooks on saved tensors must "
+            "give integers back as they were"
+        )
+
+
+@functools.cache
+def _memory(device: torch.device) -> _Memory:
+    return _Memory(device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@functools.cache
+def nowhere(device: torch.device) -> Tensor:
+    """Return the address that stands for no record: what is recorded there is dropped."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def record_at(noted: Tensor | None) -> Tensor | None:
+    """Return the record that casts on a CPU write: the tensor itself, or what is at an address."""
+    if noted is None or noted.dtype != torch.int64:
+        return noted
+    address = int(noted)
+    return _memory(noted.device).at(address) if address else None
+
+
+def _commit_reference(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
+    record = record_at(address)
+    if record is not None:
+        for amax in noted:
+            raised = record[: len(amax)]
+            raised.copy_(torch.maximum(raised, amax))
+    return address.new_empty(0, dtype=torch.float32)
+
+
+def _commit_on_a_gpu(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
+    with on_device(address.device):
+        for amax in noted:
+            _raise_launch(len(amax))(address, amax.contiguous(), len(amax))
+    return address.new_empty(0, dtype=torch.float32)
+
+
+@functools.cache
+def _raise_launch(size: int) -> Launch:
+    blocks = -(-size // 128)
+    return Launch("delayed", "raise_kernel", blocks, options={"num_warps": 1}, BLOCK=128)
+
+
+# The schema is silent about the write to the record, which is no tensor of the graph: what is returned has no
+# elements, and what follows depends on it.
+_COMMIT = define(
+    "commit(Tensor address, Tensor[] noted, Tensor after) -> Tensor",
+    reference=_commit_reference,
+    fake=lambda address, noted, after: address.new_empty(0, dtype=torch.float32),
+)
+implement("commit", _commit_on_a_gpu)
+
+
+def commit(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
+    """Raise the record at an address to amaxes, and return an empty tensor for what has to come after.
+
+    Args:
+        address: int64 ``[1]``, of a record ``[S]``; 0 drops them.
+        noted: fp32 ``[S]`` each.
+        after: What is computed before, in backward: a compiler that cuts the graph into forward and backward would
+            do in forward what depends on nothing of backward.
+    """
+    done: Tensor = _COMMIT(address, noted, after)
+    return done

@@ -1,0 +1,52 @@
+"""Detect dry runs: torch runs models on uninitialized memory, to infer shapes or to warm up.
+
+Nothing public says so, so that a forward looks for the functions of torch that it runs inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import CodeType
+
+import torch
+
+from hybridtensor.ops.library import is_captured
+
+_PIPELINING = "torch.distributed.pipelining.stage"
+_OF_STAGES = (  # of a stage of a pipeline, by the version of torch that has it
+    ("_PipelineStageBase", "_forward_metadata_inference"),  # 2.13
+    ("PipelineStage", "_forward_metadata_inference"),
+    ("PipelineStage", "_shape_inference"),  # 2.11, 2.12
+)
+
+
+def is_dry_run() -> bool:
+    """Return whether this forward is one by which torch learns shapes, or warms up a CUDA graph.
+
+    Of ``torch.cuda.make_graphed_callables`` the passes before it captures, of ``torch.distributed.pipelining`` the
+    one by which stages learn what they send each other.
+    """
+    known = _code(_PIPELINING in sys.modules)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in known:
+            return frame.f_code is not _GRAPHED or not is_captured()
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_GRAPHED: CodeType = torch.cuda.make_graphed_callables.__code__
+
+
+@functools.cache
+def _code(pipelining: bool) -> frozenset[CodeType]:
+    """Return the code of torch's functions that run a model dry."""
+    found = {_GRAPHED}
+    if pipelining:
+        stage = sys.modules[_PIPELINING]
+        for owner, name in _OF_STAGES:
+            method = getattr(getattr(stage, owner, None), name, None)
+            if method is not None:
+                found.add(method.__code__)
+    return frozenset(found)

@@ -1,0 +1,112 @@
+"""Whether the amaxes of a step are recorded, and whether they can be used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor.arguments import require_module
+from hybridtensor.ops.library import is_captured
+from hybridtensor.state.layer import LayerState
+from hybridtensor.state.watch import layer_states
+
+
+class without_recording:  # noqa: N801  (used as a context)
+    """Run a model without recording amaxes for delayed scaling.
+
+    ::
+
+        with ht.without_recording(model):
+            attribution = torch.autograd.grad(model(x).sum(), x)
+
+    For forwards with a backward that are no part of a training step: attribution, profiling, warming up. Forwards
+    alone leave no trace anyway: what they measure is recorded in their backward. Nor do the dry runs of
+    ``torch.distributed.pipelining`` and ``torch.cuda.make_graphed_callables``. What counts is where forward ran.
+
+    Args:
+        model: A model that went through ``quantize_``.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        require_module("without_recording", model)
+        self._model = model
+        self._before: list[tuple[LayerState, bool]] = []
+
+    def __enter__(self) -> Self:
+        self._before = [(state, state.recording) for state in layer_states(self._model)]
+        for state, _ in self._before:
+            state.recording = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for state, recording in self._before:
+            state.recording = recording
+
+
+def require_recorded(states: Sequence[LayerState]) -> None:
+    """Raise RuntimeError for layers that ran backward in this step and recorded no amax of their gradient."""
+    names = [_named(state) for state in states if state.unrecorded and not state.recorded]
+    if names:
+        raise RuntimeError(
+            f"step_: no amaxes were recorded of {_listed(names)}, although backward ran, so that delayed scales "
+            "would not follow; leave without_recording before the forwards of a training step"
+        )
+
+
+def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tensor) -> None:
+    """Raise RuntimeError for amaxes of a step that are not finite.
+
+    On a GPU the host does not wait for the device: one of the next steps raises, and a captured step never does.
+
+    Args:
+        model: What is advanced.
+        states: The layers, all on one device.
+        amaxes: Their amaxes one after the other, fp32.
+    """
+    if is_captured():
+        return
+    pending = _pending.setdefault(model, [])
+    finite = amaxes.isfinite()
+    if amaxes.is_cuda:
+        on_host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
+        on_host.copy_(finite, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        pending.append((states, on_host, event.query))
+    else:
+        pending.append((states, finite, lambda: True))
+    while pending and pending[0][2]():
+        of_states, flags, _ = pending.pop(0)
+        if not bool(flags.all()):
+            pending.clear()
+            raise RuntimeError(
+                f"step_: the amaxes of {_listed(_not_finite(of_states, flags))} are not finite: a tensor that was "
+                "quantized held an Inf; where a gradient scaler skipped the optimizer's step, call "
+                "step_(model, skipped=True), which drops them"
+            )
+
+
+_Pending = list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]]
+_pending: weakref.WeakKeyDictionary[nn.Module, _Pending] = weakref.WeakKeyDictionary()
+
+
+def _not_finite(states: Sequence[LayerState], finite: Tensor) -> list[str]:
+    slots = [(state, slot) for state in states for slot in state.slots]
+    pairs = zip(slots, finite.tolist(), strict=True)
+    return [f"{_named(state)} ({slot})" for (state, slot), fine in pairs if not fine]
+
+
+def _named(state: LayerState) -> str:
+    return f"layer {state.name}" if state.name else "a layer"
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
