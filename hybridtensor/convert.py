@@ -40,6 +40,7 @@ from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
+from hybridtensor.optim import watch_plain_optimizers
 from hybridtensor.quantizers import IdentityQuantizer
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
@@ -319,6 +320,7 @@ def _convert(
         if persistent:
             trainable = layer.weight.requires_grad
             new = persistent_weight(values, config, trainable, state, section, first)
+            watch_plain_optimizers()
         new.layer, new.record.section, new.record.first = state, section, first
         swap("quantize_", layer.weight, with_local(layer.weight, new))
     keep_recipe_(module)

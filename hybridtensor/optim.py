@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
@@ -10,10 +12,11 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import ParamsT, StateDict
+from torch.optim.optimizer import ParamsT, StateDict, register_optimizer_step_post_hook
 
 from hybridtensor.arguments import require_function, require_items, require_kind, wrong
 from hybridtensor.dtensor import local
+from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.quantizing import refresh_all_
 
@@ -388,3 +391,38 @@ def _checked_group(who: str, group: object) -> dict[str, Any]:
             who, "a tensor", parameter[-1] if isinstance(parameter, tuple) else parameter, Tensor
         )
     return {**group, "params": params}
+
+
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_hooks: list[object] = []
+
+
+def watch_plain_optimizers() -> None:
+    """Have the first step of an optimizer warn if it steps persistent weights in a narrow dtype, where small updates
+    are rounded away. Called when persistent weights are made.
+    """
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_warn_of_narrow_values))
+
+
+def _warn_of_narrow_values(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if is_traced() or optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    if isinstance(optimizer, MasterWeights):
+        return
+    parts = [
+        local(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
+    values = [part.record.values for part in parts if isinstance(part, HybridTensor)]
+    dtypes = {v.original.dtype for v in values if v is not None and v.original is not None}
+    narrow = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4)
+    if narrow:
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"{name} steps persistent weights whose values are {' and '.join(narrow)}, in which small updates are "
+            f"rounded away; use hybridtensor.optim.MasterWeights(torch.optim.{name}, ...), or convert the model "
+            "in float32",
+            UserWarning,
+            stacklevel=2,
+        )

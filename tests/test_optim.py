@@ -573,3 +573,15 @@ def values_of(*models):
     """Return parameters in high precision, model by model."""
     plain = [[p.dequantize() if isinstance(p, ht.HybridTensor) else p for p in m.parameters()] for m in models]
     return zip(*plain, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_plain_optimizer_of_persistent_weights_warns_once(dtype):
+    """In bf16 200 steps of 1e-5 are rounded away, which masters are not."""
+    net = ht.quantize_(nn.Linear(64, 64, bias=False, dtype=dtype), "fp8", persistent=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
+    net.weight.grad = torch.ones(64, 64, dtype=dtype)
+    if dtype == torch.bfloat16:
+        with pytest.warns(UserWarning, match=r"SGD steps persistent weights whose values are bfloat16.*MasterWeights"):
+            optimizer.step()
+    optimizer.step()  # warnings are errors

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -21,6 +24,7 @@ from hybridtensor.state.watch import layer_states
 from hybridtensor.torchao_compat import FqnToConfig, config_from_dict, config_to_dict
 
 METHOD = "hybridtensor"
+_STATE_FILE = f"{STATE}.safetensors"  # beside adapters
 
 
 class HasScalars(Protocol):
@@ -158,9 +162,63 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         if not getattr(optimizer, "step_was_skipped", False):
             step_(model)
 
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Save the state of recipes beside adapters, whose checkpoints leave out the model below them."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir() and not _holds_state(folder):
+            saved = _state_of(model)
+            if saved:
+                save_file(saved, folder / _STATE_FILE)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        """Load the state that was saved beside adapters, when Trainer resumes."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if not state.global_step or not _is_fresh(model):
+            return
+        file = folder / _STATE_FILE
+        if file.is_file():
+            model.load_state_dict(load_file(file), strict=False)
+        else:
+            warnings.warn(
+                f"StepCallback: {folder} has no state of recipes, so that delayed scales and random rounding start "
+                "fresh; checkpoints that StepCallback was there to save have it",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Add the statistics to what is logged of training."""
         if self._watched is not None and "loss" in logs:
             numbers = self._watched.scalars()
             logs.update(numbers)
             state.log_history[-1].update(numbers)
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of recipes by its names in the model's state dict."""
+    if not layer_states(model):
+        return {}
+    return {name: value.contiguous() for name, value in model.state_dict().items() if STATE in name}
+
+
+def _is_fresh(model: nn.Module) -> bool:
+    """Return whether a model has state that is as it is before the first step: no checkpoint had any."""
+    states = layer_states(model)
+    moved = any(
+        (one.rounding is not None and bool(one.rounding[1]))
+        or (one.amax_history is not None and bool(one.amax_history.any()))
+        for one in states
+    )
+    return bool(states) and not moved
+
+
+def _holds_state(folder: Path) -> bool:
+    """Return whether the weights that Trainer saved in a folder have the state of recipes with them."""
+    for file in folder.glob("*.safetensors"):
+        if file.name != _STATE_FILE:
+            with safe_open(file, "pt") as tensors:
+                if any(STATE in name for name in tensors.keys()):  # noqa: SIM118  (no dict)
+                    return True
+    return False

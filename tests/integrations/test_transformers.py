@@ -173,6 +173,28 @@ def test_adapters_train_on_top(recipe, folder, tmp_path):
         assert int(layer.base_layer.quantization_state.rounding[1]) == 4
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "fp8"])
+def test_resuming_adapters_is_bitwise(recipe, folder, tmp_path):
+    """Their checkpoints leave out the base, and with it the state of its recipe."""
+    peft = pytest.importorskip("peft", reason="needs peft: make test-integrations")
+
+    def adapted():
+        torch.manual_seed(3)
+        return peft.get_peft_model(load(folder, recipe), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+
+    model, other, resumed, late = (adapted() for _ in range(4))
+    trainer_of(model, tmp_path / "a", StepCallback()).train()
+    trainer_of(other, tmp_path / "b", StepCallback(), max_steps=2).train()
+    saved = tmp_path / "b" / "checkpoint-2"
+    assert (saved / "quantization_state.safetensors").exists() == (recipe != "fp8")
+    trainer_of(resumed, tmp_path / "b", StepCallback()).train(resume_from_checkpoint=str(saved))
+    assert_same(resumed, model)
+    if recipe != "fp8":
+        (saved / "quantization_state.safetensors").unlink()
+        with pytest.warns(UserWarning, match="checkpoint-2 has no state of recipes, so that delayed scales"):
+            trainer_of(late, tmp_path / "b", StepCallback()).train(resume_from_checkpoint=str(saved))
+
+
 def test_a_process_without_the_integration_loads_a_plain_model_and_says_so(folder, tmp_path):
     model = load(folder, "fp8")
     model.save_pretrained(tmp_path)
