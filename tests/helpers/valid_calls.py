@@ -282,6 +282,7 @@ ROWS = {
     "debug": row(debugging, {"offsets": "flag"}, offsets=True),
     "share_inputs": row(sharing, {"enabled": "flag"}, enabled=True),
     "step_": row(ht.step_, {"model": "module", "skipped": "flag"}, model=linear, skipped=False),
+    "without_recording": row(ht.without_recording, {"model": "module"}, model=linear),
     "step_after": row(
         ht.step_after, {"model": "module"},
         optimizers=lambda: torch.optim.SGD([torch.ones(1)]), model=linear,

@@ -51,6 +51,8 @@ METHODS_OF_OTHERS = {
         "check_sizes",
         "named_modules",
         "count_step",
+        "kept_faces",
+        "note_backward",
         "delayed_rules",
         "draws",
         "faces",

@@ -1,5 +1,7 @@
 """Every operator of the namespace is well registered: schema, fake and autograd, for fixed and for any shapes."""
 
+import functools
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from hybridtensor.formats import (
     NVFP4_ROW_SCALED,
 )
 from hybridtensor.ops import NO_INPUTS, Cast, CastRequest
+from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.references.faces import define_faces
 from hybridtensor.testing import random_tensor
@@ -116,6 +119,12 @@ def grouped_mm(device, fmt, of_tokens):
     return left, f"{fmt}|", right, f"{fmt}|", ends(device), 3, 128, torch.bfloat16, False
 
 
+@functools.cache
+def record(device):
+    """Return a record of amaxes."""
+    return AmaxRecord(3, torch.device(device))
+
+
 SAMPLES = {
     "quantize_groups": {
         **{f"{cast}": lambda device, cast=cast: quantize_groups(device, cast, cast.for_columnwise()) for cast in CASTS},
@@ -175,6 +184,10 @@ SAMPLES = {
         "rows": lambda device: (matrix(device), matrix(device), matrix(device)[0], torch.ones(32, device=device)),
     },
     "swiglu_backward": {"rows": lambda device: (matrix(device), matrix(device), matrix(device))},
+    "commit": {
+        "a record": lambda device: (record(device).address, [torch.ones(3, device=device)] * 2, matrix(device)),
+        "nowhere": lambda device: (nowhere(torch.device(device)), [torch.ones(3, device=device)], matrix(device)),
+    },
     "after": {"bytes": lambda device: (torch.ones(4, 8, dtype=torch.uint8, device=device), matrix(device))},
 }
 
