@@ -142,8 +142,16 @@ class TracedMaster(Operand):
         self._after: Tensor | None = None
         self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
         context = weight.context._replace(state=state)
-        self._context = for_products(context, dtype, row=True, column=True)
-        row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=self._context)
+        context = self._context = for_products(context, dtype, row=True, column=True)
+        if (
+            needs.input
+            and state is not None
+            and weight.config.weight.delayed_rules("weight").keys() == {"weight"}
+        ):
+            context = context._replace(
+                state=state._replace(amax=None)
+            )  # the cast of backward measures the same
+        row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=context)
         super().__init__(row, None)
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
