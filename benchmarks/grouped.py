@@ -158,6 +158,7 @@ def peak_memory(as_run: Callable[..., nn.Module], module: nn.Module, x: Tensor, 
 
 def measure_blocks(shape: tuple[int, int, int, int], device: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per recipe for a whole block, eager and compiled."""
+    torch._dynamo.reset()  # each shape compiles as in a process of its own
     tokens, width, hidden, count = shape
     with torch.device(device):
         plain = Block(count, width, hidden).bfloat16()
@@ -188,7 +189,6 @@ def measure_blocks(shape: tuple[int, int, int, int], device: str, repeats: int) 
 
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
-    torch._dynamo.config.recompile_limit = 64
     kind = torch.device(options.device).type
     rows = []
     for shape in BLOCKS[kind]:

@@ -63,6 +63,7 @@ def torchao_layers(plain: nn.Module) -> dict[str, nn.Module]:
 
 def measure(shape: tuple[int, int, int], device: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per recipe for one shape."""
+    torch._dynamo.reset()  # each shape compiles as in a process of its own
     tokens, out_features, in_features = shape
     plain = nn.Linear(in_features, out_features, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -82,7 +83,6 @@ def measure(shape: tuple[int, int, int], device: str, repeats: int) -> list[dict
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
     rows = []
-    torch._dynamo.config.recompile_limit = 64
     for shape in SHAPES[torch.device(options.device).type]:
         rows += measure(shape, options.device, options.repeats)
     for name in dict.fromkeys(row["recipe"] for row in rows):

@@ -71,7 +71,6 @@ def measure(mode: str, device: str, *, sharded: bool) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
     sharded, kind = "LOCAL_RANK" in os.environ, torch.device(options.device).type
-    torch._dynamo.config.recompile_limit = 64
     if sharded:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -174,8 +174,6 @@ class Trainer:
             Batches(folder / f"{part}.bin", size.batch, size.context, device) for part in ("train", "validation")
         )
         self._learners: dict[str, Learner] = {}
-        if plan.compiled:  # every block of every recipe is a graph of its own
-            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 4096
 
     def knows(self, name: str) -> bool:
         """Return whether a recipe has been trained by before: its model is there, compiled."""
@@ -198,6 +196,7 @@ class Trainer:
         """
         clock = _Clock(self.plan.steps, until)
         if not self.knows(candidate.name):
+            torch._dynamo.reset()  # each recipe compiles as in a process of its own
             self._learners[candidate.name] = Learner(candidate, self.plan, self.device)
         learner = self._learners[candidate.name]
         model = learner.begin(seed)
