@@ -15,20 +15,38 @@ NUM_BLOCKS = 32
 FIRST = ["bf16", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 
 
-class Block(nn.Module):
-    """A block with siblings that share an input, as attention and gated units have."""
+class Attention(nn.Module):
+    """Siblings that share an input."""
 
-    def __init__(self, width=32):
+    def __init__(self, width):
         super().__init__()
-        self.norm = nn.RMSNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        return self.o(torch.sigmoid(self.q(x)) * self.k(x) + self.v(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
         self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A block as models have them: modules with siblings in it, and siblings of its own."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.RMSNorm(width), Attention(width), MLP(width)
+        self.side, self.skip = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x):
         y = self.norm(x)
-        x = x + self.o(torch.sigmoid(self.q(y)) * self.k(y) + self.v(y))
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        x = x + self.attention(y) + self.side(y) * torch.sigmoid(self.skip(y))
+        return x + self.mlp(self.norm(x))
 
 
 @pytest.fixture(autouse=True)

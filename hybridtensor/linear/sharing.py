@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,9 @@ from hybridtensor.ops.order import node_of
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.shared_face import SharedFace
+
+_PARENTS = "_hybridtensor_shares"  # names of a module by which its layers know it
+_KEY: Any = "hybridtensor"  # of hooks, among the numbers of other hooks
 
 
 class Reading:
@@ -49,7 +51,7 @@ class _Scope:
 
     Attributes:
         module: The module, weakly.
-        parent: Its name, by which layers know that they belong to it.
+        parents: Its names, by which layers know that they belong to it.
         outer: The forward that it runs in, or None.
         input: The last input that was quantized, or the tensor that it is a view of, weakly.
         key: Everything else that its faces depend on.
@@ -57,10 +59,10 @@ class _Scope:
         readers: Records of the weights that it was quantized for.
     """
 
-    __slots__ = ("__weakref__", "input", "key", "module", "outer", "parent", "readers", "reading")
+    __slots__ = ("__weakref__", "input", "key", "module", "outer", "parents", "readers", "reading")
 
-    def __init__(self, module: nn.Module, parent: str, outer: _Scope | None) -> None:
-        self.module, self.parent, self.outer = weakref.ref(module), parent, outer
+    def __init__(self, module: nn.Module, parents: tuple[str, ...], outer: _Scope | None) -> None:
+        self.module, self.parents, self.outer = weakref.ref(module), parents, outer
         self.input: weakref.ref[Tensor] | None = None
         self.key: tuple[object, ...] = ()
         self.reading = Reading()
@@ -153,28 +155,27 @@ def share_between_layers_of(module: nn.Module, parent: str) -> None:
         module: The module that the layers belong to.
         parent: Its name, ``LayerState.parent`` of the layers.
     """
-    if parent in getattr(module, "_hybridtensor_shares", ()):
-        return
-    module._hybridtensor_shares = (*getattr(module, "_hybridtensor_shares", ()), parent)  # type: ignore[assignment]
-    module.register_forward_pre_hook(partial(_enter, parent))
-    module.register_forward_hook(_leave, always_call=True)
+    parents = module.__dict__.get(_PARENTS, ())
+    module.__dict__[_PARENTS] = tuple(dict.fromkeys([*parents, parent]))
+    # torch's private tables: Dynamo guards the key of a hook, which a handle would have of its own for each module, and
+    # the arguments of one that is partial, so that every block would be compiled by itself.
+    module._forward_pre_hooks[_KEY] = _enter
+    module._forward_hooks[_KEY] = _leave
+    module._forward_hooks_always_called[_KEY] = True
 
 
 def forget(module: nn.Module) -> None:
     """Undo ``share_between_layers_of``."""
-    if module.__dict__.pop("_hybridtensor_shares", None) is None:
-        return
-    # torch's private tables: a handle of each hook would be one more thing that is copied with it
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, partial) and hook.func is _enter:
-            del module._forward_pre_hooks[key]
-    for key, hook in list(module._forward_hooks.items()):
-        if hook is _leave:
-            del module._forward_hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
+    if module.__dict__.pop(_PARENTS, None) is not None:
+        for table in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._forward_hooks_always_called,
+        ):
+            table.pop(_KEY, None)
 
 
-def _enter(parent: str, module: nn.Module, args: object) -> None:
+def _enter(module: nn.Module, args: object) -> None:
     if is_traced():
         return
     outer = interrupted = _thread.scope
@@ -182,7 +183,7 @@ def _enter(parent: str, module: nn.Module, args: object) -> None:
         interrupted = interrupted.outer
     if interrupted is not None:  # its former forward: of an interrupt, hooks are not told
         outer = interrupted.outer
-    _thread.scope = _Scope(module, parent, outer)
+    _thread.scope = _Scope(module, module.__dict__[_PARENTS], outer)
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
@@ -217,7 +218,7 @@ def reading(
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
-    of_module = isinstance(layer, LayerState) and layer.parent == scope.parent
+    of_module = isinstance(layer, LayerState) and layer.parent in scope.parents
     return scope.read(input, record, (*how, *_mark(groups))) if of_module else Reading()
 
 

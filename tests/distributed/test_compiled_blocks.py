@@ -17,15 +17,22 @@ from hybridtensor.testing import random_tensor
 NUM_BLOCKS = 12
 
 
-class Block(nn.Module):
+class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.RMSNorm(64)
         self.gate, self.up, self.down = (nn.Linear(64, 64, bias=False) for _ in range(3))
 
     def forward(self, x):
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(64), MLP()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
 
 
 def run(model, seed):
@@ -47,7 +54,7 @@ def one_graph(rank, recipes, kind):
             torch.manual_seed(0)
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))).to(here(), torch.bfloat16)
             if kind == "tp":
-                plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+                plan = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
                 for block in model:
                     parallelize_module(block, mesh, plan)
             ht.quantize_(model, recipe)

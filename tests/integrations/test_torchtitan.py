@@ -24,7 +24,7 @@ BACKEND = "partial_dtensor"
 STEPS = 3
 
 
-def spec_of(way, recipe):
+def spec_of(way, recipe, num_layers=2):
     """Return the debug model, quantized in one of the two ways, and plain attention in it."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
@@ -34,7 +34,7 @@ def spec_of(way, recipe):
     spec = model_registry("debugmodel", converters=None)
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
-    spec.model.layers = spec.model.layers[:2]
+    spec.model.layers = spec.model.layers[:num_layers]
     if way == "converter":
         converter = HybridConverter.Config(recipe=recipe, keep_bf16=["layers.1"]).build()
         spec.model = converter.convert(spec.model)
@@ -42,7 +42,7 @@ def spec_of(way, recipe):
     return quantized(spec, recipe, keep_bf16=["layers.1"]) if way == "parallelize_fn" else spec
 
 
-def trained(way, recipe, tp=1):
+def trained(way, recipe, tp=1, compiled=False):
     """Do what Trainer does, and return the losses and the model."""
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -51,7 +51,7 @@ def trained(way, recipe, tp=1):
 
     parallel_dims.device_type = "cpu"  # it takes CUDA where there is no accelerator
     titan.set_spmd_backend(BACKEND)
-    spec = spec_of(way, recipe)
+    spec = spec_of(way, recipe, num_layers=6 if compiled else 2)
     parallelism = ParallelismConfig(spmd_backend=BACKEND, tensor_parallel_degree=tp, enable_sequence_parallel=tp > 1)
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
@@ -61,7 +61,8 @@ def trained(way, recipe, tp=1):
     model.verify_module_protocol()
     model = spec.parallelize_fn(
         model, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="bfloat16"),
-        parallelism=parallelism, compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="",
+        parallelism=parallelism, compile_config=CompileConfig(enable=compiled, backend="aot_eager"),
+        ac_config=None, dump_folder="",
     )  # fmt: skip
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -150,3 +151,21 @@ def test_expert_parallel_models_with_state_are_refused():
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(NotImplementedError, match="a recipe without state is required for expert parallel"):
         spec.post_optimizer_build_fn(optimizer, [model], types.SimpleNamespace(ep_enabled=True))
+
+
+def compiles(rank):
+    warnings.simplefilter("ignore")  # of torchtitan
+    graphs = {}
+    for way, recipe in (("plain", None), ("converter", "fp8"), ("converter", "fp8_delayed")):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trained(way, recipe, compiled=True)
+        graphs[recipe] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    plain = graphs.pop(None)
+    # the layer that stays in bf16 is a kind of block of its own
+    assert plain > 0
+    assert all(count == 2 * plain for count in graphs.values()), (plain, graphs)
+
+
+def test_blocks_of_one_kind_share_a_graph(tmp_path):
+    processes.run(compiles, 2, tmp_path)
