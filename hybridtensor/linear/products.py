@@ -13,6 +13,7 @@ products are those of ``ops.grouped_mm``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,9 @@ class Backward(NamedTuple):
         context = self.context._replace(groups=groups._replace(ends=ends))
         return self._replace(context=context)
 
-    def gradients(self, grad: Tensor, saved: list[Tensor], noted: list[Tensor]) -> Gradients:
+    def gradients(
+        self, grad: Tensor, saved: list[Tensor], noted: Sequence[Tensor] = ()
+    ) -> Gradients:
         """Return the gradients.
 
         Args:
@@ -157,7 +160,7 @@ class Backward(NamedTuple):
             *(after(g, done) if i == last and g is not None else g for i, g in enumerate(gradients))
         )
 
-    def _commit(self, noted: list[Tensor], grad: Tensor) -> Tensor | None:
+    def _commit(self, noted: Sequence[Tensor], grad: Tensor) -> Tensor | None:
         """Record the amaxes of forward, now that its backward runs.
 
         Returns:
@@ -167,7 +170,7 @@ class Backward(NamedTuple):
         if state is None or not state.slots:
             return None
         if isinstance(state.amax, Notes) and state.step_amax is not None:
-            return commit(state.step_amax, noted, _plain_part(grad)) if noted else None
+            return commit(state.step_amax, list(noted), _plain_part(grad)) if noted else None
         if isinstance(self.layer, LayerState):
             self.layer.note_backward(recorded=state.step_amax is not None)
         return None

@@ -193,7 +193,7 @@ class GatheredWeight(Operand):
 
 
 def weight_operand(
-    weight: Weight, needs: Needs, dtype: torch.dtype, state: StateTensors | None
+    weight: Weight, needs: Needs, dtype: torch.dtype, state: StateTensors | None = None
 ) -> Operand:
     """Return the operand that a weight is: quantized now, kept from before, persistent or gathered.
 
@@ -201,9 +201,10 @@ def weight_operand(
         weight: The weight.
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
-        state: State of the layer, with where this forward records amaxes.
+        state: State of the layer, with where this forward records amaxes; None is that of the weight.
     """
     if isinstance(weight, MasterWeight):
+        state = weight.state if state is None else state
         if is_traced() and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
         noted = state.amax if any(needs) and state is not None else None
