@@ -24,6 +24,7 @@ from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import Coverage, coverage
+from hybridtensor.state.recording import without_recording
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses.observing import observers
 
@@ -298,9 +299,12 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     tables = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     hooks = [dict(table) for table in tables]
     buffers = [(b, local(b).clone()) for b in model.buffers()]
-    amaxes = [(s.amax, s.amax.clone()) for s in layer_states(model) if s.amax is not None]
+    states = [(s, s.recorded, s.unrecorded) for s in layer_states(model)]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+    with (
+        torch.random.fork_rng(sorted(d for d in devices if d is not None)),
+        without_recording(model),
+    ):
         for owner, _ in grads:
             owner.grad = None
         for table in tables:
@@ -313,8 +317,10 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
             for owner, grad in grads:
                 owner.grad = grad
             with torch.no_grad():
-                for buffer, before in (*buffers, *amaxes):
+                for buffer, before in buffers:
                     local(buffer).copy_(before)
+            for state, recorded, unrecorded in states:
+                state.recorded, state.unrecorded = recorded, unrecorded
 
 
 def _report(model: nn.Module, recorder: _Recorder, total: int) -> Check:

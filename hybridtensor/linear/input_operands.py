@@ -32,6 +32,7 @@ from hybridtensor.ops import Face, after
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import can_make_again, is_in_region, make_again
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.quantizers.base import measured_in_backward
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -195,6 +196,8 @@ def input_operand(
         read = reading(cast_from, weight.record, how, context.groups)
     if read.faces is None:
         at_once = for_products(context, dtype, row=True, column=False)
+        if kept:
+            at_once = measured_in_backward(at_once, config.input)
         read.faces = config.input.faces(
             input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=at_once
         )

@@ -169,7 +169,7 @@ class Backward(NamedTuple):
         state = self.context.state
         if state is None or not state.slots:
             return None
-        if isinstance(state.amax, Notes) and state.step_amax is not None:
+        if isinstance(state.amax, Notes) and isinstance(state.step_amax, Tensor):
             return commit(state.step_amax, list(noted), _plain_part(grad)) if noted else None
         if isinstance(self.layer, LayerState):
             self.layer.note_backward(recorded=state.step_amax is not None)

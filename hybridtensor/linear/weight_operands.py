@@ -19,6 +19,7 @@ from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_traced
+from hybridtensor.quantizers.base import measured_in_backward
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import for_products
@@ -143,14 +144,8 @@ class TracedMaster(Operand):
         self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
         context = weight.context._replace(state=state)
         context = self._context = for_products(context, dtype, row=True, column=True)
-        if (
-            needs.input
-            and state is not None
-            and weight.config.weight.delayed_rules("weight").keys() == {"weight"}
-        ):
-            context = context._replace(
-                state=state._replace(amax=None)
-            )  # the cast of backward measures the same
+        if needs.input:
+            context = measured_in_backward(context, weight.config.weight)
         row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=context)
         super().__init__(row, None)
 

@@ -11,12 +11,13 @@ import bisect
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.library import define, implement
+from hybridtensor.ops.library import define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
@@ -39,27 +40,63 @@ class Notes:
 
 
 class AmaxRecord:
-    """Memory for the amaxes of one layer.
+    """The amaxes of one layer in the step under way.
 
     Args:
         size: ``S``.
         device: Where it is.
 
     Attributes:
-        amax: fp32 ``[S]``, zeros at first.
-        address: int64 ``[1]`` on the same device.
+        total: fp32 ``[S]``, zeros at first: what was recorded, but for what is committed and not folded in yet.
+        address: int64 ``[1]`` on the same device: where ``total`` is.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self._committed: list[Tensor] = []
+        self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         with torch.inference_mode(False), torch.no_grad():
             if device.type == "meta":
-                self.amax = torch.zeros(size, dtype=torch.float32, device=device)
+                self.total = torch.zeros(size, dtype=torch.float32, device=device)
                 self.address = nowhere(device)
                 return
             memory = _memory(_indexed(device))
-            self.amax = memory.take(size)
-            self.address = torch.tensor([self.amax.data_ptr()], dtype=torch.int64, device=device)
-        weakref.finalize(self, memory.give_back, self.amax).atexit = False
+            taken = memory.take(size)
+            self.total = taken[:size]
+            self.address = torch.tensor([self.total.data_ptr()], dtype=torch.int64, device=device)
+        weakref.finalize(self, memory.give_back, taken).atexit = False
+
+    @property
+    def amax(self) -> Tensor:
+        """fp32 ``[S]``, all that was recorded."""
+        fold([self])
+        return self.total
+
+    def provisional(self) -> Tensor:
+        """Return zeros, fp32 ``[S]``, for the casts of one forward and its backward."""
+        if self._spare and not is_captured():
+            return self._spare.pop()
+        with torch.inference_mode(False):
+            return torch.zeros_like(self.total)
+
+    def commit(self, amax: Tensor) -> None:
+        """Record what a forward and its backward measured; it is folded in later, those of all layers at once."""
+        if is_captured():  # what is folded in later would not be part of the graph
+            torch.maximum(self.total, amax, out=self.total)
+        elif amax is not self.total and all(amax is not known for known in self._committed):
+            self._committed.append(amax)
+
+
+def fold(records: Sequence[AmaxRecord]) -> None:
+    """Fold what was committed into records, all on one device, and keep its memory for the next step."""
+    if is_captured():
+        return
+    with torch.no_grad():
+        while pending := [record for record in records if record._committed]:
+            measured = [record._committed.pop() for record in pending]
+            torch._foreach_maximum_([record.total for record in pending], measured)
+            torch._foreach_zero_(measured)
+            for record, amax in zip(pending, measured, strict=True):
+                record._spare.append(amax)
 
 
 class _Memory:
@@ -76,12 +113,12 @@ class _Memory:
         self._free: dict[int, list[Tensor]] = {}  # by size
 
     def take(self, size: int) -> Tensor:
-        """Return zeros, fp32 ``[size]``."""
+        """Return zeros, fp32, at least ``size``."""
         whole = -(-size // _ALIGNED) * _ALIGNED
         with self._lock:
             free = self._free.get(whole)
             if free:
-                return free.pop().zero_()[:size]
+                return free.pop().zero_()
             rest = self._rest
             if rest is None or len(rest) < whole:
                 size_of_chunk = max(whole, _CHUNK)
@@ -89,13 +126,12 @@ class _Memory:
                 self._chunks.append((rest.data_ptr(), rest))
                 self._chunks.sort(key=lambda known: known[0])
             self._rest = rest[whole:]
-            return rest[:size]
+            return rest[:whole]
 
-    def give_back(self, record: Tensor) -> None:
-        """Let another layer use a record."""
-        whole = -(-len(record) // _ALIGNED) * _ALIGNED
+    def give_back(self, taken: Tensor) -> None:
+        """Let another layer use memory; no operation, as collecting may happen under any mode."""
         with self._lock:
-            self._free.setdefault(whole, []).append(record.as_strided((whole,), (1,)))
+            self._free.setdefault(len(taken), []).append(taken)
 
     def at(self, address: int) -> Tensor:
         """Return the memory from an address on, fp32.

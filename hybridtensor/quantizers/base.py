@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.formats import Format, work_out
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.references.blocks import amax_by_rows
 from hybridtensor.state import Context, DelayedRule
@@ -264,6 +265,18 @@ def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: 
     amaxes = ops.prepare(matrix, request, cast_inputs(matrix, request, context)).measure(matrix)
     row, column = (amax if wanted else None for amax, wanted in zip(amaxes, found, strict=True))
     return context._replace(amaxes=(row, column))
+
+
+def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
+    """Return the context of a cast in forward whose tensor backward casts columnwise: in a graph it records no amax
+    if backward measures the same one, as forward would have to save it.
+    """
+    state = context.state
+    if state is None or not isinstance(state.amax, Notes):
+        return context
+    if quantizer.delayed_rules(context.role).keys() != {context.role}:
+        return context
+    return context._replace(state=state._replace(amax=None))
 
 
 def cast_inputs(matrix: Tensor, request: CastRequest, context: Context) -> CastInputs:

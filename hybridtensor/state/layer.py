@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
-from hybridtensor.ops.amaxes import AmaxRecord, nowhere
+from hybridtensor.ops.amaxes import AmaxRecord, fold, nowhere
 from hybridtensor.state.dry_runs import is_dry_run
 from hybridtensor.state.ranks import ALL_RANKS
 from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, same_tensor
@@ -162,18 +162,18 @@ class LayerState(nn.Module):
         rounding = buffers["rounding"]
         rank = 0 if rounding is None else self.ranks.part_of_batch()
         common = None if self.common is None else self.common.amax
-        amax = self.amax if self.recording else None
+        record: AmaxRecord | None = self.__dict__["_record"] if self.recording else None
         return StateTensors(
             rounding,
             buffers["encode_scale"],
-            amax,
+            None if record is None else record.total,
             self.slots,
             rank,
             self.name,
             self.hints,
             common,
             self.transposed,
-            amax,
+            record,
         )
 
     def require(
@@ -297,7 +297,7 @@ class LayerState(nn.Module):
         if amax is not None:
             self._record = AmaxRecord(len(amax), amax.device if device is None else device)
             if not amax.is_meta:
-                self._record.amax.copy_(amax)
+                self._record.total.copy_(amax)
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to this process: the ranks, hints, where amaxes are recorded."""
@@ -396,6 +396,13 @@ class LayerState(nn.Module):
         if self.rounding is not None:
             kept.append("stochastic rounding")
         return ", ".join(kept)
+
+
+def fold_amaxes(states: Iterable[LayerState]) -> None:
+    """Have ``amax`` of all layers at once, in few launches for each device."""
+    records = [state._record for state in states if state._record is not None]
+    for device in dict.fromkeys(record.total.device for record in records):
+        fold([record for record in records if record.total.device == device])
 
 
 def weight_of_state(name: str) -> str | None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
-from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.layer import LayerState, fold_amaxes, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.update import update_scales
@@ -144,6 +144,7 @@ class step_after:  # noqa: N801  (used as a function)
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers that the same ranks train, all in one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
+    fold_amaxes(states)
     _share_amaxes(states)
     groups = [
         group

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
-from hybridtensor.ops.amaxes import Notes
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.state.dry_runs import is_dry_run
 
 
@@ -29,7 +28,7 @@ class StateTensors(NamedTuple):
         common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
             layers' weights have a common scale; or None.
         transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None if it is none.
-        step_amax: Where the amaxes of the step are recorded, fp32 ``[S]``; in a graph its address, int64 ``[1]``.
+        step_amax: The record of the step's amaxes; in a graph its address, int64 ``[1]``.
     """
 
     rounding: Tensor | None
@@ -41,36 +40,34 @@ class StateTensors(NamedTuple):
     hints: dict[str, Hint] | None = None
     common_amax: Tensor | None = None
     transposed: bool | None = None
-    step_amax: Tensor | None = None
+    step_amax: AmaxRecord | Tensor | None = None
 
     def provisional(self) -> StateTensors:
         """Return these for one forward, whose amaxes are recorded for the step by ``commit`` in its backward."""
         if self.step_amax is None:
             return self
-        if is_traced():
+        if isinstance(self.step_amax, Tensor):
             return self._replace(amax=Notes(len(self.slots)))
         if is_dry_run():
             return self._replace(amax=None, step_amax=None)
-        return self._replace(amax=torch.zeros_like(self.step_amax))
+        return self._replace(amax=self.step_amax.provisional())
 
     def in_backward(self) -> StateTensors:
         """Return these for what backward quantizes: in a graph its amaxes are recorded at once."""
-        return self._replace(amax=self.step_amax) if isinstance(self.amax, Notes) else self
+        if isinstance(self.amax, Notes) and isinstance(self.step_amax, Tensor):
+            return self._replace(amax=self.step_amax)
+        return self
 
     def commit(self, of_weight: Tensor | Notes | None = None) -> None:
-        """Record for the step what a forward and its backward measured.
+        """Record for the step what a forward and its backward measured; a graph does so itself.
 
         Args:
             of_weight: fp32 ``[S]``, what was measured before of the weight's faces that they used, or None.
         """
-        if self.step_amax is None or not isinstance(self.amax, Tensor):
-            return
-        measured = [self.amax]
-        if isinstance(of_weight, Tensor) and of_weight is not self.amax:
-            measured.append(of_weight)
-        for amax in measured:
-            if amax is not self.step_amax:
-                torch.maximum(self.step_amax, amax, out=self.step_amax)
+        if isinstance(self.step_amax, AmaxRecord):
+            for amax in (self.amax, of_weight):
+                if isinstance(amax, Tensor):
+                    self.step_amax.commit(amax)
 
     def require_on(self, device: torch.device, who: object) -> None:
         """Raise ValueError unless all is on a device: a kernel would read another one's memory.

@@ -156,7 +156,10 @@ class InterceptingTensor(WrapperTensor):
     def state_amax_address(self) -> Tensor | None:
         """Address of the record of the layer's amaxes."""
         layer = self.record.layer
-        return layer.amax_address if isinstance(layer, LayerState) else layer and layer.step_amax
+        if isinstance(layer, LayerState):
+            return layer.amax_address
+        address = None if layer is None else layer.step_amax
+        return address if isinstance(address, Tensor) else None
 
     @property
     def state_common_amax(self) -> Tensor | None:
