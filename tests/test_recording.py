@@ -168,6 +168,19 @@ def test_a_face_that_was_made_for_evaluation_is_measured_when_it_is_trained():
     assert_same(net, expected)
 
 
+def test_a_face_that_was_made_by_a_forward_alone_brings_nothing_of_its_input():
+    """The forwards that follow use the face, with the amax of the weight, and not what else that forward measured."""
+    expected, net = model(), model()
+    for one in (expected, net):
+        train(one, steps=2)  # of one microbatch each: backward lets the face go
+        one(x_of()).sum().backward()
+    net(1000 * x_of(7))
+    for one in (expected, net):
+        one(x_of(1)).sum().backward()
+        ht.step_(one)
+    assert_same(net, expected)
+
+
 # -- steps whose amaxes cannot be used
 
 

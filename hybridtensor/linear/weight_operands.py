@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.ops import Face
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers.base import measured_in_backward
 from hybridtensor.state import StateTensors
@@ -32,7 +32,7 @@ class MasterOperand(Operand):
         weight: The weight.
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
-        noted: Where amaxes are recorded, fp32 ``[S]``, or None.
+        record: Where backward records the amaxes of delayed scales, or None.
     """
 
     __slots__ = (
@@ -48,7 +48,7 @@ class MasterOperand(Operand):
     )
 
     def __init__(
-        self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, noted: Tensor | None
+        self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, record: AmaxRecord | None
     ) -> None:
         self._training = any(needs)
         kept = weight.kept_faces(
@@ -57,7 +57,7 @@ class MasterOperand(Operand):
             dtype=dtype,
             trained=self._training,
             backward_follows=needs.input,
-            noted=noted,
+            noted=record,
         )
         super().__init__(kept.row, None)
         self._noted = kept.noted
@@ -202,9 +202,15 @@ def weight_operand(
         state = weight.state if state is None else state
         if is_traced() and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
-        noted = state.amax if any(needs) and state is not None else None
-        if not isinstance(noted, Notes) and not is_traced():
-            return MasterOperand(weight, needs, dtype, noted)
+        recording = (
+            any(needs) and state is not None and bool(weight.config.weight.delayed_rules("weight"))
+        )
+        if not is_traced():
+            record = state.step_amax if recording and state is not None else None
+            return MasterOperand(
+                weight, needs, dtype, record if isinstance(record, AmaxRecord) else None
+            )
+        noted = state.amax if recording and state is not None else None
         return Operand(
             *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=noted)
         )

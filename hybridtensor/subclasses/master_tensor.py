@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.base import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
@@ -168,7 +168,7 @@ class MasterWeight(InterceptingTensor):
         dtype: torch.dtype,
         trained: bool = False,
         backward_follows: bool = False,
-        noted: Tensor | Notes | None = None,
+        noted: AmaxRecord | Tensor | Notes | None = None,
     ) -> Kept:
         """Return the faces asked for, and maybe others; those in high precision have ``dtype``.
 
@@ -184,22 +184,18 @@ class MasterWeight(InterceptingTensor):
             trained: The forward is one of training.
             backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are
                 kept.
-            noted: Where amaxes are recorded, fp32 ``[S]``, or the address of a record; None where a face is for
-                evaluation.
+            noted: Where amaxes are recorded: what a backward will commit to, or what it commits, fp32 ``[S]``; in a
+                graph ``Notes``, or an address; None where a face is for evaluation.
         """
         if is_traced():
-            context = self._recording(self.context, noted)
-            return Kept(*self.quantized(rowwise, columnwise, dtype, context=context), noted=noted)
+            return self._made(rowwise, columnwise, dtype, self.context, noted)
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
         self.renew_common_scale()
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             context = for_products(self.context, dtype, row=True, column=True)
-            context = self._recording(context, noted)
             with torch.no_grad():
-                return Kept(
-                    *self.quantized(rowwise, columnwise, dtype, context=context), noted=noted
-                )
+                return self._made(rowwise, columnwise, dtype, context, noted)
         self._count_graph_writes()
         record.count_others(plain)
         stamp = self._stamp(dtype)
@@ -214,7 +210,7 @@ class MasterWeight(InterceptingTensor):
         columnwise: bool,
         trained: bool,
         backward_follows: bool,
-        noted: Tensor | Notes | None,
+        noted: AmaxRecord | Tensor | Notes | None,
     ) -> Kept:
         """Return what is kept, with what is missing."""
         kept, dtype = self.record.kept.of(self.plain), stamp.dtype
@@ -230,25 +226,28 @@ class MasterWeight(InterceptingTensor):
         if backward_follows and not both and amaxes == (None, None):
             amaxes = self.amaxes(dtype)
         context = for_products(self.context, dtype, row=not lasting, column=not lasting)
-        row, column = self.quantized(
-            row_is_missing,
-            column_is_missing,
-            dtype,
-            amaxes=amaxes,
-            context=self._recording(context, noted),
-        )
-        kept = Kept(
-            row or kept.row, column or kept.column, amaxes, kept.noted if noted is None else noted
-        )
+        noted = noted if kept.noted is None else kept.noted
+        made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
+        kept = Kept(made.row or kept.row, made.column or kept.column, amaxes, made.noted)
         self.record.kept.keep(self.plain, stamp, kept)
         return kept
 
-    @staticmethod
-    def _recording(context: Context, noted: Tensor | Notes | None) -> Context:
-        """Return a context whose amaxes are recorded in ``noted``, or nowhere."""
-        if context.state is None or context.state.amax is noted:
-            return context
-        return context._replace(state=context.state._replace(amax=noted))
+    def _made(
+        self,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        context: Context,
+        noted: AmaxRecord | Tensor | Notes | None,
+        amaxes: Amaxes = (None, None),
+    ) -> Kept:
+        """Return faces that are made now, with where their amaxes are recorded."""
+        if isinstance(noted, AmaxRecord):
+            noted = noted.provisional()
+        if context.state is not None and context.state.amax is not noted:
+            context = context._replace(state=context.state._replace(amax=noted))
+        row, column = self.quantized(rowwise, columnwise, dtype, amaxes=amaxes, context=context)
+        return Kept(row, column, amaxes, noted)
 
     def amaxes(self, dtype: torch.dtype) -> Amaxes:
         """Return what both faces are scaled by, measured at once, if they are to be made one by one."""

@@ -1,0 +1,39 @@
+"""Random programs give the bits of their conservative runs: sharing, keeping, recomputing, compiling change none."""
+
+import contextlib
+
+import pytest
+import torch
+from programs import Program, difference
+from tiers import LONG
+
+SEEDS = range(3000) if LONG else range(100)
+PER_TEST = 5
+
+
+def check(seeds, device="cpu"):
+    for seed in seeds:
+        program = Program.draw(seed)
+        found = difference(program, device)
+        assert found is None, f"{program}: {found}"
+
+
+@pytest.mark.filterwarnings("ignore:torch._dynamo hit config:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's, of what follows a break
+@pytest.mark.filterwarnings("ignore:.* does not have a deterministic implementation:UserWarning")  # of filled memory
+@pytest.mark.filterwarnings("ignore:.*persistent weights whose values are bfloat16:UserWarning")
+@pytest.mark.parametrize("first", SEEDS[::PER_TEST])
+def test_programs(first):
+    check(range(first, first + PER_TEST))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stream", ["default", "side"])
+@pytest.mark.parametrize("first", SEEDS[::PER_TEST])
+def test_programs_on_a_gpu(first, stream):
+    side = torch.cuda.stream(torch.cuda.Stream()) if stream == "side" else contextlib.nullcontext()
+    with side:
+        check(range(first, first + PER_TEST), "cuda")
+    torch.cuda.synchronize()
