@@ -86,17 +86,24 @@ class AmaxRecord:
             self._committed.append(amax)
 
 
-def fold(records: Sequence[AmaxRecord]) -> None:
-    """Fold what was committed into records, all on one device, and keep its memory for the next step."""
+def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
+    """Fold what was committed into records, all on one device.
+
+    Args:
+        records: The records.
+        reuse: Whether the step is over, so that nothing refers to what was committed any more: faces of weights, which
+            know where their amaxes were recorded, are of one step.
+    """
     if is_captured():
         return
     with torch.no_grad():
         while pending := [record for record in records if record._committed]:
             measured = [record._committed.pop() for record in pending]
             torch._foreach_maximum_([record.total for record in pending], measured)
-            torch._foreach_zero_(measured)
-            for record, amax in zip(pending, measured, strict=True):
-                record._spare.append(amax)
+            if reuse:
+                torch._foreach_zero_(measured)
+                for record, amax in zip(pending, measured, strict=True):
+                    record._spare.append(amax)
 
 
 class _Memory:

@@ -399,10 +399,22 @@ class LayerState(nn.Module):
 
 
 def fold_amaxes(states: Iterable[LayerState]) -> None:
-    """Have ``amax`` of all layers at once, in few launches for each device."""
+    """Have ``amax`` of all layers at once, in few launches for each device, at the end of a step."""
     records = [state._record for state in states if state._record is not None]
     for device in dict.fromkeys(record.total.device for record in records):
-        fold([record for record in records if record.total.device == device])
+        fold([record for record in records if record.total.device == device], reuse=True)
+
+
+def forget_amaxes(states: Iterable[LayerState]) -> None:
+    """Drop the amaxes of a step that was left out, and have faces of weights measured again."""
+    kept = [state for state in states if state.amax is not None]
+    fold_amaxes(kept)
+    if kept:
+        torch._foreach_zero_([required(state.amax) for state in kept])
+    for state in kept:
+        own = state.__dict__  # Module.__setattr__ would look through parameters and buffers first
+        own["version"] += 1
+        own["recorded"] = own["unrecorded"] = False
 
 
 def weight_of_state(name: str) -> str | None:

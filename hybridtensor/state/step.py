@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
-from hybridtensor.state.layer import LayerState, fold_amaxes, required
+from hybridtensor.state.layer import LayerState, fold_amaxes, forget_amaxes, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.update import update_scales
@@ -49,9 +49,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     require_flag("step_", skipped=skipped)
     states = layer_states(model)
     if skipped:
-        amaxes = [state.amax for state in states if state.amax is not None]
-        if amaxes:
-            torch._foreach_zero_(amaxes)
+        forget_amaxes(states)
         return model
     require_recorded(states)
     with torch.no_grad():
