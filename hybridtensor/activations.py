@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.arguments import require_float, require_number
+from hybridtensor.linear.function import with_shape
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.library import is_traced, left_whole
@@ -163,7 +164,7 @@ class _RMSNorm(torch.autograd.Function):
         matrix = tokens(x)
         if readers is None or readers.scale_by_amax:
             y, factor, *amax = norm.rms_norm(matrix, weight, eps, readers is not None)
-            out: Tensor = y.view(x.shape)
+            out: Tensor = with_shape(y, x.shape)
             if readers is not None:
                 out = readers.cast(out, *amax)
         else:

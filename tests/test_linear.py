@@ -742,3 +742,22 @@ class TestBadInput:
             F.linear(torch.zeros(2, 4), weight)
         with pytest.raises(NotImplementedError, match="a matrix is required right of a weight"):
             MasterWeight(torch.zeros(3, 4), HybridConfig.parse("fp8")) @ torch.zeros(4)
+
+
+@pytest.mark.parametrize("spec", ["fp8", "bf16", "bf16/mxfp8/fp8", "high_precision_fwd_mxfp8_bwd"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_are_written_in_place(spec, shape):
+    """As plain modules' outputs are: activations in place, residuals that are added to them."""
+    for bias, frozen, strided in itertools.product((True, False), repeat=3):
+        converted, _ = layer(spec, n=64, bias=bias)
+        converted.weight.requires_grad_(not frozen)
+        x = random_tensor(*shape[:-1], 32).requires_grad_() if len(shape) > 1 else torch.ones(32).bfloat16()
+        if strided and len(shape) > 2:
+            x = x.detach().transpose(0, 1).contiguous().transpose(0, 1)
+        expected = (converted(x) + 1).relu()
+        y = converted(x)
+        y += 1
+        F.relu(y, inplace=True)
+        assert torch.equal(y, expected)
+        if y.requires_grad:
+            y.sum().backward()

@@ -161,6 +161,15 @@ def test_in_place_of_a_module(device):
     torch.testing.assert_close(ht.rms_norm(x, layer.weight, layer.eps), layer(x), rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(32, 256), (2, 16, 256)])
+def test_what_is_returned_is_written_in_place(shape):
+    x = random_tensor(*shape).requires_grad_()
+    y = ht.rms_norm(x)
+    y += 1
+    assert torch.equal(y, ht.rms_norm(x) + 1)
+    y.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "error", "told"),
     [

@@ -206,7 +206,7 @@ def _forward(
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
     out = output(left, right, bias, dtype)
     shape = (*input.shape[:-1], weight.shape[-2])
-    return (out if out.shape == shape else _with_shape(out, shape)), x, w
+    return (out if out.shape == shape else with_shape(out, shape)), x, w
 
 
 class _Linear(torch.autograd.Function):
@@ -293,17 +293,20 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs) 
     For a weight that needs a gradient, ``F.linear`` flattens a strided batch into one product and
     adds the bias after. Here, below autograd, it would not see that the weight does.
     """
-    if x.is_contiguous() or x.dim() == 2 or not needs.weight:
+    if x.dim() == 2:
         return F.linear(x, weight, bias)
-    out = _with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
+    if x.is_contiguous() or not needs.weight:
+        out = F.linear(x, weight, bias)
+        return with_shape(out, out.shape)  # here F.linear returns views
+    out = with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
     return out if bias is None else out + bias
 
 
-def _with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return ``out`` in another shape and, as from ``F.linear``, no view: FSDP2 hangs hooks on what
-    layers return.
+def with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``out`` in a shape, and as no view: what a custom autograd function returns as a view
+    cannot be written in place, nor have FSDP2's hooks.
     """
-    return out if out.shape == shape else torch.ops.aten._unsafe_view(out, shape)
+    return torch.ops.aten._unsafe_view(out, shape)  # type: ignore[no-any-return]
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:
