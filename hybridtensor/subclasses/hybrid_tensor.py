@@ -151,16 +151,18 @@ class HybridTensor(InterceptingTensor):
         """
         if not isinstance(direction, str) or direction not in _OPPOSITE:
             require_choice("HybridTensor.require_face", "direction", direction, _OPPOSITE)
-        gathered = self._gathered
+        gathered, face = self._gathered, getattr(self, direction)
         if gathered is not None:
-            gathered.require(_OPPOSITE[direction] if self.swapped else direction)
-        face: FaceTensor | None = getattr(self, direction)
+            of_all = gathered.require(_OPPOSITE[direction] if self.swapped else direction)
+            if face is None:  # it had no memory when this view was taken
+                face = self.taken(of_all)
         if face is None:
             raise ValueError(
                 f"{gemm}: the {direction} face of {name} is required, got a HybridTensor of shape {tuple(self.shape)} "
                 f"without it; quantize with {direction}=True"
             )
-        return face
+        found: FaceTensor = face
+        return found
 
     @property
     def is_stack(self) -> bool:
@@ -225,6 +227,8 @@ class HybridTensor(InterceptingTensor):
         """
         self.record.gathered, self.swapped = other.record.gathered, other.swapped
         self.record.readers = other.record.readers
+        if other.record.gathered is not None:
+            self.taken = other.taken
         return super().like(other)
 
     def alias_of(self, other: Self) -> Self:
@@ -315,14 +319,14 @@ class HybridTensor(InterceptingTensor):
         """
         faces = [
             face
-            for face in (self._present("rowwise"), self._present("columnwise"))
+            for face in (self.present("rowwise"), self.present("columnwise"))
             if face is not None and not isinstance(face, ShardedFace)
         ]
         return max(faces, key=_precision).dequantize(dtype)
 
-    def _present(self, direction: str) -> FaceTensor | None:
-        """Return a face, or None if it is absent or not gathered now."""
-        gathered, where = self.record.gathered, _OPPOSITE[direction] if self.swapped else direction
+    def present(self, direction: str) -> FaceTensor | None:
+        """Return a face, or None if it is absent or, outside of compiled graphs, not gathered now."""
+        gathered, where = self._gathered, _OPPOSITE[direction] if self.swapped else direction
         if gathered is not None and not gathered.is_there(where):
             return None
         face: FaceTensor | None = getattr(self, direction)

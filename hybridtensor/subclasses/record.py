@@ -32,8 +32,8 @@ class Gathered(Protocol):
     def is_there(self, direction: str) -> bool:
         """Return whether a face is gathered now."""
 
-    def require(self, direction: str) -> None:
-        """Gather the weight again if a face is missing."""
+    def require(self, direction: str) -> Any:
+        """Return a face of the whole weight; gather it again if the face is missing."""
 
     def note_traced(self) -> None:
         """Take note that a compiled graph holds the tensors of the faces."""

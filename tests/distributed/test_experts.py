@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from experts import ENDS, EXPERTS, HIDDEN, TOKENS, WIDTH, Experts, offsets
+import torch.nn.functional as F
+from experts import ENDS, EXPERTS, HIDDEN, TOKENS, WIDTH, Experts, offsets, parts
 from processes import generator, here
 from sharding import mesh_of
 from tiers import in_turn
@@ -284,3 +285,72 @@ def delayed_on_ranks(rank, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_delayed_scales_of_experts_on_ranks(two, compiled):
     two.run(delayed_on_ranks, compiled)
+
+
+class Looped(nn.Module):
+    """One product for each expert, as Transformers' ``experts_implementation="eager"`` does."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        self.num_experts, self.is_transposed = EXPERTS, transposed
+        shape = (WIDTH, HIDDEN) if transposed else (HIDDEN, WIDTH)
+        self.up = nn.Parameter(torch.randn(EXPERTS, *shape) / 8)
+
+    def forward(self, x, ends):
+        out = x.new_zeros(x.shape[0], HIDDEN)
+        for expert, (start, stop) in enumerate(parts(ends.tolist())):
+            weight, tokens = self.up[expert], x[start:stop]
+            out[start:stop] = tokens @ weight if self.is_transposed else F.linear(tokens, weight)
+        return out
+
+
+class OneByOne(Looped):
+    """The same, of weights that are taken apart at once."""
+
+    def forward(self, x, ends):
+        weights = [w if self.is_transposed else w.t() for w in self.up]
+        return torch.cat([x[i:j] @ w for w, (i, j) in zip(weights, parts(ends.tolist()), strict=True)])
+
+
+class Wrapped(nn.Module):
+    """Experts inside of a model."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, ends):
+        return self.experts(x, ends)
+
+
+def in_a_group_of_their_own(rank, recipe, kind, transposed, persistent):
+    torch.manual_seed(0)
+    plain = Wrapped(kind(transposed) if kind in (Looped, OneByOne) else kind()).to(here())
+    ends = [(*e[:-1], TOKENS) for e in ENDS]
+    whole, sharded = (ht.quantize_(copy.deepcopy(plain), recipe, persistent=persistent) for _ in range(2))
+    fully_shard(sharded.experts, mesh=mesh_of(rank, 2), reshard_after_forward=True)
+    fully_shard(sharded, mesh=mesh_of(rank, 2))
+    found = [steps(m, optimizer_of(m, persistent), rank, reduce=m is whole, ends=ends) for m in (whole, sharded)]
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "kind", "transposed"),
+    [
+        ("mxfp8", Stored, True),
+        ("fp8_delayed", Stored, True),
+        ("nvfp4_fwd_mxfp8_bwd", Stored, True),
+        ("mxfp8", Experts, False),
+        ("mxfp8", Looped, False),
+        ("fp8", Looped, True),
+        ("bf16/mxfp8/fp8", Looped, True),
+        ("fp8_block", OneByOne, False),
+        ("nvfp4_fwd_mxfp8_bwd", OneByOne, True),
+    ],
+)
+def test_gathered_again_for_backward(two, recipe, kind, transposed, persistent):
+    """Experts in an FSDP2 group of their own, which has one face at a time, as those that are not sharded."""
+    two.run(in_a_group_of_their_own, recipe, kind, transposed, persistent)

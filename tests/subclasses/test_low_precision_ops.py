@@ -11,6 +11,8 @@ import torch
 
 from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, IdentityQuantizer, IdentityTensor
 from hybridtensor import QuantizedTensor as Leaf
+from hybridtensor.ops import Groups
+from hybridtensor.state import Context
 from hybridtensor.subclasses.operators import hybrid as operators
 from hybridtensor.testing import random_tensor
 
@@ -72,10 +74,11 @@ PRODUCTS = {
     aten.addmm.default: lambda x: torch.addmm(torch.ones(4, dtype=x.dtype), x, torch.ones(8, 4, dtype=x.dtype)),
     aten.linear.default: lambda x: aten.linear.default(x, torch.ones(4, 8, dtype=x.dtype)),
 }
+OF_STACKS = {aten.select.int: lambda x: x[-1], aten.unbind.int: lambda x: x.unbind()[1]}
 NEEDS_ACCELERATOR = {aten._pin_memory.default}  # tested on a GPU, below
 FILLS = {op for op in HybridTensor.ops if op.overloadpacket in (aten.fill_, aten.zero_, aten.uniform_, aten.normal_)}
 
-COVERED = {*MOVES, *QUERIES, *PLAIN_LIKE, *NEW, *IN_PLACE, *PRODUCTS, *NEEDS_ACCELERATOR}
+COVERED = {*MOVES, *QUERIES, *PLAIN_LIKE, *NEW, *IN_PLACE, *PRODUCTS, *OF_STACKS, *NEEDS_ACCELERATOR}
 
 
 def make(cls, name):
@@ -271,7 +274,7 @@ def test_views_that_a_face_cannot_represent_say_why():
         x.t().view(-1)
     with pytest.raises(NotImplementedError, match="as_strided"):
         torch.as_strided(x, (3, 8), (8, 1))
-    with pytest.raises(NotImplementedError, match=r"aten\.select\.int is not an operation"):
+    with pytest.raises(NotImplementedError, match="only the matrices of a stack can be selected"):
         x[0]
     with pytest.raises(NotImplementedError, match="only a matrix, or each of a stack, can be transposed"):
         x.rowwise.view(2, 3, 8).transpose(0, 1)
@@ -354,3 +357,18 @@ def test_pinning_and_moving(cls, name):
     assert moved.device.type == "cuda"
     assert all(torch.equal(a.cpu(), b) for a, b in zip(faces(moved), faces(x), strict=True))
     assert torch.equal(moved.cpu(), x)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("op", OF_STACKS, ids=str)
+def test_the_matrices_of_a_stack(op, name):
+    stack = QUANTIZERS[name].quantize(random_tensor(12, 8).view(2, 6, 8), context=Context("weight", groups=Groups(2)))
+    one = OF_STACKS[op](stack)
+    assert torch.equal(one.dequantize(), stack.dequantize()[1])
+    for face, of_all in zip(faces(one), faces(stack), strict=True):
+        assert torch.equal(face, of_all[1])
+    for wrong in (lambda: make(HybridTensor, name)[0], lambda: stack.select(1, 0), lambda: stack.unbind(2)):
+        with pytest.raises(NotImplementedError, match="only the matrices of a stack can be selected"):
+            wrong()
+    with pytest.raises(IndexError):
+        stack[2]

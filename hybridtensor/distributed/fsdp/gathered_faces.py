@@ -63,10 +63,12 @@ class GatheredFaces:
             for asked, needed in self._needed.items()
         }
         self.row = self._face(plan, ROW, size, dtype)
-        self.column = self.row if self._names[COLUMN] == "values" == self._names[ROW] else None
+        self.column: FaceTensor
         if plan.column.kind == "held":
             self.column = IdentityTensor(self.row)
-        elif self.column is None:
+        elif self._names[COLUMN] == "values" == self._names[ROW]:
+            self.column = self.row
+        else:
             self.column = self._face(plan, COLUMN, size, dtype)
         self.transposed = transposed
         if transposed:
@@ -182,7 +184,13 @@ class GatheredFaces:
                 for target, new in zip(self.of(direction), face.tensors(), strict=True):
                     target.copy_(new.transpose(-2, -1) if turned else new)
 
+    def stored(self, direction: str) -> FaceTensor:
+        """Return a face of the weight as it is stored, which may have no memory now."""
+        return self.row if direction == ROW else self.column
+
     def is_there(self, direction: str) -> bool:
-        """Whether a face has memory."""
+        """Whether a face of the weight as it is stored has memory."""
+        if self.transposed:  # the plan's directions are those of its transpose
+            direction = COLUMN if direction == ROW else ROW
         elements = self.of(direction)[0]
         return bool(elements.untyped_storage().size()) or not elements.numel()

@@ -34,7 +34,7 @@ from hybridtensor.ops import Face
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import StateTensors
-from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses import FaceTensor, HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 _DIRECTIONS = (ROW, COLUMN)
@@ -359,8 +359,8 @@ class Shard:
         """Whether a face of the gathered weight has been gathered."""
         return self.faces is not None and self.faces.is_there(direction)
 
-    def require(self, direction: str) -> None:
-        """Have a face of the gathered weight; gather again if it is not there.
+    def require(self, direction: str) -> FaceTensor:
+        """Return a face of the gathered weight; gather again if it is not there.
 
         So it is the first time that a backward runs a forward again (activation checkpointing).
         From then on, backward gathers both faces.
@@ -369,9 +369,9 @@ class Shard:
             RuntimeError: If it is not there, and cannot be gathered now, or recomputation was said
                 not to happen.
         """
-        if self.is_there(direction):
-            return
-        if self.recompute is False or not self.sharded.before_backward:
+        if self.faces is not None and self.faces.is_there(direction):
+            return self.faces.stored(direction)
+        if self.faces is None or self.recompute is False or not self.sharded.before_backward:
             raise RuntimeError(
                 f"fully_shard: the {direction} face of a weight {self.sharded.size} was not "
                 "gathered, only the other one was; say expect_recompute_(model, True) if backward "
@@ -384,6 +384,7 @@ class Shard:
             ):
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
+        return self.faces.stored(direction)
 
 
 def shard_of(sharded: Sharded) -> Shard:

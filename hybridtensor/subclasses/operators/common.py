@@ -37,6 +37,8 @@ def alias(tensor: Tensor) -> Tensor:
 W = TypeVar("W", bound=WrapperTensor)
 SliceAlong = Callable[[W, int, int, int, int], Tensor]
 """A class's slice: ``(tensor, dim, start, stop, step)``, with the bounds normalized."""
+Select = Callable[[W, int], Tensor]
+"""A class's way to one matrix of a stack: ``(tensor, index)``, with the index in range."""
 
 
 def bound(args: Args, kwargs: Kwargs, *names_and_defaults: tuple[str, object]) -> list[Any]:
@@ -60,8 +62,8 @@ def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
     return dim, start, max(start, stop), step
 
 
-def register_common(table: OpTable, slice_: SliceAlong[W]) -> None:
-    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain
+def register_common(table: OpTable, slice_: SliceAlong[W], select: Select[W]) -> None:
+    """Register aliasing, no-op views, slicing, selecting, transposing, comparison of sizes and plain
     ``*_like``.
     """
     table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)(_alias)
@@ -69,6 +71,7 @@ def register_common(table: OpTable, slice_: SliceAlong[W]) -> None:
     table.register(aten.is_same_size.default)(_is_same_size)
     table.register(*PLAIN_LIKE)(_plain_like)
     _register_slicing(table, slice_)
+    _register_selecting(table, select)
     _register_transposing(table)
 
 
@@ -134,6 +137,37 @@ def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
             )
         ends = list(itertools.accumulate(sizes))
         return [slice_(x, dim, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _register_selecting(table: OpTable, select: Select[W]) -> None:
+    @table.register(aten.select.int)
+    def _select(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+        x, (dim, index) = args[0], bound(args, kwargs, ("dim", 0), ("index", 0))
+        count = _require_stack(x, dim)
+        if not -count <= index < count:
+            raise IndexError(
+                f"select: an index from {-count} to {count - 1} is required, got {index}"
+            )
+        return select(x, index % count)
+
+    @table.register(aten.unbind.int)
+    def _unbind(func: Func, args: Args, kwargs: Kwargs) -> list[Tensor]:
+        x, (dim,) = args[0], bound(args, kwargs, ("dim", 0))
+        return [select(x, index) for index in range(_require_stack(x, dim))]
+
+
+def _require_stack(x: Tensor, dim: int) -> int:
+    """Return how many matrices a stack has that is taken apart along ``dim``.
+
+    Raises:
+        NotImplementedError: If it is no stack, or not taken apart into its matrices.
+    """
+    if dim % x.dim() or not getattr(x, "is_stack", False):
+        raise NotImplementedError(
+            f"select: only the matrices of a stack can be selected, got dimension {dim} of {x!r}; "
+            "dequantize first"
+        )
+    return x.shape[0]
 
 
 def _register_transposing(table: OpTable) -> None:

@@ -34,12 +34,17 @@ def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> Hybri
     return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
 
 
+def _select(x: HybridTensor, index: int) -> HybridTensor:
+    return _view(x, lambda tensor: aten.select.int(tensor, 0, index))
+
+
 def _view(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
     return _on_faces(x, fn).view_of(x, fn)
 
 
 def _on_faces(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
-    row, column = x.rowwise, x.columnwise
+    # torch takes no view of a tensor whose memory FSDP2 has freed
+    row, column = x.present("rowwise"), x.present("columnwise")
     # what one face is of the other, it stays: one memory, and one write for both
     if row is not None and is_of(column, row):
         row = fn(row)
@@ -52,7 +57,7 @@ def _on_faces(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
     return HybridTensor(row, column, x.config).like(x)
 
 
-register_common(table, _slice)
+register_common(table, _slice, _select)
 register_matmul(table)
 
 

@@ -21,7 +21,11 @@ def _slice(x: IdentityTensor, dim: int, start: int, stop: int, step: int) -> Ide
     return IdentityTensor(aten.slice.Tensor(x.source, dim, start, stop, step))
 
 
-register_common(table, _slice)
+def _select(x: IdentityTensor, index: int) -> IdentityTensor:
+    return IdentityTensor(aten.select.int(x.source, 0, index))
+
+
+register_common(table, _slice, _select)
 register_matmul(table)
 
 

@@ -82,7 +82,13 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
     return QuantizedTensor(face, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)
 
 
-register_common(table, _slice)
+def _select(x: QuantizedTensor, index: int) -> QuantizedTensor:
+    return x.map_inner(
+        lambda t: aten.select.int(t, 0, index), size=x.shape[1:], stride=x.stride()[1:]
+    )
+
+
+register_common(table, _slice, _select)
 register_matmul(table)
 
 
