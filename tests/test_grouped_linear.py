@@ -601,3 +601,20 @@ def test_gradients_accumulate_fast_on_request():
         grad = grouped(x, operands()[1].cuda(), g, (tokens,) * EXPERTS, from_name(spec))[2]
         errors.append((grad[0].double() / exact - 1).abs().max().item())
     assert errors[0] < 1 / 64 < errors[1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_of_experts_on_the_left(transposed, persistent):
+    x, w, _ = operands(torch.float32)
+    tokens = x.view(EXPERTS, -1, K)
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.is_transposed = EXPERTS, transposed
+            self.w = nn.Parameter(w.transpose(-2, -1).contiguous() if transposed else w.clone())
+
+    made = ht.quantize_(Stack(), "mxfp8", persistent=persistent).w
+    as_stored = made.transpose(-2, -1) if transposed else made  # [E, N, K]
+    assert torch.equal(as_stored @ tokens.mT, torch.bmm(tokens, as_stored.transpose(-2, -1)).mT)

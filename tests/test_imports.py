@@ -25,7 +25,7 @@ SUBCLASS_LAYERS = [
     "intercepting", "quantized_tensor", "identity_tensor", "shared_face", "sharded_face", "faces", "hybrid_tensor",
     "followers", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
-OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "master"]
+OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "hybrid_values", "master"]
 
 
 def imports(path):

@@ -740,8 +740,50 @@ class TestBadInput:
         weight = MasterWeight(torch.zeros(2, 3, 4), HybridConfig.parse("fp8"))
         with pytest.raises(ValueError, match="a matrix is required as weight"):
             F.linear(torch.zeros(2, 4), weight)
-        with pytest.raises(NotImplementedError, match="a matrix is required right of a weight"):
-            MasterWeight(torch.zeros(3, 4), HybridConfig.parse("fp8")) @ torch.zeros(4)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 5), (2, 3, 5)], ids=str)
+def test_a_weight_on_the_left(shape, persistent):
+    """``W @ X`` is ``(X.T @ W.T).T``, with its gradients and, as of plain tensors, contiguous."""
+    converted, _ = layer("fp8", persistent=persistent)
+    for multiply in (torch.matmul, lambda w, x: w @ x, lambda w, x: x.__rmatmul__(w)):
+        found = []
+        for of_linear in (False, True):
+            x = (
+                random_tensor(*shape[:-1], 32, *shape[-1:], dtype=torch.bfloat16)
+                if shape
+                else torch.ones(32).bfloat16()
+            )
+            x.requires_grad_()
+            converted.zero_grad()
+            if of_linear:
+                y = F.linear(x.mT, converted.weight).mT if shape else F.linear(x, converted.weight)
+            else:
+                y = multiply(converted.weight, x)
+                assert y.is_contiguous()
+            y.square().sum().backward()
+            found.append((y, x.grad, converted.weight.grad))
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: torch.einsum("ti,oi->to", x, w),
+        lambda x, w: torch.tensordot(x, w, ([1], [1])),
+        torch.inner,
+        lambda x, w: torch.linalg.multi_dot([x, w.t()]),
+        lambda x, w: torch.addmv(torch.zeros(48).bfloat16(), w, x[0]),
+        lambda x, w: torch.baddbmm(torch.zeros(1).bfloat16(), x[None], w.t()[None] if w.config is None else w),
+    ],
+    ids=["einsum", "tensordot", "inner", "multi_dot", "addmv", "baddbmm"],
+)
+def test_products_that_are_not_quantized_raise(product, persistent):
+    converted, _ = layer("fp8", persistent=persistent)
+    with pytest.raises(NotImplementedError, match=r"another product with the weight of a layer; use one of those"):
+        product(random_tensor(4, 32), converted.weight)
 
 
 @pytest.mark.parametrize("spec", ["fp8", "bf16", "bf16/mxfp8/fp8", "high_precision_fwd_mxfp8_bwd"])

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear, require_own_tokens
@@ -130,31 +131,37 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return F.embedding(**operands)
 
 
-@intercept(torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+@intercept(
+    torch.mm, torch.matmul, torch.linalg.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
+)  # fmt: skip
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all
-    three products. Two weights are no layer's product, and are multiplied as values.
+    three products. ``w @ x`` is ``(x.T @ w.T).T``. Two weights are no layer's product, and are
+    multiplied as values.
     """
     named = {_RIGHT.get(name, name): value for name, value in kwargs.items()}
     (left, right), others = _operands(("input", "right"), args, named)
     if func is Tensor.__rmatmul__:
         left, right = right, left
-    if is_weight(left) or is_weight(right):
-        _require_only_operands("matmul", others)
+    if not is_weight(left) and not is_weight(right):
+        return default(func, args, kwargs)  # type: ignore[no-any-return]
+    _require_only_operands("matmul", others)
     if is_weight(left) and is_weight(right):
         return torch.matmul(_Values.apply(left), _Values.apply(right))  # type: ignore[no-untyped-call]
-    if is_weight(right) and right.dim() == 3:
-        return _of_stack(left, right, None)
     if is_weight(right):
-        return linear(left, right.t())
-    if is_weight(left):
-        require_kind("matmul", "a tensor right of a weight", right, Tensor)
-        if right.dim() != 2:
-            raise NotImplementedError(
-                f"matmul: a matrix is required right of a weight, got shape {tuple(right.shape)}; use F.linear"
-            )
-        return linear(right.t(), left).t()
-    return default(func, args, kwargs)  # type: ignore[no-any-return]
+        return _times(left, right.transpose(-2, -1))
+    require_kind("matmul", "a tensor right of a weight", right, Tensor)
+    if right.dim() == 1:
+        return _times(right, left)
+    return _times(right.transpose(-2, -1), left).transpose(-2, -1).contiguous()
+
+
+def _times(input: Tensor, weight: Any) -> Tensor:
+    """Return ``input @ weight.T``, of a stack in batches."""
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # which every attribute of a weight would pass through
+        return batched_linear(input, weight) if weight.dim() == 3 else linear(input, weight)
 
 
 @intercept(torch.addmm, Tensor.addmm)
@@ -188,6 +195,21 @@ def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _of_stack(left, right, None)
 
 
+@intercept(
+    torch.einsum, torch.tensordot, torch.inner, torch.addmv, torch.baddbmm, torch.addbmm, torch.chain_matmul,
+    torch.linalg.multi_dot, F.bilinear, Tensor.inner, Tensor.addmv, Tensor.baddbmm, Tensor.addbmm,
+)  # fmt: skip
+def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Raise for the products of torch that no handler quantizes."""
+    if any(map(is_weight, tree_leaves((args, kwargs)))):
+        raise NotImplementedError(
+            f"{func.__name__}: F.linear, x @ weight.t(), weight @ x, and torch.bmm and F.grouped_mm for experts are "
+            "quantized, got another product with the weight of a layer; use one of those, or leave the layer out of "
+            "quantize_ (keep_bf16)"
+        )
+    return default(func, args, kwargs)
+
+
 def _of_stack(left: Tensor, right: Any, ends: Tensor | None) -> Tensor:
     """Return the product of tokens with the weights of experts, of groups or, without ends, batches."""
     if is_weight(left) or not is_weight(right) or right.dim() != 3:
@@ -195,8 +217,8 @@ def _of_stack(left: Tensor, right: Any, ends: Tensor | None) -> Tensor:
             "grouped_mm: tokens on the left and the weights of experts [E, in, out] on the right are required, "
             f"got {left!r} and {right!r}; see grouped products in the documentation"
         )
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # which every attribute of a weight would pass through
-        weight = right.transpose(-2, -1)
-        return batched_linear(left, weight) if ends is None else grouped_linear(left, weight, ends)
+    weight = right.transpose(-2, -1)
+    if ends is None:
+        return _times(left, weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        return grouped_linear(left, weight, ends)

@@ -31,6 +31,7 @@ class OpTable:
     def __init__(self, owner: str, advice: str) -> None:
         self._owner = owner
         self._advice = advice
+        self._of_others: Handler | None = None
         self.handlers: dict[Func, Handler] = {}
 
     def register(self, *funcs: Func) -> Callable[[H], H]:
@@ -59,6 +60,11 @@ class OpTable:
 
         return add
 
+    def register_others(self, handler: H) -> H:
+        """Make a function the handler of other libraries' operators whose schema names what they write."""
+        self._of_others = handler
+        return handler
+
     def call(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run the handler of ``func``.
 
@@ -67,8 +73,20 @@ class OpTable:
         """
         handler = self.handlers.get(func)
         if handler is None:
-            self.refuse(func)
+            handler = self._handler_of_others(func)
         return handler(func, args, kwargs)
+
+    def _handler_of_others(self, func: Func) -> Handler:
+        library = getattr(func, "namespace", "aten")
+        if self._of_others is None or library in _OF_TORCH:
+            self.refuse(func)
+        if not func._schema.is_mutable:  # private; nothing else says whether an operator writes
+            raise NotImplementedError(
+                f"{self._owner}: {func} is an operator of the library {library}, whose schema names nothing that it "
+                "writes, so that it may multiply the weight unquantized; pass it dequantize(), or declare what it "
+                "writes (mutates_args)"
+            )
+        return self._of_others
 
     def refuse(self, func: Func) -> NoReturn:
         """Raise NotImplementedError for an operator that the class does not answer."""
@@ -81,6 +99,46 @@ class OpTable:
 
     def __len__(self) -> int:
         return len(self.handlers)
+
+
+_OF_TORCH = frozenset(
+    [
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "_dtensor",
+        "_quantized",
+        "aten",
+        "c10d",
+        "c10d_functional",
+        "debugprims",
+        "fsdp",
+        "higher_order",
+        "inductor",
+        "mkldnn",
+        "mkldnn_prim",
+        "mkl",
+        "nvprims",
+        "onednn",
+        "prim",
+        "prims",
+        "profiler",
+        "quantized",
+        "rngprims",
+        "sparse",
+        "symm_mem",
+    ]
+)
+"""Libraries of operators that come with torch: classes register those that they answer."""
+
+
+def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[Any]:
+    """Yield what an operator writes of its arguments, as its schema says; of lists each item."""
+    # ``_schema`` is private; nothing else says which arguments an operator writes.
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 def overloads(*packets: Func) -> list[Func]:

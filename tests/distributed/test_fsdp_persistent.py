@@ -206,3 +206,22 @@ def refused(rank):
 
 def test_weights_that_cannot_be_sharded_are_refused_at_the_wrap(four):
     four.run(refused)
+
+
+def full_tensors(rank, spec, stepped):
+    model, twin = shard(make(spec), mesh_of(rank, 2)), make(spec)
+    if stepped:
+        train(rank, model, twin, steps=1)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        found = mine.full_tensor()
+        assert type(found) in (torch.Tensor, torch.nn.Parameter)
+        if isinstance(theirs, ht.HybridTensor):
+            # the original; after the optimizer that had better values, what the faces hold
+            theirs = theirs.dequantize() if stepped else theirs.data * 1
+        assert torch.equal(found, theirs)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("spec", ["mxfp8", "fp8"])
+def test_full_tensor_gives_the_values(two, spec, stepped):
+    two.run(full_tensors, spec, stepped)

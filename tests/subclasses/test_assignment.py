@@ -290,10 +290,9 @@ def test_reads_of_a_persistent_weights_data_give_its_values(name):
     known = net.weight.dequantize() if name in ("tolist", "numpy") else twin.weight.data  # those tell what it holds
     assert torch.equal(READS[name](net.weight.data), READS[name](known))
     if name not in ("tolist", "numpy"):
-        with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
-            READS[name](net.weight)
-        with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
-            READS[name](net.weight.t().detach().requires_grad_())
+        for parameter in (net.weight, net.weight.t().detach().requires_grad_()):
+            with pytest.raises(NotImplementedError, match="the values of layer, a weight that is persistent"):
+                READS[name](parameter)
         with pytest.raises(NotImplementedError, match="is not an operation of this class; call dequantize"):
             READS[name](ht.Float8Quantizer().quantize(plain(0)))
 
@@ -321,3 +320,52 @@ def test_arrays_of_persistent_weights_are_not_written():
         net.weight.numpy()
     with pytest.raises(ValueError, match="read-only"):
         net.weight.data.numpy()[0] = 1.0
+
+
+@pytest.fixture
+def others():
+    """Operators as other libraries define them: one that steps weights, one that returns, one that says nothing."""
+    name = "hybridtensor_other_library"
+    with torch.library._scoped_library(name, "DEF") as made:
+        made.define("step_(Tensor(a!) weight, Tensor grad, Tensor(b!)[] states, *, float lr) -> ()")
+        made.define("scale_(Tensor(a!) weight, float by) -> Tensor(a!)")
+        made.define("read(Tensor weight) -> Tensor")
+
+        def step_(weight, grad, states, *, lr):
+            assert type(weight) is torch.Tensor
+            states[0].add_(grad)
+            weight.sub_(states[0] * lr)
+
+        made.impl("step_", step_, "CompositeExplicitAutograd")
+        made.impl("scale_", lambda weight, by: weight.mul_(by), "CompositeExplicitAutograd")
+        made.impl("read", lambda weight: weight.sum(), "CompositeExplicitAutograd")
+        yield getattr(torch.ops, name)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_operators_of_other_libraries_write_the_values(others, persistent):
+    """As optimizers of other libraries do: on values in high precision, and counted as writes."""
+    net, twin = layer(persistent=persistent), layer(persistent=persistent)
+    x, grad, states = plain(1, 4, 128), torch.ones_like(net.weight), [torch.zeros_like(net.weight)]
+    assert torch.equal(net(x), twin(x))
+    with torch.no_grad():
+        others.step_(net.weight, grad, states, lr=0.5)
+        twin.weight.sub_(0.5 * torch.ones_like(twin.weight))
+        assert others.scale_(net.weight, 3.0) is net.weight
+        twin.weight.mul_(3.0)
+    assert torch.equal(states[0], grad)
+    assert torch.equal(net.weight.dequantize(), twin.weight.dequantize())
+    assert torch.equal(net(x), twin(x))
+    with pytest.raises(
+        NotImplementedError, match=r"other_library.*\.read.* is an operator of the library hybridtensor_"
+    ):
+        others.read(net.weight)
+
+
+def test_operators_of_other_libraries_need_values(others):
+    net = layer(persistent=True)
+    ht.optim.MasterWeights(torch.optim.SGD, [net.weight], lr=0.1)  # which takes the values, and is gone
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"scale_.* needs its values in high precision"):
+        others.scale_(net.weight, 3.0)
+    with pytest.raises(NotImplementedError, match="is not an operation of this class"):
+        others.scale_(ht.Float8Quantizer().quantize(plain(0)), 3.0)

@@ -13,7 +13,9 @@ from hybridtensor import Float8Quantizer, HybridQuantizer, HybridTensor, Identit
 from hybridtensor import QuantizedTensor as Leaf
 from hybridtensor.ops import Groups
 from hybridtensor.state import Context
-from hybridtensor.subclasses.operators import hybrid as operators
+from hybridtensor.subclasses.operators import hybrid_values as operators
+from hybridtensor.subclasses.operators.common import FUNCTIONAL
+from hybridtensor.subclasses.operators.common import PRODUCTS as REFUSED
 from hybridtensor.testing import random_tensor
 
 aten = torch.ops.aten
@@ -102,7 +104,7 @@ def test_every_operator_of_the_table_has_a_case_here(cls):
     """But for those that write weights, which tests/subclasses/test_assignment.py and test_collectives have."""
     fills = FILLS if cls is not Leaf else set()
     writes = {*operators.UPDATES, *operators.COLLECTIVES, aten.set_data.default}
-    weights = writes | {*operators.READS_OF_WEIGHTS} if cls is HybridTensor else set()
+    weights = writes | {*operators.READS_OF_WEIGHTS, *FUNCTIONAL, *REFUSED} if cls is HybridTensor else set()
     assert set(cls.ops) == COVERED | fills | weights
 
 

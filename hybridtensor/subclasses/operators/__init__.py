@@ -3,6 +3,6 @@
 Importing this package fills the tables of the classes.
 """
 
-from hybridtensor.subclasses.operators import hybrid, identity, master, quantized
+from hybridtensor.subclasses.operators import hybrid, hybrid_values, identity, master, quantized
 
-__all__ = ["hybrid", "identity", "master", "quantized"]
+__all__ = ["hybrid", "hybrid_values", "identity", "master", "quantized"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,37 @@ PLAIN_LIKE = (
     aten.rand_like.default,
     aten.randn_like.default,
 )
+
+
+PRODUCTS = (
+    aten.addmv.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+)
+"""Products that no class quantizes where they come from below autograd."""
+
+
+FUNCTIONAL = [
+    getattr(torch.ops._c10d_functional, name).default
+    for name in (
+        "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce_coalesced",
+        "all_to_all_single", "broadcast", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
+    )
+    if torch.distributed.is_available()
+]  # fmt: skip
+"""Collectives whose results are tensors of their own: they read a weight."""
+
+
+def refuse_products(table: OpTable, *funcs: Func) -> None:
+    """Have products raise that come from below autograd: there, one of a layer's three would be quantized."""
+
+    @table.register(*funcs)
+    def _refuse(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
+        raise NotImplementedError(
+            f"{func} came from below autograd, where only some of a layer's products could be quantized; call F.linear "
+            "(the one that takes DTensors), x @ weight.t(), weight @ x, or F.grouped_mm for experts, or leave this "
+            "module out of quantize_"
+        )
 
 
 def alias(tensor: Tensor) -> Tensor:

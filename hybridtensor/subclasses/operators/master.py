@@ -10,16 +10,22 @@ only from below autograd.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.observing import note_read, observers
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads
-from hybridtensor.subclasses.operators.common import assignable
-from hybridtensor.subclasses.operators.reads import READS
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
+from hybridtensor.subclasses.operators.common import (
+    FUNCTIONAL,
+    PRODUCTS,
+    assignable,
+    refuse_products,
+)
+from hybridtensor.subclasses.operators.reads import IN_PLACE, READS
 
 aten = torch.ops.aten
 table = MasterWeight.ops
@@ -36,14 +42,11 @@ COPIES = [
     aten.new_zeros.default, aten._pin_memory.default, aten._to_copy.default,
 ]  # fmt: skip
 
-WRITES = [aten.eye.m_out, *overloads(
-    aten.add_, aten.addcdiv_, aten.addcmul_, aten.bernoulli_, aten.clamp_, aten.clamp_max_, aten.clamp_min_,
-    aten.copy_, aten.div_, aten.erfinv_, aten.exponential_, aten.fill_, aten.index_copy_, aten.index_fill_,
-    aten.index_put_, aten.lerp_, aten.log_normal_, aten.masked_fill_, aten.mul_, aten.neg_, aten.normal_,
-    aten.random_, aten.round_, aten.sign_, aten.sub_, aten.uniform_, aten.zero_,
-    aten._foreach_add_, aten._foreach_addcdiv_, aten._foreach_addcmul_, aten._foreach_clamp_max_,
-    aten._foreach_clamp_min_, aten._foreach_copy_, aten._foreach_div_, aten._foreach_lerp_, aten._foreach_mul_,
-    aten._foreach_neg_, aten._foreach_sign_, aten._foreach_sub_, aten._foreach_zero_,
+WRITES = [aten.eye.m_out, *IN_PLACE, *overloads(
+    aten.copy_, aten.erfinv_, aten.exponential_, aten.fill_, aten.index_copy_, aten.index_fill_,
+    aten.index_put_, aten.log_normal_, aten.normal_, aten.random_, aten.uniform_, aten.zero_,
+    aten._foreach_addcdiv_, aten._foreach_addcmul_, aten._foreach_clamp_max_,
+    aten._foreach_clamp_min_, aten._foreach_copy_, aten._foreach_zero_,
     aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_,
     aten._amp_foreach_non_finite_check_and_unscale_,
 )]  # fmt: skip
@@ -58,28 +61,10 @@ COLLECTIVES = [
     if torch.distributed.is_available()
 ]  # fmt: skip
 
-FUNCTIONAL = [
-    getattr(torch.ops._c10d_functional, name).default
-    for name in (
-        "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce_coalesced",
-        "all_to_all_single", "broadcast", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
-    )
-    if torch.distributed.is_available()
-]  # fmt: skip
-"""Collectives whose results are tensors of their own: they read a weight."""
-
 FUNCTIONAL_WRITES = [
     getattr(torch.ops._c10d_functional, name).default
     for name in ("all_reduce_", "all_reduce_coalesced_", "broadcast_")
     if torch.distributed.is_available()
-]
-
-PRODUCTS = [
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.linear.default,
 ]
 
 
@@ -130,17 +115,20 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
 def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in place and note the write on every master weight that the schema says is written."""
     _run(func, args, kwargs)
-    written = []
-    # ``_schema`` is private; nothing else says which arguments an operator writes.
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            written.append(item)
-            if isinstance(item, MasterWeight):
-                item.note_write()
+    written = list(written_by(func, args, kwargs))
+    for weight in _weights(written):
+        weight.note_write()
     return written[0] if func._schema.returns else None
+
+
+@table.register_others
+def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Run on the plain tensors, as optimizers of other libraries step weights, and note the writes."""
+    out = _run(func, args, kwargs)
+    for weight in _weights(list(written_by(func, args, kwargs))):
+        weight.note_write()
+    weights = {id(weight.plain): weight for weight in _weights((*args, *kwargs.values()))}
+    return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), out)
 
 
 @table.register(*COLLECTIVES)
@@ -206,9 +194,4 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return _run(func, args, kwargs)
 
 
-@table.register(*PRODUCTS)
-def _product(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
-    raise NotImplementedError(
-        f"MasterWeight: {func} came from below autograd, where only some of a layer's products could be quantized; "
-        "call F.linear, x @ weight.t(), or F.grouped_mm for experts, or leave this module out of quantize_"
-    )
+refuse_products(table, aten.mm.default, aten.addmm.default, aten.linear.default, *PRODUCTS)

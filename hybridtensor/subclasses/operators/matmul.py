@@ -122,7 +122,8 @@ def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm"
     if weights and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{gemm}: a product that autograd sees is required with {weights[0]!r}, the weight of a layer, got one "
-            "below it, as from torch.func transforms; call F.linear, or x @ weight.t(), or do it in torch.no_grad()"
+            "below it, as from torch.func transforms and DTensors; call F.linear, x @ weight.t() where that is no "
+            "DTensor, or do it in torch.no_grad()"
         )
     return multiply(
         take_face(left, "rowwise", name="the left operand", gemm=gemm),

@@ -34,6 +34,15 @@ _NAMES = """
     _foreach_norm _foreach_sign _foreach_sqrt _foreach_sub
 """
 
+IN_PLACE = overloads(
+    *(
+        getattr(torch.ops.aten, f"{name}_")
+        for name in _NAMES.split()
+        if hasattr(torch.ops.aten, f"{name}_")
+    )
+)
+"""Those of the same names that write their first operand, all of its elements or some."""
+
 READS = [
     op
     for op in overloads(*(getattr(torch.ops.aten, name) for name in _NAMES.split()))

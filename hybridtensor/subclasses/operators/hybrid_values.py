@@ -1,0 +1,224 @@
+"""What weights that are ``HybridTensor`` answer to operators on their values: in-place arithmetic, reads,
+collectives.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hybridtensor.subclasses.hybrid_tensor import HybridTensor
+from hybridtensor.subclasses.observing import note_read
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
+from hybridtensor.subclasses.operators.common import FUNCTIONAL
+from hybridtensor.subclasses.operators.hybrid import known_values, present_values, requantize_
+from hybridtensor.subclasses.operators.reads import IN_PLACE, READS
+from hybridtensor.subclasses.quantizing import note_overwritten
+from hybridtensor.subclasses.structure import flatten
+from hybridtensor.subclasses.wrapper import WrapperTensor
+
+aten = torch.ops.aten
+table = HybridTensor.ops
+
+UPDATES = [op for op in IN_PLACE if not op.__name__.startswith("_foreach")]
+
+
+@table.register(*UPDATES)
+def _update_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Change the values in high precision, then quantize.
+
+    Those of a frozen weight are what its faces hold. A trainable weight needs better ones: in its
+    faces, small changes would be lost.
+    """
+    dst, *others = args
+    if not isinstance(dst, HybridTensor) or any(isinstance(t, WrapperTensor) for t in others):
+        raise NotImplementedError(
+            f"HybridTensor: {func} of a weight and plain tensors is required, got "
+            f"{', '.join(type(t).__name__ for t in args)}; call dequantize() first"
+        )
+    return requantize_(dst, func(present_values(dst, str(func)), *others, **kwargs))
+
+
+@table.register_others
+def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Run on values in high precision, as optimizers of other libraries step weights, then quantize."""
+    weights: dict[int, tuple[HybridTensor, Tensor]] = {}
+
+    def values(item: Tensor) -> Tensor:
+        if not isinstance(item, HybridTensor):
+            return item
+        if item.config is None:
+            table.refuse(func)
+        if id(item) not in weights:
+            weights[id(item)] = item, present_values(item, str(func))
+        return weights[id(item)][1]
+
+    written = [id(item) for item in written_by(func, args, kwargs)]
+    plain_args, plain_kwargs = tree_map_only(Tensor, values, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    for weight, changed in weights.values():
+        if id(weight) in written:
+            requantize_(weight, changed)
+    of = {id(changed): weight for weight, changed in weights.values()}
+    return tree_map_only(Tensor, lambda tensor: of.get(id(tensor), tensor), out)
+
+
+@table.register(*overloads(aten.fill_, aten.zero_, aten.uniform_, aten.normal_))
+def _fill_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Draw or fill in high precision, then quantize."""
+    values = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return requantize_(args[0], func(values, *args[1:], **kwargs))
+
+
+# Who joins weights writes the parts back, as DistributedDataParallel does: quantized twice, they change
+_JOINS = (aten.cat.default, aten.stack.default)
+READS_OF_WEIGHTS = [op for op in READS if op not in table and op not in _JOINS]
+
+
+@table.register(*READS_OF_WEIGHTS)
+def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Give plain values of a weight's ``data``, as merging and initializing adapters and averaging read it: in
+    high precision where they are known, as in-place operators take them.
+
+    A parameter itself raises: a model that computes with it would do so in high precision without a
+    word.
+    """
+
+    def values(item: object) -> object:
+        if isinstance(item, (list, tuple)):
+            return [values(inner) for inner in item]
+        if not isinstance(item, HybridTensor):
+            return item
+        if item.config is None:
+            table.refuse(func)
+        if item.requires_grad or isinstance(item, torch.nn.Parameter) or item.is_gathered:
+            _refuse_values(item, func)
+        note_read(item, func)
+        known = known_values(item)
+        if known is not None:
+            return known.to(item.dtype)
+        if item.record.values is not None:
+            raise NotImplementedError(
+                f"HybridTensor: {func} of a trainable weight needs its values in high precision, got faces only, in "
+                "which small changes are lost, as those of an average; read the masters of "
+                "hybridtensor.optim.MasterWeights, or dequantize()"
+            )
+        return item.dequantize()
+
+    return func(*map(values, args), **{name: values(item) for name, item in kwargs.items()})
+
+
+@table.register(*FUNCTIONAL)
+def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Communicate the best values that there are, as ``full_tensor()`` does, whose result is plain."""
+
+    def values(item: object) -> object:
+        if isinstance(item, (list, tuple)):
+            return [values(inner) for inner in item]
+        if not isinstance(item, HybridTensor):
+            return item
+        note_read(item, func)
+        known = known_values(item)
+        return (item.dequantize() if known is None else known.to(item.dtype)).contiguous()
+
+    return func(*map(values, args), **kwargs)
+
+
+def _refuse_values(weight: HybridTensor, func: Func) -> NoReturn:
+    """Raise NotImplementedError for an operator that would compute with a weight in high precision."""
+    which = "that FSDP2 gathered" if weight.is_gathered else "that is persistent"
+    name = "" if weight.state is None else weight.state.name
+    raise NotImplementedError(
+        f"HybridTensor: {func} would compute with the values of {name and f'{name}, '}a weight {which}, of which there "
+        "are quantized faces only; multiply it by F.linear, read dequantize(), or leave the layer out of quantize_ "
+        "(keep_bf16)"
+    )
+
+
+def _wait(work: torch.ScriptObject) -> None:
+    """Wait for a collective; there is nothing to wait for where NCCL orders it on the stream."""
+    unboxed = torch.distributed.Work.unbox(work)
+    if unboxed is not None:
+        unboxed.wait()
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return a copy that collectives take: contiguous, which scales that lie block by block are not,
+    and bytes where backends know no FP8.
+    """
+    own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _receive(tensor: Tensor, sent: Tensor) -> bool:
+    """Write what ``_sendable`` gave, and a collective filled; return whether it is another."""
+    own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+    changed = not torch.equal(own, sent)
+    own.copy_(sent)
+    return changed
+
+
+def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Send the bytes of the faces, so that all ranks have the same."""
+    (weight,), *others = args
+    out, changed = None, False
+    for tensor in flatten(weight)[0]:
+        sent = _sendable(tensor)
+        out = func([sent], *others, **kwargs)
+        _wait(out[1])
+        changed = _receive(tensor, sent) or changed
+    if changed:  # the rank that sends keeps its values in high precision
+        note_overwritten(weight)
+        weight.high_precision.note_copied(weight.dequantize, weight.taken)
+    return out
+
+
+def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Send each rank the bytes of its part, and the values in high precision that go with them."""
+    (part,), given, *others = args
+    original = part.original
+    out = None
+    sources: list[list[Tensor]] = [flatten(source)[0] for source in (given[0] if given else [])]
+    targets = flatten(part)[0]
+    if original is not None:
+        targets = [*targets, original]
+        for source, weight in zip(sources, given[0] if given else [], strict=True):
+            source.append(present_values(weight, "scatter_"))
+    for i, tensor in enumerate(targets):
+        sent = _sendable(tensor)
+        out = func(
+            [sent],
+            [[_sendable(source[i]) for source in sources]] if given else [],
+            *others,
+            **kwargs,
+        )
+        _wait(out[1])
+        _receive(tensor, sent)
+    note_overwritten(part)
+    return out
+
+
+def _allreduce_(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Reduce values in high precision, then quantize."""
+    weights, *others = args
+    values = [
+        present_values(t, "allreduce_") if isinstance(t, HybridTensor) else t for t in weights
+    ]
+    out = func(values, *others, **kwargs)
+    _wait(out[1])
+    for weight, reduced in zip(weights, values, strict=True):
+        if isinstance(weight, HybridTensor):
+            requantize_(weight, reduced)
+    return out
+
+
+COLLECTIVES = {}
+if torch.distributed.is_available():
+    c10d = torch.ops.c10d
+    COLLECTIVES = {c10d.broadcast_.default: _broadcast_, c10d.allreduce_.default: _allreduce_}
+    COLLECTIVES[c10d.scatter_.default] = _scatter_
+for collective, handler in COLLECTIVES.items():
+    table.register(collective)(handler)
