@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 import weakref
@@ -133,9 +134,7 @@ class MasterWeights(torch.optim.Optimizer):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
     def __getstate__(self) -> StateDict:
-        """Return the attributes that copies and pickles hold: also the masters and the inner
-        optimizer.
-        """
+        """Return what copies and pickles hold: also the masters and the inner optimizer."""
         state = {name: value for name, value in super().__getstate__().items() if name != "state"}
         return {**state, "inner": self.inner, "_pairs": self._pairs}
 
@@ -159,42 +158,59 @@ class MasterWeights(torch.optim.Optimizer):
         back.
 
         Args:
-            closure: Evaluated once, before the step, with gradients enabled. Optimizers that
-                evaluate it several times (LBFGS) are not possible here: the parameters would not
-                follow in between.
+            closure: Computes the loss and its gradients. Where the optimizer evaluates it several
+                times, as LBFGS does, parameters follow their masters each time.
 
         Raises:
             TypeError: If ``closure`` is not a function.
         """
         require_function("MasterWeights.step", "closure", closure)
         self._follow_parameters()
-        loss = None
-        if closure is not None:
+        evaluate = () if closure is None else (self._following(closure),)
+        if not evaluate:
+            self._take_gradients()
+        loss = self.inner.step(*evaluate)
+        self._write_back(self._stepped_pairs())
+        for parameter, master in self._pairs:
+            master.grad = None
+            _part(parameter).high_precision.loaded = False
+        return loss
+
+    def _following(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """Return what evaluates a closure with parameters that are as their masters are then."""
+        evaluations = itertools.count()
+
+        def evaluate() -> float:
+            if next(evaluations):
+                self._write_back(self._stepped_pairs())
             with torch.enable_grad():
                 loss = closure()
+            self._take_gradients()
+            return loss
+
+        return evaluate
+
+    def _take_gradients(self) -> None:
+        """Give the masters their parameters' gradients, and the inner optimizer the present options."""
         self._push_options()
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        self.inner.step()
+
+    def _stepped_pairs(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Return the pairs that have a gradient, and a rate that is not zero."""
         still = {
             id(p)
             for group in self.inner.param_groups
             if _is_zero(group.get("lr")) and not isinstance(self.inner, _RATES_OF_THEIR_OWN)
             for p in group["params"]
         }
-        self._write_back(
-            [pair for pair in self._pairs if pair[1].grad is not None and id(pair[1]) not in still]
-        )
-        for parameter, master in self._pairs:
-            master.grad = None
-            _part(parameter).high_precision.loaded = False
-        return loss
+        return [
+            pair for pair in self._pairs if pair[1].grad is not None and id(pair[1]) not in still
+        ]
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Take masters anew of parameters that became other tensors, or that another optimizer
-        steps, too.
-        """
+        """Take masters anew of parameters that became other tensors, or that another optimizer steps."""
         for parameter, master in self._pairs:
             part, own = _part(parameter), local(master)
             if part.high_precision.is_of(own):
@@ -204,9 +220,7 @@ class MasterWeights(torch.optim.Optimizer):
             part.high_precision.give_to(own, follows=part.high_precision.follows)
 
     def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
-        """Quantize masters into their parameters; parts of sharded ones all together, because ranks
-        exchange scales.
-        """
+        """Quantize masters into their parameters; all together, because ranks exchange scales."""
         parts = [(_part(parameter), local(master.detach())) for parameter, master in pairs]
         refresh_all_(parts)
         for parameter, master in pairs:
@@ -223,10 +237,8 @@ class MasterWeights(torch.optim.Optimizer):
         self._share_groups()
 
     def state_dict(self) -> StateDict:
-        """Return the inner optimizer's state dict, and with each persistent parameter its master.
-
-        And ``"follows"``: whether the parameter is what quantizing the master gives, whenever that
-        is done.
+        """Return the inner optimizer's state dict, and with each persistent parameter its master
+        and ``"follows"``: whether the parameter is what quantizing it gives, at any time.
         """
         # The base class runs these hooks, which are private to torch, in the method overridden
         # here; left out, hooks that users register would not run
@@ -315,9 +327,7 @@ class MasterWeights(torch.optim.Optimizer):
             )
 
     def _check_masters(self, loaded: list[Tensor | None]) -> None:
-        """Raise ValueError unless a state dict has a master of every trainable parameter, in its
-        shape.
-        """
+        """Raise ValueError unless a state dict has a master of every trainable parameter, in its shape."""
         shapes = [None if values is None else tuple(values.shape) for values in loaded]
         wanted = [tuple(master.shape) for _, master in self._pairs]
         for (parameter, _), shape, needed in zip(self._pairs, shapes, wanted, strict=True):

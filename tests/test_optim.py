@@ -1,6 +1,7 @@
 """Optimizers on master weights are bitwise those on plain ones; masters of persistent weights write back exactly."""
 
 import copy
+import functools
 import gc
 import pickle
 
@@ -585,3 +586,30 @@ def test_a_plain_optimizer_of_persistent_weights_warns_once(dtype):
         with pytest.warns(UserWarning, match=r"SGD steps persistent weights whose values are bfloat16.*MasterWeights"):
             optimizer.step()
     optimizer.step()  # warnings are errors
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_evaluates_its_closure_several_times(line_search):
+    """Parameters follow their masters before each evaluation. Oracle: LBFGS on weights in high precision, bitwise."""
+    losses = []
+    for persistent in (False, True):
+        torch.manual_seed(0)
+        net = ht.quantize_(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)), "fp8", persistent=persistent)
+        x, target = torch.randn(16, 32), torch.randn(16, 32)
+        options = {"lr": 0.5, "max_iter": 5, "line_search_fn": line_search}
+        make = functools.partial(ht.optim.MasterWeights, torch.optim.LBFGS) if persistent else torch.optim.LBFGS
+        optimizer, seen = make(net.parameters(), **options), []
+
+        def closure(net=net, x=x, target=target, optimizer=optimizer, seen=seen):
+            optimizer.zero_grad()
+            loss = (net(x) - target).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        losses.append([*seen, net(x).square().sum().item()])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) > 5
+    assert losses[0][-2] < losses[0][0]
