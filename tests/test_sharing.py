@@ -127,6 +127,20 @@ def test_an_input_that_changed_is_quantized_again(casts):
     assert len(casts) == 3
 
 
+@pytest.mark.parametrize("other", [lambda x: 2 * x.data, lambda x: x.data.clone().mul_(2), lambda x: x.data.flip(0)])
+def test_an_input_with_other_memory_is_quantized_again(other):
+    """``x.data = y`` counts as no write. Oracle: the same layers with sharing turned off, bitwise."""
+    found = []
+    for share in (True, False):
+        model, x = Attention("fp8"), recorded(torch.randn(64, SIZE, dtype=torch.bfloat16)).clone()
+        with torch.random.fork_rng(), within(model) as (first, second, _), ht.share_inputs(share):
+            x.data = torch.arange(x.numel()).view(x.shape).to(x.dtype) / 100
+            first(x)
+            x.data = other(x)
+            found.append(second(x))
+    assert torch.equal(*found)
+
+
 WRITES = {
     "numpy": lambda x: x.view(torch.int16).numpy().__iadd__(128),  # times two
     "data": lambda x: x.data.mul_(2),

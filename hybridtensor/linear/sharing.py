@@ -82,7 +82,8 @@ class _Scope:
         stream = (
             torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
         )  # orders the cast
-        key = (*_place(input), stream, *how)
+        memory = input.untyped_storage()._cdata  # ``input.data = other`` has no version of its own
+        key = (*_place(input), memory, stream, *how)
         owner = _owner(input)
         known = self.input is not None and self.input() is owner and self.key == key
         if known and all(record is not reader for reader in self.readers):
