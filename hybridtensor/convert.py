@@ -50,7 +50,7 @@ from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.subclasses.common_scale import CommonScale
 from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight, refresh_all_
-from hybridtensor.swap import swap
+from hybridtensor.swap import apply_in_place_, swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
 
 _logger = logging.getLogger("hybridtensor")
@@ -175,6 +175,7 @@ def _give_plain_values_to_all(model: nn.Module) -> None:
     for owner in model.modules():
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
+            apply_in_place_(owner)
 
 
 def _tell_what_is_left(model: nn.Module) -> None:
@@ -325,6 +326,7 @@ def _convert(
         swap("quantize_", layer.weight, with_local(layer.weight, new))
     keep_recipe_(module)
     give_plain_values_(module)
+    apply_in_place_(module)
 
 
 def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:

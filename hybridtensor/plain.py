@@ -17,7 +17,7 @@ from hybridtensor.linear import layer_forward, sharing
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.state_dicts import drop_hooks
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
-from hybridtensor.swap import swap
+from hybridtensor.swap import drop_apply, swap
 
 
 def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -107,3 +107,4 @@ def _forget(module: nn.Module) -> None:
             del module._modules[name]
     sharing.forget(module)
     drop_hooks(module)
+    drop_apply(module)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
@@ -44,3 +51,78 @@ def swap(who: str, parameter: nn.Parameter, new: Tensor) -> None:
         if registered:  # they went with what the parameter was
             setattr(parameter, name, None)
             setattr(parameter, name, registered)
+
+
+class ApplyInPlace:
+    """The ``_apply`` of one module with weights of this library, which ``to``, ``cpu`` and ``half`` call.
+
+    torch swaps a parameter of a subclass for its conversion, which raises while anything else refers to
+    the parameter, as the gradient accumulators do that DistributedDataParallel holds. Here the parameter becomes its
+    conversion, as plain ones do through ``data``.
+
+    Args:
+        module: The module, which is referred to weakly: it holds this as an attribute.
+    """
+
+    __slots__ = ("__weakref__", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        """Convert the parameters and buffers of the module, and of those inside."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("_apply: the module that this converts is gone; call a module")
+        own = {name: p for name, p in module._parameters.items() if _is_own(p)}
+        module._parameters.update(dict.fromkeys(own))  # torch passes over what is None
+        try:
+            for parameter in own.values():
+                _convert(parameter, fn)
+            type(module)._apply(module, fn, *args, **kwargs)
+        finally:
+            module._parameters.update(own)
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ApplyInPlace:
+        return type(self)(copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (ApplyInPlace,), (self._module(),)  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: tuple[nn.Module]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+def _is_own(parameter: object) -> bool:
+    """Return whether this is a weight of ours whose memory is its own: FSDP2 converts what it gathered."""
+    return isinstance(parameter, InterceptingTensor) and parameter.record.gathered is None
+
+
+def _convert(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """Have a parameter, and its gradient, be what ``fn`` makes of them."""
+    with torch.no_grad():
+        converted = fn(parameter)
+        gradient = parameter.grad
+        if converted is not parameter:
+            parameter.grad = None
+            # private, as torch asks in ``_apply``: memory on the meta device cannot be replaced by any other
+            if not torch._has_compatible_shallow_copy_type(parameter, converted):
+                swap("_apply", parameter, converted)
+            elif isinstance(converted, type(parameter)):
+                parameter.become(converted)
+            else:  # the values are someone else's, the recipe is the model's
+                parameter.data = converted
+        if gradient is not None:
+            parameter.grad = fn(gradient).requires_grad_(gradient.requires_grad)
+
+
+def apply_in_place_(module: nn.Module) -> None:
+    """Have ``to``, ``cpu`` and ``half`` convert a module's weights of this library in place."""
+    module.__dict__.setdefault("_apply", ApplyInPlace(module))
+
+
+def drop_apply(module: nn.Module) -> None:
+    """Undo ``apply_in_place_``."""
+    if isinstance(module.__dict__.get("_apply"), ApplyInPlace):
+        del module.__dict__["_apply"]

@@ -77,11 +77,15 @@ class HybridTensor(InterceptingTensor):
     def __new__(
         cls,
         rowwise: FaceTensor | None,
-        columnwise: FaceTensor | None,
+        columnwise: FaceTensor | None = None,
         config: HybridConfig | None = None,
         size: Size | None = None,
         stride: Stride = None,
+        *,
+        requires_grad: bool | None = None,
     ) -> Self:
+        if requires_grad is not None:
+            return cls.parameter_of(rowwise, requires_grad)  # type: ignore[arg-type,return-value]
         require_kind("HybridTensor", "a face or None as rowwise", rowwise, _FACE)
         require_kind("HybridTensor", "a face or None as columnwise", columnwise, _FACE)
         require_kind("HybridTensor", "a HybridConfig or None", config, _CONFIG)
@@ -98,11 +102,15 @@ class HybridTensor(InterceptingTensor):
     def __init__(
         self,
         rowwise: FaceTensor | None,
-        columnwise: FaceTensor | None,
+        columnwise: FaceTensor | None = None,
         config: HybridConfig | None = None,
         size: Size | None = None,
         stride: Stride = None,
+        *,
+        requires_grad: bool | None = None,
     ) -> None:
+        if requires_grad is not None:
+            return  # ``parameter_of`` made all of it
         self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
         self.record, self.taken, self.swapped = WeightRecord(), whole, False
         self.is_of_all_ranks = self.is_saved = False

@@ -174,6 +174,35 @@ class InterceptingTensor(WrapperTensor):
         self.record.section, self.record.first = other.record.section, other.record.first
         return self
 
+    def become(self, other: Self) -> None:
+        """Be what ``other`` is, of any shape, dtype and device; this object, and what holds it, stays.
+
+        Aliases and views so far keep the memory that they have.
+        """
+        # torch's own setter: it gives this object, where there is no Python, the shape, dtype and
+        # device of another of its class.
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        own = self.own_names() - {"_empty_storage"}
+        self.__dict__.update({n: v for n, v in other.__dict__.items() if n in own})
+
+    @classmethod
+    def parameter_of(cls, data: Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return what ``type(parameter)(data, requires_grad=...)`` makes, as Accelerate replaces parameters.
+
+        It is a weight with a recipe if ``data`` is one. A plain matrix makes a plain parameter: its layer
+        knows the recipe, and applies it to whatever it holds.
+
+        Raises:
+            TypeError: If it is a plain tensor of another shape: of experts nobody else knows the recipe.
+        """
+        if not isinstance(data, InterceptingTensor) and data.dim() != 2:
+            raise TypeError(
+                f"{cls.__name__}: a weight with a recipe is required to make a parameter of {list(data.shape)}, got a "
+                "plain tensor; experts cannot be offloaded by replacing their parameters: leave their module where it "
+                "is, or leave it out of quantize_ (keep_bf16)"
+            )
+        return nn.Parameter(data, requires_grad=requires_grad)
+
     def map_inner(
         self,
         fn: Callable[[Tensor], Tensor],

@@ -50,10 +50,14 @@ class MasterWeight(InterceptingTensor):
     def __new__(
         cls,
         plain: Tensor,
-        config: HybridConfig,
+        config: HybridConfig | None = None,
         size: Size | None = None,
         stride: Stride = None,
+        *,
+        requires_grad: bool | None = None,
     ) -> Self:
+        if requires_grad is not None:
+            return cls.parameter_of(plain, requires_grad)  # type: ignore[return-value]
         require_plain("MasterWeight", plain)
         if not isinstance(config, HybridConfig):
             advice = "HybridConfig.parse makes one of a string"
@@ -63,10 +67,14 @@ class MasterWeight(InterceptingTensor):
     def __init__(
         self,
         plain: Tensor,
-        config: HybridConfig,
+        config: HybridConfig | None = None,
         size: Size | None = None,
         stride: Stride = None,
+        *,
+        requires_grad: bool | None = None,
     ) -> None:
+        if config is None:
+            return  # ``parameter_of`` made all of it
         self.plain, self.config = plain, config
         self.record, self._seen = WeightRecord(), 0
         self.record.add_holder(plain)
@@ -336,11 +344,14 @@ class MasterWeight(InterceptingTensor):
         Aliases and views so far keep the memory that they have.
         """
         made = type(self)(plain, self.config)
-        # torch's own setter: it gives this object, where there is no Python, the shape, dtype and
-        # device of another of its class.
-        Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
-        self.plain, self.record, self._seen = plain, self.record.successor(), version_of(self)
-        self.record.add_holder(plain)
+        made.record = self.record.successor()
+        made.record.add_holder(plain)
+        self.become(made)
+
+    def become(self, other: Self) -> None:
+        """See ``InterceptingTensor.become``."""
+        super().become(other)
+        self._seen = version_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as a numpy array in the same memory, as the plain tensor would.

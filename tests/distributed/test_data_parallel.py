@@ -139,3 +139,20 @@ def test_on_two_ranks(two, body):
     if two.device != "cpu":
         pytest.skip("about gloo")
     two.run(body)
+
+
+def moved_after_training(rank):
+    """While DDP lives, which holds gradient accumulators; as Lightning does when a run ends."""
+    model = make(0, "fp8")
+    parallel = DistributedDataParallel(model)
+    parallel(data(rank)).square().sum().backward()
+    expected = model(data(0))
+    model.cpu()
+    model.double().float()
+    assert torch.equal(model(data(0)), expected)
+    assert isinstance(model[0].weight, ht.MasterWeight)
+    parallel(data(rank)).square().sum().backward()
+
+
+def test_moving_a_model_that_ddp_wraps(two):
+    two.run(moved_after_training)

@@ -3,6 +3,7 @@
 Oracle: the same loop by hand on one process, over the whole batch.
 """
 
+import copy
 import os
 import warnings
 
@@ -143,3 +144,26 @@ def test_one_model():
     assert isinstance(prepare(accelerator, nn.Linear(16, 16), recipe="fp8").weight, ht.MasterWeight)
     with pytest.raises(TypeError, match="an Accelerator is required"):
         prepare(nn.Linear(4, 4), recipe="fp8")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_weights_are_quantized(tmp_path, where, recipe, persistent):
+    """Accelerate puts other parameters at each layer for its forward: the layer quantizes what it gets.
+
+    Oracle: the same model that is not offloaded, bitwise; on disk persistent weights are what their faces hold.
+    """
+    model = ht.quantize_(make()[0], recipe, persistent=persistent)
+    x, twin = batch(0, 0, 1), copy.deepcopy(model)
+    with torch.no_grad():
+        if where == "disk":
+            for layer in twin if persistent else ():
+                if isinstance(layer, nn.Linear):
+                    layer.weight.copy_(layer.weight.dequantize())
+            accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+        else:
+            accelerate.cpu_offload(model, execution_device="cpu")
+        assert model[0].weight.is_meta
+        for _ in range(2):
+            assert torch.equal(model(x), twin(x))
