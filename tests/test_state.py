@@ -827,3 +827,13 @@ def test_hints_are_not_saved_and_not_copied():
     before_hints = LayerState.__new__(LayerState)
     before_hints.__setstate__(old)
     assert before_hints.tensors().hints == {}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_a_root_lists_its_state_as_a_submodule_does(recipe):
+    """Whatever walks buffers (averages, broadcasts, moves to another device) finds them."""
+    root, inside = (ht.quantize_(m, recipe) for m in (nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64))))
+    for of in (nn.Module.named_buffers, nn.Module.named_modules):
+        names = {name for name, _ in of(root)}
+        assert names == {name.partition(".")[2] for name, _ in of(inside) if name} | ({""} if "" in names else set())
+    assert {name for name, _ in root.named_buffers()} == {n for n in root.state_dict() if "quantization_state" in n}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -272,13 +273,13 @@ class LayerState(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the state itself, but to who walks through the modules of its layer alone.
+        """Yield the state itself, but to ``distribute_module``.
 
-        That is what ``distribute_module`` does, which shards a layer by doing the same to all
-        modules in it: the state would have to have a weight, and its buffers would turn into
-        DTensors.
+        That shards a layer by doing the same to all modules in it: the state would have to have a
+        weight, and its buffers would turn into DTensors.
         """
-        if "." in prefix or not prefix.endswith(STATE):
+        walker = sys._getframe(1).f_back  # which asks the layer's generator, which asks this one
+        if walker is None or walker.f_code.co_name != "distribute_module":
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
