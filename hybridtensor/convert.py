@@ -90,7 +90,7 @@ def quantize_(
         name: What ``model`` is called in a larger model: random rounding draws by a layer's full name. A nameless
             layer draws its key from torch's generator; ranks that share it seed alike.
         transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where their module
-            has no ``is_transposed`` that says so; all others are ``[E, out, in]``.
+            has no ``is_transposed`` that says so, nor a ``hidden_size`` that shows it; all others are ``[E, out, in]``.
         common_scale: Groups of patterns of layers' names, ``("*.q_proj", "*.k_proj")``, whose weights have one scale
             per tensor in common, as engines have it that fuse them: where ``*`` and ``?`` stand for the same text.
         keep_faces: How long faces of weights in high precision live, ``"auto"``, ``"always"`` or ``"never"``: see

@@ -117,7 +117,7 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
             for parameter, weight in module._parameters.items():
                 if weight is not None and weight.dim() == 3 and weight.is_floating_point():
                     full = f"{name}.{parameter}" if name else parameter
-                    yield Layer(full, module, parameter, _is_transposed(module, weight))
+                    yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
 
 
 def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:
@@ -126,12 +126,25 @@ def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:
     return isinstance(count, int) and count == weight.shape[0] and min(weight.shape[1:]) > 1
 
 
-def _is_transposed(module: nn.Module, weight: Tensor) -> bool:
+def _is_transposed(module: nn.Module, parameter: str, weight: Tensor) -> bool:
     """Return whether a stack is stored ``[E, in, out]``, as was said when it was converted, or as its
-    module says.
+    module says, or as its name and shape do.
     """
     part = part_of(weight)
     state = part.layer if is_converted(part) else None
     if isinstance(state, LayerState) and state.transposed is not None:
         return state.transposed
-    return bool(getattr(module, "is_transposed", False))
+    said = getattr(module, "is_transposed", None)
+    return _by_shape(module, parameter, weight) if said is None else bool(said)
+
+
+def _by_shape(module: nn.Module, parameter: str, weight: Tensor) -> bool:
+    """Return whether the width of the module's tokens is where only ``[E, in, out]`` has it: in front, of what
+    projects them up, as in Llama 4; behind, of what projects down.
+    """
+    width, (_, rows, columns) = getattr(module, "hidden_size", None), weight.shape
+    if (rows == width) == (columns == width):
+        return False
+    down = "down" in parameter
+    is_known = down or "up" in parameter or "gate" in parameter
+    return is_known and (columns == width if down else rows == width)

@@ -618,3 +618,32 @@ def test_weights_of_experts_on_the_left(transposed, persistent):
     made = ht.quantize_(Stack(), "mxfp8", persistent=persistent).w
     as_stored = made.transpose(-2, -1) if transposed else made  # [E, N, K]
     assert torch.equal(as_stored @ tokens.mT, torch.bmm(tokens, as_stored.transpose(-2, -1)).mT)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_layout_that_shapes_show(transposed, persistent):
+    """As Llama 4's experts, whose module does not say how they are stored."""
+
+    class Unsaid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.hidden_size = EXPERTS, K
+            shapes = {"gate_up_proj": (2 * N, K), "down_proj": (K, N)}
+            for name, shape in shapes.items():
+                stored = torch.randn(EXPERTS, *(reversed(shape) if transposed else shape)) / 8
+                setattr(self, name, nn.Parameter(stored))
+
+        def forward(self, x):
+            up, down = (w if transposed else w.transpose(-2, -1) for w in (self.gate_up_proj, self.down_proj))
+            gate, up = torch.bmm(x, up).chunk(2, dim=-1)
+            return torch.bmm(F.silu(gate) * up, down)
+
+    torch.manual_seed(0)
+    model, x = Unsaid(), torch.randn(EXPERTS, 32, K)
+    with torch.no_grad():
+        expected = model(x)
+    made = ht.quantize_(model, "mxfp8", persistent=persistent)(x)
+    made.sum().backward()
+    assert (made - expected).norm() < 0.1 * expected.norm()
+    assert all(p.layer.transposed is transposed for p in model.parameters())
