@@ -37,14 +37,17 @@ from hybridtensor.dtensor import with_local
 from hybridtensor.fitting import check_plan, check_sizes, check_tied, check_weight
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
+from hybridtensor.linear.kinds import is_linear
 from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.optim import watch_plain_optimizers
 from hybridtensor.quantizers import IdentityQuantizer
+from hybridtensor.ranks import PATIENCE, require_alike
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
 from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
 from hybridtensor.state import LayerState
+from hybridtensor.state.contract import ADVICE, groups_of
 from hybridtensor.state.watch import watch
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
@@ -73,7 +76,8 @@ def quantize_(
     Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
     working. Calling it again changes the recipe. By default the output head, routers and their gates are left alone
     (``explain(model)`` says which and why; ``gate`` is a router's if it is narrower than its input), and parameters of
-    three dimensions are experts' weights if ``num_experts`` of their module is the first extent. What is left plain is
+    three dimensions are experts' weights if ``num_experts`` of their module is the first extent. A layer may multiply
+    by a weight ``[in, out]``, if its class says ``is_transposed = True``, or is GPT-2's. What is left plain is
     logged (logger ``hybridtensor``), large matrices as a warning if nobody asked for it, or a gate's name alone did.
 
     Args:
@@ -211,7 +215,7 @@ def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
     for name, caller in model.named_modules(prefix=root):
         if isinstance(caller, (nn.ModuleList, nn.ModuleDict)):
             continue
-        called = [caller, *_called_by(caller)] if not isinstance(caller, nn.Linear) else []
+        called = [caller, *_called_by(caller)] if not is_linear(caller) else []
         layers = [layer for module in called for layer in converted.get(id(module), ())]
         for layer in layers:
             recipe = layer.recipe
@@ -221,12 +225,12 @@ def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
             share_between_layers_of(caller, name)
 
 
-def _called_by(caller: nn.Module) -> Iterator[nn.Linear]:
+def _called_by(caller: nn.Module) -> Iterator[nn.Module]:
     """Yield the linear layers that a module calls itself: lists and dictionaries of modules have no
     forward.
     """
     for child in caller.children():
-        if isinstance(child, nn.Linear):
+        if is_linear(child):
             yield child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called_by(child)
@@ -262,6 +266,8 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         part = part_of(layer.weight)
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
+    recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
+    require_alike("set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=PATIENCE)
     for layer, _ in plan:
         if isinstance(layer.weight, nn.Parameter):
             let_go(layer.weight)
@@ -340,8 +346,9 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
     if layer.name:
         state.take_name(layer.name)
     rules = config.delayed_rules()
-    if layer.is_stack:
+    if layer.is_stack or layer.transposed:
         state.transposed = layer.transposed
+    if layer.is_stack:
         rules = {
             f"{slot}[{i}]": rule
             for slot, rule in rules.items()

@@ -16,6 +16,7 @@ from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.linear.tensor_parallel import note_section
 from hybridtensor.state import LayerState, TrainingRanks
+from hybridtensor.state.contract import require_contract
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses import is_converted
 
@@ -30,14 +31,15 @@ def set_mesh_(
     dp: Names = "dp",
     tp: Names = "tp",
     ep: Names = "ep",
+    pp: Names = "pp",
 ) -> nn.Module:
     """Say what the dimensions of a mesh are for.
 
-    Delayed scales are reduced over all of them, as each rank sees a part of the batch or of the
+    Delayed scales are reduced over dp, tp and ep, as each rank sees a part of the batch or of the
     layer: they are those of the model on one device. Random rounding draws by the rank's part of
     the batch and of the weight, so that no two ranks draw alike for different numbers, and alike
-    for the same ones. Dimensions of other names, such as pipeline stages, have nothing to do with
-    it.
+    for the same ones. Over the stages of a pipeline nothing is reduced: each has other layers.
+    Dimensions of other names have nothing to do with it.
 
     Args:
         model: A model that went through ``quantize_``.
@@ -46,6 +48,7 @@ def set_mesh_(
         tp: What parts of a layer go to.
         ep: What experts go to. To all other layers its ranks are data-parallel ones. Each expert has
             delayed scales of its own, known to all ranks.
+        pp: What stages of a pipeline go to.
 
     Returns:
         ``model``.
@@ -60,16 +63,18 @@ def set_mesh_(
         (*_dimensions(mesh, "dp", dp), *_dimensions(mesh, "ep", ep)),
         _dimensions(mesh, "tp", tp),
     )
-    used = (*batch, *parts)
-    if not used or len(set(used)) < len(used):
+    used, stages = (*batch, *parts), _dimensions(mesh, "pp", pp)
+    named = (*used, *stages)
+    if not named or len(set(named)) < len(named):
         raise ValueError(
-            f"set_mesh_: dimensions of the mesh, each for one thing, are required as dp, tp and ep, "
-            f"got dp={dp!r}, tp={tp!r}, ep={ep!r} for {mesh.mesh_dim_names}; name those that there are"
+            f"set_mesh_: dimensions of the mesh, each for one thing, are required as dp, tp, ep and pp, got dp={dp!r}, "
+            f"tp={tp!r}, ep={ep!r}, pp={pp!r} for {mesh.mesh_dim_names}; name those that there are"
         )
     rank = 0
     for name in batch:
         rank = rank * mesh[name].size() + mesh.get_local_rank(name)
     ranks = TrainingRanks(tuple(mesh.get_group(name) for name in used), rank, named=True)
+    require_contract("set_mesh_", model, ranks.groups)
     for state in _states(model):
         state.ranks = ranks
     _note_parts(model, parts, _dimensions(mesh, "ep", ep))

@@ -81,9 +81,20 @@ def inference_tensors(
     require_timeout(who, timeout)
     names = Names(who, model, experts)
     found = together(who, model, timeout)(lambda: exported(who, model, layout))
+    everyone = None
     if is_sharded(model):
-        check_arguments(Ranks(who, None, timeout), weights=_digest(found))
-    return _named(found, names, dtype, bucket_bytes, ranks == "first")
+        everyone = Ranks(who, None, timeout)
+        check_arguments(
+            everyone,
+            layout=layout,
+            experts=experts,
+            dtype=str(dtype),
+            bucket_bytes=bucket_bytes,
+            ranks=ranks,
+            timeout=str(timeout),
+            weights=_digest(found),
+        )
+    return _named(found, names, dtype, bucket_bytes, ranks == "first", everyone)
 
 
 def _digest(found: list[Exported]) -> str:
@@ -96,13 +107,20 @@ def _digest(found: list[Exported]) -> str:
 
 
 def _named(
-    found: list[Exported], names: Names, dtype: torch.dtype, bucket_bytes: int, first_only: bool
+    found: list[Exported],
+    names: Names,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    first_only: bool,
+    everyone: Ranks | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors, a bucket after the other."""
     mine = not first_only or not dist.is_initialized() or dist.get_rank() == 0
     places, seen = places_of(found), set[str]()
     failed: Exception | None = None
     for bucket in _buckets(found, dtype, bucket_bytes):
+        if everyone is not None:  # gathers wait as long as their own groups say
+            everyone.each(lambda: None)
         for one, whole in whole_tensors(bucket, places, dtype, first_only):
             if whole is None or not mine or failed is not None:
                 continue

@@ -54,8 +54,8 @@ class LayerState(nn.Module):
         unrecorded: Whether a backward ran since the last step and recorded nothing.
         recorded: Whether a backward ran since the last step and recorded its amaxes.
         parent: Name of the module whose forward calls the layer, or None if that is not known.
-        transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None
-            if it is none.
+        transposed: Whether the weight is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``; None of one
+            of ``nn.Linear``.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
         rules: How each follows.
         common: The common scale that the weight has with those of other layers, or None.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterable
 
@@ -13,9 +12,12 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
+from hybridtensor.ranks import PATIENCE, require_alike
+from hybridtensor.state.contract import ADVICE, progress_of
 from hybridtensor.state.layer import LayerState, fold_amaxes, forget_amaxes, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
+from hybridtensor.state.stages import pipeline_size
 from hybridtensor.state.update import update_scales
 from hybridtensor.state.watch import layer_states
 
@@ -24,8 +26,8 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     """Advance what quantizers remember: call it once after every ``optimizer.step()``.
 
     Delayed scales follow from the amaxes of the step, reduced over the ranks that train the model
-    (all, unless ``set_mesh_`` says otherwise) in one collective for all layers; stochastic rounding
-    moves to its next step. Does nothing for recipes
+    (all, unless ``set_mesh_`` says otherwise; none where each has a stage of a pipeline) in one
+    collective for all layers; stochastic rounding moves to its next step. Does nothing for recipes
     without state, but all ranks that train the model call it.
 
     The microbatches of one step share a step of the random rounding: call it after each of them if
@@ -58,6 +60,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
             torch._foreach_add_(counters, 1)
+    progress_of(model).steps += 1
     captured = is_captured()
     for state in states:
         state.count_step(captured)
@@ -144,23 +147,41 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
     states = [state for state in states if state.encode_scale is not None]
     fold_amaxes(states)
     _share_amaxes(states)
-    groups = [
-        group
-        for group in ranks.groups
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-    ]
+    groups = _groups(model, states, ranks)
     for group in groups:
         _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
         amaxes = torch.cat([required(state.amax) for state in of_device])
         for group in groups:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+            amaxes = progress_of(model).reduce(amaxes, group)
         if not isinstance(
             model, LayerState
         ):  # on its own it follows the rule, in which an Inf counts
             require_finite(model, of_device, amaxes)
         update_scales(of_device, amaxes if groups else None)
+
+
+def _groups(
+    model: nn.Module, states: list[LayerState], ranks: TrainingRanks
+) -> list[dist.ProcessGroup | None]:
+    """Return what scales are reduced over: nothing where every rank has stages of a pipeline to itself.
+
+    Raises:
+        RuntimeError: If several ranks have the same stage, and nobody said which.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    groups = [group for group in ranks.groups if dist.get_world_size(group) > 1]
+    size = None if ranks.named or not groups else pipeline_size(model)
+    if size is None:
+        return groups
+    if states and size < dist.get_world_size():
+        raise RuntimeError(
+            f"step_: the ranks that train a stage together are required, got a pipeline of {size} of "
+            f"{dist.get_world_size()} ranks and no mesh, for layer {states[0].name}; call set_mesh_(stage, mesh) first"
+        )
+    return []
 
 
 def _share_amaxes(states: list[LayerState]) -> None:
@@ -174,6 +195,10 @@ def _share_amaxes(states: list[LayerState]) -> None:
             amaxes = [required(s.amax)[s.slots.index(slot)] for s in siblings if slot in s.slots]
             largest = torch.stack(amaxes).amax()
             torch._foreach_copy_(amaxes, [largest] * len(amaxes))
+
+
+def _rules(state: LayerState) -> str:
+    return ", ".join(f"{slot}: {rule}" for slot, rule in zip(state.slots, state.rules, strict=True))
 
 
 Layout = list[tuple[str, int]]
@@ -196,15 +221,12 @@ def _check_same_scales(
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
         return
-    mine = repr([(state.name, state.slots, state.rules) for state in states])
-    digest = hashlib.sha256(mine.encode()).hexdigest()[:8]
-    told = f"{sum(len(state.slots) for state in states)} ({digest})"
-    every: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(every, told, group=group)
-    if len(set(every)) > 1:
-        raise RuntimeError(
-            "step_: the same delayed scales of the same layers are required on all ranks, got as "
-            f"many (with digests of names and rules): {', '.join(every)}; convert the model alike "
-            "everywhere, or name the ranks that train it with set_mesh_"
-        )
+    facts = {state.name or f"layer {i}": _rules(state) for i, state in enumerate(states)}
+    require_alike(
+        "step_: the same delayed scales of the same layers are required on all ranks",
+        facts,
+        advice=ADVICE,
+        groups=[group],
+        timeout=PATIENCE,
+    )
     checked[group] = layout

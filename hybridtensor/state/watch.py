@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hybridtensor.ops.library import is_traced
+from hybridtensor.state.contract import forget_contract, progress_of, require_contract_once
 from hybridtensor.state.layer import LayerState
 
 _FORGIVEN_STEPS = 2  # of one optimizer: loading, trying out, sharpness-aware steps
@@ -22,6 +23,7 @@ class _Steps:
         states: What is advanced.
         version: Sum of the versions of the states, as of the last look.
         taken: Steps, by optimizer.
+        all: Steps since the recipes were set, by optimizer.
         holds: Whether an optimizer holds a parameter of the model, and how many it had then.
     """
 
@@ -29,6 +31,7 @@ class _Steps:
         self.states = states
         self.version = self._version()
         self.taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.all: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.holds: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -43,6 +46,11 @@ class _Steps:
             self.version = version
             self.taken.clear()
         self.taken[optimizer] = taken = self.taken.get(optimizer, 0) + 1
+        return taken
+
+    def count_all(self, optimizer: Optimizer) -> int:
+        """Count a step, and return how many this optimizer took of the model in all."""
+        self.all[optimizer] = taken = self.all.get(optimizer, 0) + 1
         return taken
 
     def is_of(self, optimizer: Optimizer, model: nn.Module) -> bool:
@@ -63,13 +71,10 @@ _hooks: list[object] = []
 def watch(model: nn.Module) -> None:
     """Have optimizers that step ``model`` raise where its state is not advanced.
 
-    Called whenever recipes change. A model without state is not watched.
+    Called whenever recipes change. Of a model without state, the first step compares recipes between ranks.
     """
-    states = layer_states(model)
-    if not states:
-        _watched.pop(model, None)
-        return
-    _watched[model] = _Steps(states)
+    forget_contract(model)
+    _watched[model] = _Steps(layer_states(model))
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_count_step))
 
@@ -94,8 +99,11 @@ def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for model, steps in list(_watched.items()):
         if not steps.is_of(optimizer, model):
             continue
+        require_contract_once(model)
+        progress = progress_of(model)
+        progress.taken = max(progress.taken, steps.count_all(optimizer))
         taken = steps.count(optimizer)
-        if taken <= _FORGIVEN_STEPS:
+        if taken <= _FORGIVEN_STEPS or not steps.states:
             continue
         if layer_states(model) != steps.states:  # converted part by part, or made plain
             watch(model)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtensor.ranks import PATIENCE
+from hybridtensor.ranks import Ranks as ProcessRanks
 from hybridtensor.watching.sums import Numbers, Sums, Watched
 
 
@@ -40,12 +42,9 @@ def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | No
         RuntimeError: If ranks sample other steps, or another one has an error; on all of them.
     """
     names = tuple(f"{layer.name} {layer.config} {layer.experts}" for layer in layers)
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    mine = (how, names, None if error is None else str(error))
-    every: list[Any] = [mine]
-    if not alone:
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
+    ranks = ProcessRanks("watch", None, PATIENCE)
+    alone = ranks.size == 1
+    every = ranks.gather(lambda: (how, names, None if error is None else str(error)))
     if error is not None:
         raise error
     failed = next((text for _, _, text in every if text is not None), None)

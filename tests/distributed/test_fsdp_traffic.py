@@ -138,11 +138,11 @@ def reductions(rank):
     for recipe, expected in {"fp8": 1, "fp8_rowwise": 1, "nvfp4_1d_weight": 1, "mxfp8": 0, "fp8_delayed": 0}.items():
         model = shard(make(recipe, blocks=3), mesh_of(rank, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
+        for _step in range(3):
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduction:
                 for microbatch in range(2):
                     model(batch(microbatch)).square().mean().backward()
-            assert reduction.call_count == expected + (step == 0), (recipe, reduction.call_args_list)
+            assert reduction.call_count == expected, (recipe, reduction.call_args_list)
             optimizer.step()
             ht.set_config_(model, recipe)  # an equal recipe changes nothing
 

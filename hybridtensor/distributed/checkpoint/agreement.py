@@ -26,7 +26,7 @@ Replica: TypeAlias = tuple[tuple[object, ...], str]
 _TOLD = 5
 
 
-def check_arguments(ranks: Ranks, **given: object) -> None:
+def check_arguments(ranks: Ranks, /, **given: object) -> None:
     """Raise ValueError on all ranks, with who passed what, unless all passed the same."""
     every = ranks.gather(lambda: given)
     wrong = [

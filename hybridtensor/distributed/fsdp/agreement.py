@@ -8,7 +8,6 @@ since the last reduction reduces for all of them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.references.blocks import block_amax
+from hybridtensor.ranks import require_alike
 from hybridtensor.recipes.config import HybridConfig
 
 Measure = Callable[[Tensor, Tensor], object]
@@ -60,24 +60,12 @@ def check_recipes(shards: Sequence[Shard]) -> None:
     Raises:
         RuntimeError: If ranks differ, on all of them.
     """
-    mine = [
-        f"{shard.sharded.size}: {shard.config} {shard.config.fingerprint()}" for shard in shards
-    ]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    number = int.from_bytes(digest[:7], "little")
-    first = shards[0].sharded
-    extremes = torch.tensor([number, -number], device=first.device)
-    for group in first.process_groups():
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes.tolist()
-    if largest != -smallest:
-        recipes = ", ".join(
-            sorted({f"{shard.config} ({shard.config.fingerprint()})" for shard in shards})
-        )
-        raise RuntimeError(
-            f"fully_shard: ranks differ in weights or recipes; rank {dist.get_rank()} has "
-            f"{len(shards)} weights with {recipes}; convert the model alike everywhere"
-        )
+    facts = {
+        f"weight {index} {tuple(shard.sharded.size)}": f"{shard.config} ({shard.config.fingerprint()[:8]})"
+        for index, shard in enumerate(shards)
+    }
+    groups = shards[0].sharded.process_groups()
+    require_alike("fully_shard", facts, advice="convert the model alike everywhere", groups=groups)
     for shard in shards:
         shard.agreed = shard.config
 

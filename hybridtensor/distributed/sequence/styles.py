@@ -16,6 +16,7 @@ from hybridtensor.distributed.sequence.activations import (
     scattered_output,
 )
 from hybridtensor.dtensor import name_of, placement_along
+from hybridtensor.state.contract import require_contract
 from hybridtensor.subclasses import HybridTensor
 
 
@@ -164,7 +165,14 @@ STYLES = "_hybridtensor_styles"
 
 
 def mark(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Have ``explain`` find the style of a module, and its mesh."""
+    """Have ``explain`` find the style of a module, and its mesh.
+
+    Raises:
+        RuntimeError: On every rank, if ranks differ in the recipes of the module: gathers of other sizes would hang.
+    """
+    require_contract(
+        f"{type(style).__name__} of {type(module).__name__}", module, mesh.get_all_groups()
+    )
     module.__dict__[STYLES] = (*module.__dict__.get(STYLES, ()), (style, mesh))
 
 

@@ -1,0 +1,44 @@
+"""Which modules are linear layers, and which of them store their weight ``[in, out]``.
+
+``nn.Linear`` multiplies by the transpose of its weight ``[out, in]``. Others, of which the best known is the ``Conv1D``
+of GPT-2 in Transformers, multiply by a weight ``[in, out]`` as it is: ``torch.addmm(bias, x, weight)`` or
+``x @ weight``. They are known by their class: either it is listed here, by name, so that no library is imported, or it
+says ``is_transposed = True``, as modules of experts do, and its ``weight`` is a matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+_LISTED = {"transformers.pytorch_utils.Conv1D"}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, however it stores its weight."""
+    return isinstance(module, nn.Linear) or stores_transposed(module)
+
+
+def stores_transposed(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer whose weight is stored ``[in, out]``."""
+    if isinstance(module, nn.Linear):
+        return False
+    if is_listed(type(module)):
+        return True
+    return getattr(module, "is_transposed", None) is True and _has_matrix(module)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a matrix is a module's ``weight``, or what a parametrization computes it of."""
+    weight = module._parameters.get("weight")
+    if parametrize.is_parametrized(module, "weight"):
+        every: Any = module.parametrizations
+        weight = next(every["weight"].parameters(), None)
+    return weight is not None and weight.dim() == 2
+
+
+def is_listed(cls: type[nn.Module]) -> bool:
+    """Return whether a class is one that is known by its name, or is derived of one."""
+    return any(f"{base.__module__}.{base.__qualname__}" in _LISTED for base in cls.__mro__)

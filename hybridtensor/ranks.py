@@ -1,0 +1,272 @@
+"""Ranks that do one thing together: all of them finish it, or all of them raise."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import hashlib
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from hybridtensor.arguments import require_group, require_timeout
+
+T = TypeVar("T")
+
+Groups: TypeAlias = dict[datetime.timedelta, dist.ProcessGroup]
+"""Our own gloo groups of a world, by their timeout."""
+
+Answer: TypeAlias = tuple[str, str, Any]
+"""Kind and text of the error that a rank's work raised, each "" if none; and what it gave."""
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = (
+    weakref.WeakKeyDictionary()
+)
+_LOOK = datetime.timedelta(seconds=1)  # between two looks whether a rank has left
+_KINDS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "NotImplementedError": NotImplementedError,
+}
+
+TIMEOUT = datetime.timedelta(minutes=10)
+PATIENCE = datetime.timedelta(seconds=10)  # for ranks that were at the same collective a moment ago
+_MOST_NAMES = 4  # in an error
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone.
+
+    All ranks of a world talk through a gloo group of their own, which stays for the next time: ending
+    one while a rank still reads what another sent can lose it. A rank that loses another one does end
+    it, so that all others raise at once. Some of the ranks talk through the group that is given.
+
+    Args:
+        who: What they do, for errors.
+        group: Process group of these ranks; None is all ranks.
+        timeout: How long to wait for a rank.
+
+    Attributes:
+        rank: This rank, in the group.
+        size: How many they are.
+    """
+
+    def __init__(
+        self, who: str, group: dist.ProcessGroup | None, timeout: datetime.timedelta
+    ) -> None:
+        require_group(who, group)
+        require_timeout(who, timeout)
+        self.who = who
+        self.rank, self.size = 0, 1
+        self._group: dist.ProcessGroup | None = None
+        self._known: Groups = {}
+        self._timeout = timeout
+        known = dist.is_available() and dist.is_initialized()
+        if (
+            known and dist.get_backend(group) != "fake"
+        ):  # torch's, of one process that stands for all
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.size == 1:
+            return
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if len(members) < dist.get_world_size():
+            self._group = group
+            _meet(who, members, timeout)  # the group waits for as long as its own timeout says
+            return
+        self._known = _groups.setdefault(_world(), {})
+        self._group = self._known.get(timeout)
+        if self._group is None:
+            self._group = self._known[timeout] = self._new_group(members)
+
+    def _new_group(self, members: list[int]) -> dist.ProcessGroup:
+        """Make the gloo group, once every rank has come: who is missing is then known by number."""
+        _meet(self.who, members, self._timeout)
+        # gloo tries five times to reach a rank that is gone, each time for as long as its timeout.
+        # All ranks are here, so that it is short while they connect; ``_set_pg_timeout`` is private
+        # to torch, and a torch without it fails here.
+        fifth = min(1.5 + 0.01 * self.size, max(self._timeout.total_seconds() / 5, 1.0))
+        try:
+            made: dist.ProcessGroup = dist.new_group(
+                timeout=datetime.timedelta(seconds=fifth), backend="gloo"
+            )
+        except RuntimeError as error:
+            self._lost(error)
+        dist.distributed_c10d._set_pg_timeout(self._timeout, made)
+        return made
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank and return what it gave on each; small things, because they are
+        sent.
+
+        Raises:
+            ValueError: If ``work`` raised one on the first rank that raised anything, on every
+                rank.
+            TypeError: Likewise.
+            RuntimeError: If it raised anything else, or a rank is gone.
+        """
+        mine: Answer
+        raised: BaseException | None = None
+        try:
+            mine = ("", "", work())
+        except BaseException as error:  # the others wait for this rank, also when it is interrupted
+            raised, mine = error, (type(error).__name__, str(error), None)
+        answers: list[Answer] = [mine]
+        if self.size > 1:
+            answers = [mine] * self.size
+            try:
+                dist.all_gather_object(answers, mine, group=self._group)
+            except RuntimeError as error:
+                self._lost(raised or error)
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised
+        failed = [(rank, kind, text) for rank, (kind, text, _) in enumerate(answers) if kind]
+        if failed:
+            raise _KINDS.get(failed[0][1], RuntimeError)(self._summary(failed)) from raised
+        return [result for _, _, result in answers]
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on every rank and return what it gave on this one; nothing is sent but
+        errors.
+        """
+        done: list[T] = []
+        self.gather(lambda: done.append(work()))
+        return done[0]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on the first rank and return what it gave, on every rank."""
+        results = self.gather(lambda: [work()] if self.rank == 0 else [])
+        return results[0][0]
+
+    def _summary(self, failed: list[tuple[int, str, str]]) -> str:
+        """Return one text of what the ranks that failed said."""
+        texts: dict[str, list[int]] = {}
+        for rank, kind, text in failed:
+            known = kind in _KINDS or text.startswith("checkpoint.")
+            texts.setdefault(text if known else f"{self.who}: {kind}: {text}", []).append(rank)
+        if self.size == 1:
+            return next(iter(texts))
+        return "; ".join(
+            f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items()
+        )
+
+    def _lost(self, error: BaseException) -> NoReturn:
+        group = self._known.pop(self._timeout, None)
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+        raise RuntimeError(
+            f"{self.who}: rank {self.rank} got no answer from one of the {self.size} ranks; start "
+            f"again from the last intact step ({error})"
+        ) from error
+
+
+def _world() -> dist.ProcessGroup:
+    """Return the process group of all ranks, which has to be there."""
+    if dist.group.WORLD is None:
+        raise RuntimeError("a process group is required; call torch.distributed.init_process_group")
+    return dist.group.WORLD
+
+
+def _meet(who: str, members: list[int], timeout: datetime.timedelta) -> None:
+    """Wait until every rank of a group is here.
+
+    Raises:
+        RuntimeError: If one does not come in time, or has left, with its number.
+    """
+    # Private to torch: the store that ranks found each other by. Groups are made of it too, which
+    # takes part after part and waits for each anew, and does not tell for whom.
+    default, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    counts, key = _meetings.setdefault(_world(), {}), tuple(members)
+    counts[key] = counts.get(key, 0) + 1  # all ranks count alike
+    name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    store = dist.distributed_c10d.PrefixStore(f"hybridtensor/{name}/{counts[key]}", default)
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing, left = [f"{other}" for other in members], list[str]()
+    try:
+        store.set(f"{rank}", "here")
+        while missing and not left and time.monotonic() < deadline:
+            seconds = min(max(deadline - time.monotonic(), 0.001), _LOOK.total_seconds())
+            with contextlib.suppress(RuntimeError):  # too late; or the store is gone: see below
+                store.wait(missing, datetime.timedelta(seconds=seconds))
+            missing = [other for other in missing if not store.check([other])]
+            left = [other for other in missing if default.check([f"hybridtensor/left/{other}"])]
+    except RuntimeError as error:  # the store is gone, and with it the rank that had it
+        raise RuntimeError(
+            f"{who}: rank {rank} lost the store of the process group; start again from the last "
+            f"intact step ({error})"
+        ) from error
+    if missing:
+        # Take back a meeting that did not come about, so that the next try of all is the same one.
+        # Who was there stays noted: others may be about to look, and would miss the wrong rank.
+        counts[key] -= 1
+        names = left or missing
+        what = "ended before" if left else f"did not come within {timeout}"
+        raise RuntimeError(
+            f"{who}: rank{'s' if len(names) > 1 else ''} {', '.join(names)} {what}; start again "
+            "from the last intact step"
+        )
+
+
+def _say_left() -> None:
+    """Tell ranks that wait for this one that its process has ended."""
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the store may have ended before
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"hybridtensor/left/{dist.get_rank()}", "left")
+
+
+atexit.register(_say_left)
+
+
+def require_alike(
+    who: str,
+    facts: Mapping[str, str],
+    *,
+    advice: str,
+    groups: Iterable[dist.ProcessGroup | None] = (None,),
+    timeout: datetime.timedelta = TIMEOUT,
+) -> None:
+    """Raise on every rank unless all ranks of some groups have the same facts.
+
+    Args:
+        who: Begins the message.
+        facts: By name, such as that of a layer. What is sent first is a digest of them.
+        advice: What to do where they differ.
+        groups: Process groups, one after the other, as dimensions of a mesh; None is all ranks.
+        timeout: How long to wait for a rank.
+
+    Raises:
+        RuntimeError: If they differ, with ranks and names; or if a rank does not come.
+    """
+    digest, found = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest(), ""
+    for group in groups:
+        ranks = Ranks(who, group, timeout)
+        if ranks.size == 1:
+            continue
+        # what was found along one dimension is for the ranks along the others, too
+        answers = ranks.gather(lambda: (digest, found))  # noqa: B023  (called now)
+        if len({other for other, _ in answers}) > 1:
+            found = _difference(ranks.gather(lambda: dict(facts)), group)
+        else:
+            found = next((text for _, text in answers if text), "")
+    if found:
+        raise RuntimeError(f"{who}: ranks differ in weights or recipes: {found}; {advice}")
+
+
+def _difference(every: list[dict[str, str]], group: dist.ProcessGroup | None) -> str:
+    """Return in which facts the first rank and another one differ."""
+    index = next(i for i, one in enumerate(every) if one != every[0])
+    first, other = every[0], every[index]
+    ranks = [i if group is None else dist.get_global_rank(group, i) for i in (0, index)]
+    names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
+    told = [
+        f"{name} is {first.get(name, 'absent')} on rank {ranks[0]}, {other.get(name, 'absent')} on rank {ranks[1]}"
+        for name in names[:_MOST_NAMES]
+    ]
+    more = f" and {len(names) - len(told)} more" if len(names) > len(told) else ""
+    return f"{'; '.join(told)}{more}"

@@ -1,0 +1,170 @@
+"""What the ranks that train a model together must have alike, and at which step they are."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridtensor.dtensor import local
+from hybridtensor.ops.library import is_captured
+from hybridtensor.ranks import PATIENCE, TIMEOUT, require_alike
+
+Group = dist.ProcessGroup | None
+
+ADVICE = "convert the model alike everywhere, or name the ranks that train it with set_mesh_"
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def require_contract(
+    who: str,
+    model: nn.Module,
+    groups: Iterable[Group],
+    timeout: datetime.timedelta = TIMEOUT,
+) -> None:
+    """Raise on every rank unless the ranks of each group have the same recipes, persistence and frozen weights.
+
+    Args:
+        who: Begins the message.
+        model: The model, or this rank's part of each of its weights.
+        groups: Process groups; None is all ranks.
+        timeout: How long to wait for a rank.
+
+    Raises:
+        RuntimeError: If they differ, with layers and ranks; or if a rank does not come.
+    """
+    distinct = list(dict.fromkeys(None if group is dist.group.WORLD else group for group in groups))
+    require_alike(who, _facts(model), advice=ADVICE, groups=distinct, timeout=timeout)
+
+
+def require_contract_once(model: nn.Module) -> None:
+    """Raise as ``require_contract``, in the first step of a model that several ranks are known to train: by
+    DistributedDataParallel, or because they hold parts of its weights.
+    """
+    if model in _checked or not (dist.is_available() and dist.is_initialized()):
+        return
+    _checked.add(model)
+    # its ranks have just reduced gradients
+    require_contract(f"first step of {type(model).__name__}", model, groups_of(model), PATIENCE)
+
+
+def forget_contract(model: nn.Module) -> None:
+    """Have the next step compare recipes again: they changed."""
+    _checked.discard(model)
+
+
+def _facts(model: nn.Module) -> dict[str, str]:
+    """Return what ranks must have alike, by the name of a weight."""
+    facts = {}
+    for name, parameter in model.named_parameters():
+        part: Any = local(parameter)
+        config = getattr(part, "config", None)
+        if config is not None:
+            kind = "persistent" if getattr(part, "plain", None) is None else "in high precision"
+            trained = "trained" if parameter.requires_grad else "frozen"
+            facts[name] = f"{config} ({config.fingerprint()[:8]}), {kind}, {trained}"
+    return facts
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """Return the process groups whose ranks train a model together, as far as torch knows."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    parameters = list(model.parameters())
+    own = {id(parameter) for parameter in parameters}
+    found: list[Group] = []
+    # Nothing says to a module that DistributedDataParallel wraps it; asked once for each model
+    for wrapper in (known for known in gc.get_objects() if type(known) is DistributedDataParallel):
+        if any(id(parameter) in own for parameter in wrapper.module.parameters()):
+            found.append(wrapper.process_group)
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            found += parameter.device_mesh.get_all_groups()
+    return list(dict.fromkeys(found))
+
+
+class Progress:
+    """At which step each rank is, which is sent along with the amaxes of delayed scaling.
+
+    Attributes:
+        steps: How often ``step_`` advanced the model.
+        taken: How many steps an optimizer of the model took.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.taken = 0
+
+    def reduce(self, amaxes: Tensor, group: Group) -> Tensor:
+        """Return the largest amaxes of the ranks of a group, in one collective.
+
+        Raises:
+            RuntimeError: On every rank, if ranks are at other steps; or if a rank does not come (on a GPU the host
+                waits for nothing, and torch's own timeout of the group counts).
+        """
+        if is_captured():  # replays would send the numbers of the step that was captured
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+            return amaxes
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        numbers = torch.zeros(2, size, dtype=torch.float32)  # exact up to 2 ** 24
+        numbers[0, rank], numbers[1, rank] = self.steps, self.taken
+        sent = torch.cat([amaxes, numbers.flatten().to(amaxes.device, non_blocking=True)])
+        if sent.is_cuda:
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+        else:
+            self._wait(dist.all_reduce(sent, dist.ReduceOp.MAX, group=group, async_op=True), size)
+        reduced, places = sent[: len(amaxes)], sent[len(amaxes) :].view(2, size)
+        if sent.is_cuda:
+            self._look_later(places)
+        else:
+            _require_same_place(places)
+        return reduced
+
+    def _wait(self, work: Any, size: int) -> None:
+        # all ranks have just reduced gradients, so that one that takes this long does not come
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"step_: rank {dist.get_rank()} is at step {self.steps + 1} and got no answer from one of {size} ranks "
+                f"in {PATIENCE.seconds} s; call step_ on all ranks after every step of the optimizer, with the same "
+                f"recipes ({error})"
+            ) from error
+
+    def _look_later(self, places: Tensor) -> None:
+        """Compare in one of the next steps: the host does not wait for the device."""
+        before: tuple[Tensor, torch.cuda.Event] | None = getattr(self, "_later", None)
+        if before is not None and before[1].query():
+            _require_same_place(before[0])
+        on_host = torch.empty(places.shape, pin_memory=True)
+        on_host.copy_(places, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._later = on_host, event
+
+
+def _require_same_place(places: Tensor) -> None:
+    """Raise RuntimeError unless all ranks took as many steps."""
+    for numbers, what in zip(places.tolist(), ("step_", "step of the optimizer"), strict=True):
+        if len(set(numbers)) > 1:
+            told = ", ".join(
+                f"rank {rank} is at {what} {int(n) + 1}" for rank, n in enumerate(numbers[:8])
+            )
+            raise RuntimeError(
+                f"step_: {told}; all ranks call optimizer.step() and step_ equally often"
+            )
+
+
+_progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDictionary()
+
+
+def progress_of(model: nn.Module) -> Progress:
+    """Return at which step this rank is with a model."""
+    return _progress.setdefault(model, Progress())
