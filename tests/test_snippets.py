@@ -15,6 +15,7 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -95,6 +96,15 @@ def experts(tmp_path):
     return {"model": model, "block": model, "mesh": mesh, "parallelize_module": parallelize_module}
 
 
+def pipelines(tmp_path):
+    blocks = [nn.Linear(64, 64) for _ in range(4)]
+    return {
+        "blocks": blocks, "stage": blocks[0], "rank": 0, "ranks": 1, "device": torch.device("cpu"),
+        "mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), "loss_fn": nn.functional.mse_loss,
+        "data": [torch.randn(2, 32, 64)] * 2, "PipelineStage": PipelineStage, "Schedule1F1B": Schedule1F1B,
+    }  # fmt: skip
+
+
 def engines(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -114,6 +124,7 @@ def common_scales(tmp_path):
 SCOPES = {
     "docs/distributed.md": several_gpus,
     "docs/experts.md": experts,
+    "docs/pipeline.md": pipelines,
     "docs/inference.md": engines,
     ("docs/inference.md", 1): common_scales,
     ("docs/recipes.md", 0): plain,

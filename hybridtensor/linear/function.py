@@ -8,11 +8,13 @@ bytes, and always as many.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.autograd.graph import Node
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
 from hybridtensor.linear.input_operands import input_operand
@@ -31,7 +33,7 @@ from hybridtensor.ops.library import autocasts, is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, StateTensors
+from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
 from hybridtensor.subclasses.observing import note_operand, note_product, observers
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
@@ -158,7 +160,7 @@ def _require_no_gradient(weight: Weight) -> None:
     """
     if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
         return
-    if is_transposed(weight):
+    if is_transposed(weight) != weight.is_transposed and 1 not in weight.shape:
         raise NotImplementedError(
             f"linear: products that autograd sees are required, got one with the transposed weight of "
             f"{_layer_of(weight.state)}, in the backward of an autograd function; call F.linear, whose three products "
@@ -240,6 +242,7 @@ class _Linear(torch.autograd.Function):
             grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output),
             saved,
             noted,
+            _asked_for(ctx, products.needs),
         )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
@@ -248,6 +251,32 @@ class _Linear(torch.autograd.Function):
                 dim=tuple(range(grad_output.dim() - 1))
             )  # as the plain layer sums it
         return grad_input, grad_weight, grad_bias, None
+
+
+def _asked_for(ctx: Any, needs: Needs) -> Needs:
+    """Return which gradients this backward is asked for, of those that forward saw a need for.
+
+    ``torch.autograd.grad`` may ask for some only: zero-bubble schedules ask for the input's, and later for the
+    weight's. ``ctx.needs_input_grad`` is the same in both.
+    """
+    if is_traced():
+        return needs
+    asked = [_is_run(node) for node, _ in ctx.next_functions]  # of input, weight, and bias if any
+    return Needs(*(need and ask for need, ask in zip(needs, (*asked, False), strict=False)))
+
+
+def _is_run(node: Node | None) -> bool:
+    """Return whether the backward that runs now goes on to a node."""
+    if node is None:
+        return False
+    try:
+        return _will_run(node)
+    except RuntimeError:  # in torch.autograd.grad it answers for leaves that are left out only
+        return True
+
+
+# Private in torch, and what its hooks of several gradients ask
+_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
 
 def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
@@ -265,7 +294,7 @@ def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
         )
 
 
-def _layer_of(state: StateTensors | None) -> str:
+def _layer_of(state: LayerState | StateTensors | None) -> str:
     """Return the layer that a state belongs to, as errors name it."""
     name = getattr(state, "name", "")
     return f"layer {name}" if name else "a layer"
@@ -324,6 +353,7 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             f"linear: an input of one to four dimensions, the last of {weight.shape[1]} features, is required, "
             f"got shape {tuple(input.shape)} for a weight {tuple(weight.shape)}"
         )
+    _check_layout(weight)
     _check_operand("input", input, weight, dtype)
     if bias is not None:
         if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape != weight.shape[:1]:
@@ -333,6 +363,22 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
                 f"{tuple(bias.shape)}; expand it, or add it to the output"
             )
         _check_operand("bias", bias, weight, dtype)
+
+
+def _check_layout(weight: Weight) -> None:
+    """Raise ValueError unless a weight is multiplied as ``quantize_`` was told that it is stored."""
+    state = weight.record.layer
+    if state is None or state.transposed is None or 1 in weight.shape:
+        return
+    if state.transposed != is_transposed(weight):
+        stored, product = (
+            ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
+        )
+        raise ValueError(
+            f"linear: {product} is required of a weight that is stored {stored}, got a product of the other layout "
+            f"with that of {_layer_of(state)}; have the module's is_transposed say how it is stored, or leave "
+            "it out of quantize_ (keep_bf16)"
+        )
 
 
 def _check_operand(name: str, x: Tensor, weight: Weight, dtype: torch.dtype | None) -> None:

@@ -97,8 +97,12 @@ class Operand:
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Begin what ``columnwise`` will wait for, if anything, once the gradient is there."""
 
-    def release(self) -> None:
-        """Let go of what is kept beside what was saved: backward has used it."""
+    def release(self, *, used: bool) -> None:
+        """Let go of what is kept beside what was saved, at the end of a backward.
+
+        Args:
+            used: Whether this is the backward that uses it: the gradients may be computed in two.
+        """
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         """Return the columnwise face from what was saved.

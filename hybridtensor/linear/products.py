@@ -101,7 +101,11 @@ class Backward(NamedTuple):
         return self._replace(context=context)
 
     def gradients(
-        self, grad: Tensor, saved: list[Tensor], noted: Sequence[Tensor] = ()
+        self,
+        grad: Tensor,
+        saved: list[Tensor],
+        noted: Sequence[Tensor] = (),
+        asked: Needs | None = None,
     ) -> Gradients:
         """Return the gradients.
 
@@ -110,8 +114,10 @@ class Backward(NamedTuple):
                 quantized before it came here.
             saved: What ``save`` returned.
             noted: What ``noted`` returned in forward.
+            asked: Which of the gradients that are needed this backward computes, all by default; another one computes
+                the rest.
         """
-        needs, count, dtype = self.needs, self.num_saved, grad.dtype
+        needs, count, dtype = self.needs if asked is None else asked, self.num_saved, grad.dtype
         fast = self.config.fast_accum
         done = self._commit(noted, grad)
         context = self.context._replace(role="grad_output", after=done).in_backward()
@@ -136,7 +142,7 @@ class Backward(NamedTuple):
             note_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast)
             row = None  # its memory is for the weight's gradient
-        self.weight.release()
+        self.weight.release(used=needs.input or not self.needs.input)
         if column is not None:
             right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
             note_product(self.layer, "grad_weight", column, right, dtype)

@@ -117,9 +117,10 @@ class MasterOperand(Operand):
                 "step_, and write weights that have a common_scale with it, after backward"
             )
 
-    def release(self) -> None:
+    def release(self, *, used: bool) -> None:
         """See ``Operand.release``."""
-        self._record.kept.end_backward(self._config.keep_faces)
+        if used:
+            self._record.kept.end_backward(self._config.keep_faces)
         if not _is_retained():
             self._weight = None  # as autograd lets go of what it saved, though the loss lives on
 

@@ -1,0 +1,96 @@
+"""Ranks that stay for all tests of a session: starting them is what takes time. Through gloo, on GPUs through NCCL."""
+
+import contextlib
+import faulthandler
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import check_devices, context_for, join
+
+KINDS = ["cpu"]
+if torch.cuda.is_available():
+    KINDS.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+class Ranks:
+    """``size`` processes in one process group; ``run(body, *args)`` calls ``body(rank, *args)`` in each."""
+
+    def __init__(self, size, directory, device):
+        self.size, self.directory, self.device, self.starts = size, directory, device, 0
+        self.start()
+
+    def start(self):
+        context = context_for(self.device)
+        self.pipes, self.processes = [], []
+        self.starts += 1
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            store = self._store()
+            args = (rank, self.size, str(store), self.device, theirs)
+            process = context.Process(target=serve, args=args, daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def _store(self):
+        return self.directory / f"store{self.starts}"
+
+    def run(self, body, *args):
+        for pipe in self.pipes:
+            pipe.send((body, args))
+        answers = [self._answer(rank, pipe) for rank, pipe in enumerate(self.pipes)]
+        errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+        if errors:  # collectives may be left half done
+            self.stop()
+            self.start()
+        assert not errors, "\n".join(errors)
+
+    def _answer(self, rank, pipe):
+        try:
+            return pipe.recv() if pipe.poll(120) else "no answer in 120 s"
+        except EOFError:
+            self.processes[rank].join(5)
+            crash = crash_of(rank, self._store()).read_text()
+            return f"the process ended with exit code {self.processes[rank].exitcode}\n{crash}"
+
+    def stop(self):
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+
+
+def crash_of(rank, store):
+    """Return the file that has the stacks of a rank's threads where a signal ended it."""
+    return Path(f"{store}.{rank}")
+
+
+def serve(rank, size, path, device, pipe):
+    """Run what comes through ``pipe`` until None comes."""
+    faulthandler.enable(crash_of(rank, path).open("w"))
+    join(rank, size, path, device)
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # in a thread that ran nothing before
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of any cut layer that FSDP2 wraps alone
+    while (work := pipe.recv()) is not None:
+        body, args = work
+        torch.manual_seed(0)
+        try:
+            body(rank, *args)
+            pipe.send(None)
+        except BaseException:  # pytest.raises fails with one that is no Exception
+            pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+def started(size, request, tmp_path_factory):
+    check_devices(request.param, size)
+    ranks = Ranks(size, tmp_path_factory.mktemp(f"{request.param}{size}"), request.param)
+    yield ranks
+    ranks.stop()
