@@ -27,6 +27,7 @@ from hybridtensor.explanation.totals import (
 )
 from hybridtensor.formats import Format
 from hybridtensor.layers import Layer, layers_of
+from hybridtensor.linear.layer_forward import has_own_forward
 from hybridtensor.ops.grouped_mm import select_grouped_backend
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.config import HybridConfig
@@ -211,8 +212,16 @@ def _layer_row(
     seen.add(id(weight))
     _, in_features = found.size(tuple(part_of(weight).shape))
     shape = tuple(weight.shape)
+    own = type(found.module).__name__ if has_own_forward(found.module) else ""
     return LayerRow(
-        found.name or "<root>", config, shape, in_features, weight.dtype, parameters, common_scale
+        found.name or "<root>",
+        config,
+        shape,
+        in_features,
+        weight.dtype,
+        parameters,
+        common_scale,
+        own,
     )
 
 

@@ -41,7 +41,7 @@ from hybridtensor.subclasses import (
     QuantizedTensor,
 )
 from hybridtensor.subclasses.followers import follows_rowwise
-from hybridtensor.subclasses.quantizing import quantize
+from hybridtensor.subclasses.quantizing import quantize, quantize_weight
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1
@@ -197,7 +197,10 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
     }
     if value.config is not None:
         told |= {"recipe": str(value.config), "fingerprint": value.config.fingerprint()}
-    directions = ("rowwise", "columnwise") if columnwise else ("rowwise",)
+    forward = (
+        "columnwise" if value.is_transposed else "rowwise"
+    )  # the face that the forward multiplies
+    directions = ("rowwise", "columnwise") if columnwise else (forward,)
     for direction in directions:
         face = getattr(weight, direction)
         if direction == "columnwise" and follows_rowwise(weight):
@@ -206,7 +209,7 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
             told["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)
     if not told["faces"]:
         raise ValueError(
-            f"export_safetensors: the weight {name} has no rowwise face; pass columnwise=True"
+            f"export_safetensors: the weight {name} has no {forward} face; pass columnwise=True"
         )
     return told
 
@@ -214,6 +217,8 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
 def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
     """Quantize a master weight as the next forward would, without taking note of it."""
     context = weight.context._replace(record=False)
+    if weight.is_transposed:
+        return quantize_weight(weight.config, weight.plain, context, weight.layer)
     return quantize(weight.config.weight, weight.source, columnwise=columnwise, context=context)
 
 

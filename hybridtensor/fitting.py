@@ -13,16 +13,22 @@ from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
-from hybridtensor.selection import Plan
+from hybridtensor.selection import Plan, coverage
 from hybridtensor.subclasses import HybridTensor, is_converted
+
+_TOLD = 3  # matrices that an error tells of
 
 
 def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
     """Raise if nothing is to be converted, or something cannot be."""
     if not plan:
         names = ", ".join(layer.name or "<root>" for layer in layers_of(model, root)) or "none"
+        known = {layer.parameter_name for layer in layers_of(model)}
+        left = [matrix for matrix in coverage(model).plain if matrix.name not in known]
+        others = [f"{matrix.name} {list(matrix.shape)}: {matrix.why}" for matrix in left]
+        told = f"; what is no layer: {', '.join(others[:_TOLD])}" if others else ""
         raise ValueError(
-            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}"
+            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}{told}"
         )
     check_tied("quantize_", plan, layers_of(model, root))
     for layer, config in plan:
@@ -85,6 +91,16 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         raise TypeError(
             f"{where}: a plain Parameter is required, got one that FSDP2 shards; call quantize_ "
             "before fully_shard"
+        )
+    if (
+        layer.transposed
+        and not layer.is_stack
+        and isinstance(weight, DTensor)
+        and not locate(layer.module)
+    ):
+        raise TypeError(
+            f"{where}: a weight [out, in] is required under tensor parallelism, got a {type(layer.module).__name__} "
+            "with weight [in, out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
         )
     part = part_of(weight)
     if not is_converted(part) and type(part) not in (nn.Parameter, Tensor):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import LayerRecipe, recipe_of
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import is_converted
@@ -27,7 +28,7 @@ class Layer(NamedTuple):
         name: Fully qualified name: of the module, or of a stack's parameter.
         module: What has the weight.
         parameter: The weight's name there.
-        transposed: Whether a stack is stored ``[E, in, out]``.
+        transposed: Whether the weight is stored ``[in, out]``, or a stack ``[E, in, out]``.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Layer(NamedTuple):
     @property
     def is_stack(self) -> bool:
         """Whether it is of experts: tokens sorted by expert are multiplied, not any."""
-        return not isinstance(self.module, nn.Linear)
+        return not is_linear(self.module)
 
     @property
     def kind(self) -> str:
@@ -111,8 +112,8 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     such, too.
     """
     for name, module in model.named_modules(prefix=root):
-        if isinstance(module, nn.Linear):
-            yield Layer(name, module)
+        if is_linear(module):
+            yield Layer(name, module, transposed=stores_transposed(module))
         elif not type(module).__module__.startswith("torch.nn."):
             for parameter, weight in module._parameters.items():
                 if weight is not None and weight.dim() == 3 and weight.is_floating_point():

@@ -100,8 +100,7 @@ def high_precision_values(weight: Tensor) -> Tensor:
 
 def _forget(module: nn.Module) -> None:
     """Take this library's hooks and attributes off a module."""
-    if isinstance(module, nn.Linear):
-        layer_forward.drop_recipe(module)
+    layer_forward.drop_recipe(module)
     for name, state in list(module._modules.items()):
         if isinstance(state, LayerState):
             del module._modules[name]

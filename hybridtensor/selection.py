@@ -15,6 +15,7 @@ from hybridtensor import recipes
 from hybridtensor.arguments import require_items, require_text, told
 from hybridtensor.dtensor import local
 from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
+from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
@@ -247,7 +248,9 @@ def coverage(model: nn.Module) -> Coverage:
             added = name.endswith("bias")  # of experts they are matrices, too
             if parameter.dim() >= 2 and not lookup and not added:
                 full = f"{path}.{name}" if path else name
-                why = _why_plain(owner, module, stacks.get(id(parameter)))
+                why = _why_plain(
+                    owner, module, stacks.get(id(parameter)), name, tuple(parameter.shape)
+                )
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
                 done = is_converted(local(parameter)) or recipe_of(module) is not None
                 matrices.setdefault(id(parameter), (parameter.numel(), done, left))
@@ -266,13 +269,23 @@ def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
     }
 
 
-def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, bool]:
-    """Return why a matrix of ``module`` is not quantized, and whether someone decided so."""
+def _why_plain(
+    name: str, module: nn.Module, stack: Layer | None, matrix_name: str, shape: tuple[int, ...]
+) -> tuple[str, bool]:
+    """Return why a matrix of ``module`` is not quantized, and whether someone decided so.
+
+    Args:
+        name: Of the module.
+        module: What holds the matrix.
+        stack: The matrix, if it has three dimensions.
+        matrix_name: What the module calls it.
+        shape: Of the matrix.
+    """
     if stack is not None:
         reason = stack.why_skipped()
         return reason or "not chosen", reason is None
-    if isinstance(module, nn.Linear):
-        reason = Layer(name, module).why_skipped()
+    if is_linear(module):
+        reason = Layer(name, module, transposed=stores_transposed(module)).why_skipped()
         by_name = reason == SKIPPED_NAMES["gate"]  # a large one is hardly a router's
         return reason or "not chosen", not by_name
     router = SKIPPED_NAMES.get(name.rpartition(".")[2])
@@ -280,4 +293,7 @@ def _why_plain(name: str, module: nn.Module, stack: Layer | None) -> tuple[str, 
         return router, True
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention computes with its weight below autograd", False
+    if matrix_name == "weight" and len(shape) == 2:
+        advice = "; if it multiplies by its weight [in, out], its class says is_transposed = True"
+        return f"{type(module).__name__} is no Linear{advice}", False
     return f"{type(module).__name__} is no Linear", False

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils as utils
 from processes import call
+from rich.console import Console
 from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, prune
@@ -425,3 +426,34 @@ def test_layers_converted_in_inference_mode_run_and_are_trained(recipe):
         one(X).square().mean().backward()
         ht.step_(one)
     assert all(map(torch.equal, grads(trained.parameters()), grads(expected.parameters())))
+
+
+class Scaled(nn.Linear):
+    """Reads its weight, and multiplies by what it made of it."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight * 1.0, self.bias)
+
+
+class Regularized(nn.Linear):
+    """Reads its weight, and multiplies by it."""
+
+    def forward(self, x):
+        self.penalty = self.weight.norm()
+        return F.linear(x, self.weight, self.bias)
+
+
+def test_a_layer_that_only_reads_its_weight_warns_once():
+    net = ht.quantize_(nn.Sequential(Regularized(64, 64), Scaled(64, 64)), "fp8")  # warnings are errors here
+    with pytest.warns(UserWarning, match=r"layer 1 \(Scaled\) runs unquantized: its forward reads .*aten\.mul") as told:
+        net(X).sum().backward()
+    assert len(told) == 1
+    assert told[0].filename.endswith("container.py")  # which called the layer
+    net(X)
+    again = copy.deepcopy(net[1])
+    with pytest.warns(UserWarning, match="runs unquantized"):
+        again(X)
+    assert [row.own_forward for row in ht.explain(net, show=False).layers] == ["Regularized", "Scaled"]
+    explained = io.StringIO()
+    Console(file=explained, width=200).print(ht.explain(net, show=False))
+    assert "only if its own forward multiplies by the weight itself: 1 (Scaled)" in explained.getvalue()

@@ -129,7 +129,7 @@ def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Ten
 
 
 def values_of(one: Noise) -> Tensor:
-    """Return the values of a layer's weight."""
+    """Return the values of a linear layer's weight ``[out, in]``."""
     part = part_of(one.layer.weight)
     values: Tensor = part.dequantize() if is_converted(part) else part
-    return values.detach()
+    return values.detach().t() if one.layer.transposed else values.detach()

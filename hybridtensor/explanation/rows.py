@@ -47,6 +47,8 @@ class LayerRow:
         dtype: Of its weight.
         parameters: How many its weight has; 0, if that is the weight of a layer before, too.
         common_scale: Layers whose weights have one scale in common with this one's, itself included.
+        own_forward: Name of the layer's class if that has a forward of its own, which may read the weight instead of
+            multiplying by it; else "".
     """
 
     layer: str
@@ -56,6 +58,7 @@ class LayerRow:
     dtype: torch.dtype
     parameters: int
     common_scale: tuple[str, ...] = ()
+    own_forward: str = ""
 
 
 @dataclass(frozen=True)

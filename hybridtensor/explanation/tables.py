@@ -108,6 +108,13 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     with_others = (
         (first, tuple(name.rpartition(".")[2] for name in others)) for first, *others in scales
     )
+    for called, _, cls in fold(
+        ((layer.layer, layer.own_forward) for layer in found.layers if layer.own_forward), names
+    ):
+        yield _text(
+            f"Quantized only if its own forward multiplies by the weight itself: {called} ({cls}); check(model, batch) "
+            "runs it and tells"
+        )
     for called, _, others in fold(with_others, names):
         yield _text(f"One scale in common: {called} with {', '.join(others)}")
 

@@ -87,6 +87,7 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
 
     Raises:
         ValueError: If no layout holds a weight, or not the one that is named.
+        NotImplementedError: If a quantized weight of a linear layer is stored ``[in, out]``.
     """
     _let_go(model)
     _check_adapters(who, model)
@@ -166,6 +167,12 @@ def _of(
     fmt = _format(who, name, part)
     if fmt.is_identity:
         return Exported(name, value)
+    if part.is_transposed and not layer.is_stack:
+        raise NotImplementedError(
+            f"{who}: a weight [out, in] is required, got {name} of a {type(layer.module).__name__} with weight "
+            "[in, out], for which engines have no layout; leave it out of quantize_ (keep_bf16), or export values: "
+            "plain_ on a copy of the model"
+        )
     one = Exported(name, value, layer, None, fmt, managed.get(id(part)))
     return one if not isinstance(value, DTensor) else one._replace(format=_of_parts(who, one, fmt))
 

@@ -18,6 +18,7 @@ import copy
 import functools
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,11 +33,14 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_plain_autograd
+from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.tensor_parallel import sharded_linear
+from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
 _RECIPE = "_hybridtensor_recipe"
@@ -54,16 +58,16 @@ class LayerRecipe(NamedTuple):
     state: LayerState
 
 
-def set_recipe(module: nn.Linear, config: HybridConfig, state: LayerState) -> None:
+def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> None:
     """Have a layer apply a recipe to whatever tensor stands at ``weight``."""
     if _RECIPE not in module.__dict__:
-        module.forward = LayerForward(module, module.__dict__.get("forward")).bound  # type: ignore[method-assign]
+        module.forward = LayerForward(module, module.__dict__.get("forward")).bound
         # Transformers runs a layer that says so with its own parts of weights and inputs.
         module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
     module.__dict__[_RECIPE] = LayerRecipe(config, state)
 
 
-def drop_recipe(module: nn.Linear) -> None:
+def drop_recipe(module: nn.Module) -> None:
     """Undo ``set_recipe``; where another library's forward calls ours, that runs the layer's."""
     module.__dict__.pop(_RECIPE, None)
     module.__dict__.pop("_hf_quantized_needs_local_tp", None)
@@ -80,19 +84,26 @@ def recipe_of(module: nn.Module) -> LayerRecipe | None:
     return found
 
 
-def runs_linear(module: nn.Linear) -> bool:
+def runs_linear(module: nn.Module) -> bool:
     """Return whether a converted layer's forward is that of ``nn.Linear``, and nothing around it."""
     own = _forward_of(module)
     return own is not None and own.inner is None and _is_linear(module)
 
 
-def _forward_of(module: nn.Linear) -> LayerForward | None:
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a converted layer's class is a linear layer with a forward of its own, which has to multiply by
+    the weight itself.
+    """
+    return recipe_of(module) is not None and not _is_linear(module) and not is_listed(type(module))
+
+
+def _forward_of(module: nn.Module) -> LayerForward | None:
     """Return the ``LayerForward`` that a layer runs, or None if it runs its own or another library's."""
     own = getattr(module.__dict__.get("forward"), "__self__", None)
     return own if isinstance(own, LayerForward) else None
 
 
-def _is_linear(module: nn.Linear) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
@@ -110,7 +121,9 @@ class LayerForward:
         inner: The same.
     """
 
-    def __init__(self, layer: nn.Linear, inner: Callable[..., Any] | None = None) -> None:
+    _ran = False  # whether a forward has run, the first of which is watched
+
+    def __init__(self, layer: nn.Module, inner: Callable[..., Any] | None = None) -> None:
         self._layer, self.inner = weakref.ref(layer), inner
 
     @property
@@ -128,6 +141,11 @@ class LayerForward:
         layer = _required(self._layer())
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
+            if not torch.compiler.is_compiling() and not self._ran and not observers:
+                self._ran = True
+                if _RECIPE in layer.__dict__ and not runs_linear(layer):
+                    with _Uses(layer):
+                        return self.run(layer, args, kwargs)
             return self.run(layer, args, kwargs)
         part: Any = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
@@ -135,6 +153,7 @@ class LayerForward:
             if not torch.compiler.is_compiling():
                 part.record.layer = state  # that of a copied layer is its own
             _require_ranks(state)
+            _require_cuttable(layer, state)
             if self.inner is None and _is_linear(layer):
                 bias: Any = layer._parameters["bias"]
                 return sharded_linear(_input(*args, **kwargs), weight, bias)
@@ -142,7 +161,7 @@ class LayerForward:
                 return self.run(layer, args, kwargs)
         return _with_recipe(self, layer, args, kwargs)
 
-    def run(self, layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward that the layer has without this one."""
         if self.inner is None:
             return type(layer).forward(layer, *args, **kwargs)
@@ -160,9 +179,51 @@ class LayerForward:
             return _unbound, (), (self._layer(), inner.__func__, True)
         return _unbound, (), (self._layer(), inner, False)
 
-    def __setstate__(self, state: tuple[nn.Linear, Any, bool]) -> None:
+    def __setstate__(self, state: tuple[nn.Module, Any, bool]) -> None:
         layer, inner, bound = state
         self.__init__(layer, types.MethodType(inner, layer) if bound else inner)  # type: ignore[misc]
+
+
+class _Uses:
+    """Watch the first forward of a layer that has a forward of its own: warn if it only reads its weight.
+
+    Such a forward (``F.linear(x, self.weight * scale)``) multiplies by a plain tensor, in high precision.
+
+    Args:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._state = layer, layer.__dict__[_RECIPE].state
+        self._readers, self._multiplied = list[str](), False
+
+    def __enter__(self) -> None:
+        observers.append(self)
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        observers.remove(self)
+        if kind is None and self._readers and not self._multiplied:
+            warnings.warn(
+                f"layer {self._state.name or '<root>'} ({type(self._layer).__name__}) runs unquantized: its forward "
+                f"reads the weight ({', '.join(dict.fromkeys(self._readers))}) and multiplies by the result, which is "
+                "a plain tensor; multiply by the weight itself (F.linear(x, self.weight)), compute the weight in a "
+                "parametrization, or leave the layer out of quantize_ (keep_bf16)",
+                stacklevel=6,  # past the layer's call
+            )
+
+    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+        """See ``Observer.note_operand``."""
+
+    def note_product(
+        self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
+    ) -> None:
+        """See ``Observer.note_product``."""
+        self._multiplied = self._multiplied or layer is self._state
+
+    def note_read(self, layer: object, reader: str) -> None:
+        """See ``Observer.note_read``."""
+        if layer is self._state:
+            self._readers.append(reader)
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:
@@ -183,7 +244,7 @@ def _method(forward: Callable[..., Any]) -> Callable[..., Any]:
     return bound
 
 
-def _required(layer: nn.Linear | None) -> nn.Linear:
+def _required(layer: nn.Module | None) -> nn.Module:
     if layer is None:
         raise RuntimeError("forward: the layer that this is the forward of is gone; call a layer")
     return layer
@@ -209,6 +270,15 @@ def _require_ranks(state: LayerState) -> None:
         )
 
 
+def _require_cuttable(layer: nn.Module, state: LayerState) -> None:
+    """Raise where ranks have parts of a weight that is stored ``[in, out]``."""
+    if state.transposed:
+        raise NotImplementedError(
+            f"linear: a weight [out, in] is required under tensor parallelism, got that of layer {state.name}, a "
+            f"{type(layer).__name__} with weight [in, out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
+        )
+
+
 class _OnParts(TorchFunctionMode):
     """Has ``F.linear`` run on the local parts of our weights that are DTensors."""
 
@@ -226,12 +296,12 @@ class _OnParts(TorchFunctionMode):
 # a graph cannot make a weight's record
 @torch.compiler.disable(reason="a plain tensor stands at the weight of a converted layer")  # type: ignore[untyped-decorator]
 def _with_recipe(
-    forward: LayerForward, layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: LayerForward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a layer's forward where a tensor stands at its weight that is none of ours."""
     require_plain_autograd()
     with parametrize.cached():
-        weight = (
+        weight: Any = (
             layer.weight
         )  # computed now, by a parametrization, not while its products are watched
         with _AtWeight(layer, weight):
@@ -246,9 +316,10 @@ class _AtWeight(TorchFunctionMode):
         weight: What stands there.
     """
 
-    def __init__(self, layer: nn.Linear, weight: Tensor) -> None:
+    def __init__(self, layer: nn.Module, weight: Tensor) -> None:
         super().__init__()
         self._layer, self._weight = layer, weight
+        self._is_transposed = bool(layer.__dict__[_RECIPE].state.transposed)
 
     def __torch_function__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -258,6 +329,11 @@ class _AtWeight(TorchFunctionMode):
             if operands["weight"] is self._weight:
                 return self._linear(**operands)
             self._refuse_weight([operands["weight"]])
+        elif func in _BY_RIGHT and self._is_transposed:
+            bias, x, right, others = _BY_RIGHT[func](*args, **(kwargs or {}))
+            if right is self._weight and not others:
+                return self._linear(x, right, bias)
+            self._refuse_weight([*args, *(kwargs or {}).values()])
         elif func in _PRODUCTS:
             self._refuse_weight([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
@@ -266,15 +342,19 @@ class _AtWeight(TorchFunctionMode):
         recipe = self._layer.__dict__[_RECIPE]
         made = _AsWeight.apply(weight, recipe.config)  # type: ignore[no-untyped-call]
         made.record.layer = recipe.state
-        return linear(input, made, bias)
+        return linear(input, made.t() if self._is_transposed else made, bias)
+
+    def _wanted(self) -> str:
+        """Return the product that is quantized, for messages."""
+        return "x @ weight or torch.addmm" if self._is_transposed else "F.linear"
 
     def _refuse_weight(self, operands: list[Any]) -> None:
         """Raise for another product with the weight, or its transpose."""
         leaves = tree_leaves(operands)  # some functions take lists
         if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
             raise NotImplementedError(
-                "linear: F.linear is required where a plain tensor stands at a converted layer's "
-                f"weight, got a product of matrices in {type(self._layer).__name__}; it would not "
+                f"linear: {self._wanted()} is required where a plain tensor stands at a converted layer's "
+                f"weight, got another product of matrices in {type(self._layer).__name__}; it would not "
                 "be quantized"
             )
 
@@ -301,6 +381,25 @@ _PRODUCTS = (
     Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.bmm, Tensor.baddbmm, Tensor.addbmm, Tensor.inner, Tensor.mv,
     Tensor.addmv, Tensor.__matmul__, Tensor.__rmatmul__,
 )  # fmt: skip
+
+
+def _of_matmul(input: Any, other: Any, **others: Any) -> tuple[Any, ...]:
+    return None, input, other, others
+
+
+def _of_mm(input: Any, mat2: Any, **others: Any) -> tuple[Any, ...]:
+    return None, input, mat2, others
+
+
+def _of_addmm(input: Any, mat1: Any, mat2: Any, **others: Any) -> tuple[Any, ...]:
+    return input, mat1, mat2, others
+
+
+# Products with a weight [in, out] on the right: from their arguments to bias, input, weight and what is none of these.
+_BY_RIGHT: dict[Func, Callable[..., tuple[Any, ...]]] = {
+    torch.matmul: _of_matmul, Tensor.matmul: _of_matmul, Tensor.__matmul__: _of_matmul,
+    torch.mm: _of_mm, Tensor.mm: _of_mm, torch.addmm: _of_addmm, Tensor.addmm: _of_addmm,
+}  # fmt: skip
 
 
 class _AsWeight(torch.autograd.Function):

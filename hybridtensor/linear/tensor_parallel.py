@@ -172,9 +172,12 @@ def _check(name: str, x: Tensor, weight: DTensor) -> None:
             "whose gradient would be summed twice; give the layer hybridtensor.distributed.ColwiseParallel"
         )
     if not isinstance(x, DTensor):
+        part: Any = local(weight)
+        layer = getattr(part.layer, "name", "") or "without a name"
         raise TypeError(
-            f"linear: a DTensor is required as {name}, as the weight is one, got "
-            f"{type(x).__name__}; parallelize_module prepares inputs, DTensor.from_local makes one"
+            f"linear: a DTensor is required as {name}, as the weight is one, got {type(x).__name__} for layer {layer}; "
+            "parallelize_module prepares inputs, DTensor.from_local makes one; under FSDP2, layers are called from the "
+            "forward of the module that fully_shard was given: shard one that holds all their callers"
         )
     if x.device_mesh != weight.device_mesh:
         raise ValueError(

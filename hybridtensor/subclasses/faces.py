@@ -52,8 +52,8 @@ def _matrix(values: Tensor) -> Tensor:
 
 
 def turned(face: FaceTensor) -> FaceTensor:
-    """Return a face of a stack as one of the stack whose matrices are the transposes: columnwise of
-    rowwise, and the other way round; contiguous, as parameters are.
+    """Return a face of a matrix as one of its transpose, of a stack as one of that of the transposes: columnwise
+    of rowwise, and the other way round; contiguous, as parameters are.
     """
     if isinstance(face, IdentityTensor):
         if isinstance(face.source, QuantizedTensor):
@@ -63,9 +63,9 @@ def turned(face: FaceTensor) -> FaceTensor:
 
 
 def _turned(face: QuantizedTensor) -> QuantizedTensor:
-    count, rows, columns = face.shape
+    *stack, rows, columns = face.shape
     axis = 0 if face.axis == -1 else -1
-    return QuantizedTensor(face.face, axis, face.nominal_dtype, (count, columns, rows))
+    return QuantizedTensor(face.face, axis, face.nominal_dtype, (*stack, columns, rows))
 
 
 def face_tensor(

@@ -23,13 +23,17 @@ class IdentityTensor(WrapperTensor):
 
     Attributes:
         source: The values.
+        turned: The transpose of ``source``, if that was made before: of a tensor without memory, which comes
+            later, torch makes none.
     """
 
     ops = OpTable("IdentityTensor", "call dequantize() first")
     inner_names = ("source",)
     metadata_names = ()
+    transient_names = (*WrapperTensor.transient_names, "turned")
 
     source: Tensor
+    turned: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -59,6 +63,11 @@ class IdentityTensor(WrapperTensor):
     def format(self) -> Format:
         """The identity format."""
         return IDENTITY
+
+    def alias_of(self, other: Self) -> Self:
+        """See ``WrapperTensor.alias_of``."""
+        self.turned = other.turned
+        return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, which are of the nominal dtype, cast to ``dtype``: ``source`` itself

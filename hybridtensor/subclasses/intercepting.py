@@ -101,7 +101,7 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether this is a stack of experts' weights that is stored ``[E, in, out]``."""
+        """Whether this is a weight that is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``."""
         layer = self.record.layer
         return layer is not None and bool(layer.transposed)
 

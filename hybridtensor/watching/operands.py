@@ -215,7 +215,7 @@ def _part_of(weight: Any) -> _Part | None:
         return None
     first = sharded.rank * -(-sharded.size[dim] // sharded.num_ranks)
     if mine.is_transposed:
-        values, dim = values.transpose(-2, -1), (0, 2, 1)[dim]
+        values, dim = values.transpose(-2, -1), (1, 0)[dim] if values.dim() == 2 else (0, 2, 1)[dim]
     return _Part(values, first, dim)
 
 

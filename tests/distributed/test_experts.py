@@ -349,6 +349,10 @@ def in_a_group_of_their_own(rank, recipe, kind, transposed, persistent):
         ("bf16/mxfp8/fp8", Looped, True),
         ("fp8_block", OneByOne, False),
         ("nvfp4_fwd_mxfp8_bwd", OneByOne, True),
+        # faces in high precision are transposed in forward, while their memory is not there
+        ("fp8+high_precision", Stored, True),
+        ("fp8+high_precision", Experts, False),
+        ("fp8+high_precision", OneByOne, False),
     ],
 )
 def test_gathered_again_for_backward(two, recipe, kind, transposed, persistent):

@@ -409,7 +409,7 @@ def meshes(rank):
     assert copy.deepcopy(model).up.quantization_state.ranks is model.up.quantization_state.ranks
     wrong = {
         "dimensions of the mesh are required as dp, got 'data'": {"dp": "data"},
-        "each for one thing, are required as dp, tp and ep": {"dp": "tp"},
+        "each for one thing, are required as dp, tp, ep and pp": {"dp": "tp"},
         "dimensions of the mesh are required as tp, got .'tp', 'x'.": {"tp": ("tp", "x")},
     }
     for told, options in wrong.items():

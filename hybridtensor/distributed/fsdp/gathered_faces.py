@@ -52,6 +52,8 @@ class GatheredFaces:
                     self.tensors[name] = self._empty(plan, direction, size, device)
         if plan.read:
             self.tensors.setdefault("values", [anchor.new_empty(stored)])
+        # now: of a tensor without memory torch makes no transpose
+        self._turned = [values.transpose(-2, -1) for values in self.tensors.get("values", [])]
         for tensors in self.tensors.values():
             for tensor in tensors:
                 free_storage(tensor)
@@ -105,10 +107,12 @@ class GatheredFaces:
     ) -> FaceTensor:
         tensors = self.tensors[self._names[direction]]
         if self._names[direction] == "values":
-            return IdentityTensor(tensors[0])
+            face = IdentityTensor(tensors[0])
+            face.turned = self._turned[0]
+            return face
         axis = -1 if direction == ROW else 0
-        face = Face.of(tensors, FaceKind(plan.face(direction).format))
-        return QuantizedTensor(face, axis, dtype, size)
+        made = Face.of(tensors, FaceKind(plan.face(direction).format))
+        return QuantizedTensor(made, axis, dtype, size)
 
     def of(self, direction: str) -> list[Tensor]:
         """Return the tensors of one face."""

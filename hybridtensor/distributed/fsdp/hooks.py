@@ -25,9 +25,8 @@ from hybridtensor.distributed.fsdp.plan import (
     ROW,
     Plan,
     check_persistent,
-    make_plan,
 )
-from hybridtensor.distributed.fsdp.planning import plan_of
+from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
@@ -152,7 +151,7 @@ class _Gathering:
         if len(shape) == 3:
             plan = stack_plan(weight, weight.recipe, shape, num_ranks, dim)
         else:
-            plan = make_plan(weight.recipe, (shape[0], shape[1]), num_ranks, dim)
+            plan = matrix_plan(weight, weight.recipe, shape, num_ranks, dim)
         check_persistent(plan, shape)
 
     @staticmethod

@@ -197,7 +197,13 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    config: HybridConfig, size: tuple[int, int], num_ranks: int, dim: int, reader: str = ""
+    config: HybridConfig,
+    size: tuple[int, int],
+    num_ranks: int,
+    dim: int,
+    reader: str = "",
+    *,
+    turned: bool = False,
 ) -> Plan:
     """Return the plan by which a weight with the recipe ``config`` is gathered.
 
@@ -207,6 +213,7 @@ def make_plan(
         num_ranks: ``R``.
         dim: The dimension that is sharded.
         reader: What reads the values, beside linear layers; or "".
+        turned: Whether the weight is stored ``[K, N]``: ``dim`` is one of that.
     """
     quantizer: Quantizer = config.weight
     row_quantizer, column_quantizer, of_rowwise = by_direction(quantizer)
@@ -216,6 +223,8 @@ def make_plan(
             f"Shard({dim}): FSDP2 rearranges one tensor of as many elements as the shard has",
             size[0],
         )
+    elif turned:
+        whole, rows = "it is stored [in, out]: a shard has a part of every output", size[0]
     elif size[0] % num_ranks:
         whole = f"{size[0]} rows on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
     elif reader:
@@ -230,7 +239,7 @@ def make_plan(
     transposed = (
         square and not of_rowwise and row.format.is_square and not quantizer.stochastic
     ) or (row.kind == column.kind == "values")
-    columns = size[1] if dim == 0 else size[1] // num_ranks
+    columns = size[1] if dim == 0 and not turned else size[1] // num_ranks
     return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
 
 

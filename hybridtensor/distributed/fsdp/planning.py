@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from hybridtensor.distributed.fsdp.plan import Plan, make_plan
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.linear.kinds import is_linear
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -17,8 +18,29 @@ def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
     size, part = sharded.size, sharded.tensor
     if len(size) == 3 and isinstance(part, InterceptingTensor):
         return stack_plan(part, config, size, sharded.num_ranks, sharded.dim)
-    others = [
-        type(reader).__name__ for reader in sharded.readers if not isinstance(reader, nn.Linear)
-    ]
+    others = [type(reader).__name__ for reader in sharded.readers if not is_linear(reader)]
     reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
-    return make_plan(config, (size[0], size[1]), sharded.num_ranks, sharded.dim, reader)
+    return matrix_plan(part, config, size, sharded.num_ranks, sharded.dim, reader)
+
+
+def matrix_plan(
+    weight: Any,
+    config: HybridConfig,
+    size: tuple[int, ...],
+    num_ranks: int,
+    dim: int,
+    reader: str = "",
+) -> Plan:
+    """Return the plan by which the weight of a linear layer is gathered.
+
+    Args:
+        weight: The weight, or a rank's part of it: says how it is stored.
+        config: The recipe.
+        size: Of the whole weight, as it is stored.
+        num_ranks: ``R``.
+        dim: The dimension that is sharded.
+        reader: See ``make_plan``.
+    """
+    if isinstance(weight, InterceptingTensor) and weight.is_transposed:
+        return make_plan(config, (size[1], size[0]), num_ranks, dim, reader, turned=True)
+    return make_plan(config, (size[0], size[1]), num_ranks, dim, reader)

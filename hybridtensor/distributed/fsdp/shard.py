@@ -283,6 +283,8 @@ class Shard:
                 size, turned = self.sharded.size, tensor.is_transposed
                 if self.plan.matrix is not None:
                     size = (size[0], *self.plan.matrix)
+                elif turned:
+                    size = size[::-1]
                 self.faces = GatheredFaces(self.plan, size, dtype, self.sharded.device, turned)
             self._made_for = self.plan, dtype
             if out is not None:
@@ -317,9 +319,8 @@ class Shard:
         """Quantize what was gathered whole."""
         self._order_amaxes()
         size = self.sharded.size
-        values = received.view(-1)[: math.prod(size)].view(size)
-        if tensor.is_transposed:
-            values = values.transpose(-2, -1)
+        stored = received.view(-1)[: math.prod(size)].view(size)
+        values = stored.transpose(-2, -1) if tensor.is_transposed else stored
         held, context = self.plan.column.kind == "held", tensor.context
         if context.groups is not None:
             context = context._replace(groups=context.groups._replace(num_groups=size[0]))
@@ -330,7 +331,7 @@ class Shard:
         )  # fmt: skip
         faces.take_faces(made)
         if wanted[0] and faces.values is not None:
-            faces.values.copy_(values)
+            faces.values.copy_(stored)
 
     # -- in between
 

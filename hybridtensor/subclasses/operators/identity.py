@@ -31,8 +31,12 @@ register_matmul(table)
 
 @table.register(aten.t.default)
 def _t(func: Func, args: Args, kwargs: Kwargs) -> IdentityTensor:
-    source = args[0].source
-    return IdentityTensor(source.t() if source.dim() < 3 else source.transpose(-2, -1))
+    source, turned = args[0].source, args[0].turned
+    if turned is None:
+        return IdentityTensor(source.t() if source.dim() < 3 else source.transpose(-2, -1))
+    made = IdentityTensor(turned)
+    made.turned = source
+    return made
 
 
 @table.register(
