@@ -248,12 +248,18 @@ def test_bad_input():
         ValueError, match=r"masters of \[\(32, 16\), \(8, 32\)\] are required, got \[\(32, 16\), None\]"
     ):
         optimizer.load_state_dict(state)
-    direct = torch.optim.SGD(ours.parameters(), lr=0.1, foreach=True)
-    set_grads(ours.parameters(), 0)
-    with pytest.raises(
-        NotImplementedError, match=r"HybridTensor: aten\._foreach_add_.* step it through .*MasterWeights"
-    ):
-        direct.step()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_plain_optimizers_of_several_weights_at_once(options):
+    """They step the high-precision values, as the loop over weights does. Oracle: plain parameters."""
+    ours, plain = ht.quantize_(model(), "fp8", persistent=True), model()
+    for m in (ours, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, **options)
+        set_grads(m.parameters(), 0)
+        optimizer.step()
+    for mine, values in zip(ours.parameters(), ht.quantize_(plain, "fp8", persistent=True).parameters(), strict=True):
+        assert torch.equal(mine.dequantize(), values.dequantize())
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Rprop, torch.optim.ASGD, torch.optim.SGD])

@@ -222,16 +222,17 @@ def test_errors_of_weights():
     with torch.no_grad():
         equals(
             errors(
-                lambda: persistent.weight.rsqrt_(),
+                lambda: persistent.weight.geometric_(0.5),
                 lambda: persistent.weight.abs(),
                 lambda: layer.weight.share_memory_(),
                 lambda: torch.fft.fft(layer.weight),
             ),
             """\
-NotImplementedError: HybridTensor: aten.rsqrt_.default is not an operation of this class; call dequantize()
-  first, or step it through hybridtensor.optim.MasterWeights
-NotImplementedError: HybridTensor: aten.abs.default is not an operation of this class; call dequantize()
-  first, or step it through hybridtensor.optim.MasterWeights
+NotImplementedError: HybridTensor: aten.geometric_.default is not an operation of this class; call
+  dequantize() first, or step it through hybridtensor.optim.MasterWeights
+NotImplementedError: HybridTensor: aten.abs.default would compute with the values of a weight that is
+  persistent, of which there are quantized faces only; multiply it by F.linear, read dequantize(), or leave
+  the layer out of quantize_ (keep_bf16)
 NotImplementedError: MasterWeight: share_memory_() needs one storage, got a tensor of several; share the inner
   tensors, or send the state dict
 NotImplementedError: MasterWeight: aten._fft_r2c.default is not an operation of this class; operate on

@@ -88,7 +88,7 @@ MISUSE_OF_WEIGHTS = {
     "number": lambda w: F.linear(torch.tensor(1.0), w),
     "a weight of one dimension": lambda w: F.linear(X, w[0]),
     "a weight of three dimensions": lambda w: F.linear(X, w[None]),
-    "vector right of a weight": lambda w: w @ torch.ones(32),
+    "vector of other features right of a weight": lambda w: w @ torch.ones(16),
     "dequantize to integers": lambda w: w.dequantize(torch.int8),
     "dequantize to a string": lambda w: w.dequantize("fp32"),
     "einsum": lambda w: torch.einsum("tk,nk->tn", X, w),

@@ -290,7 +290,9 @@ ROWS = {
     "set_data_parallel_group_": row(
         ht.set_data_parallel_group_, {"model": "module", "group": "None"}, model=linear, group=None
     ),
-    "set_mesh_": row(meshed, {"model": "module"}, model=linear, mesh="a mesh", dp="dp", tp="tp", ep="ep"),
+    "set_mesh_": row(
+        meshed, {"model": "module"}, model=linear, mesh="a mesh", dp="dp", tp="tp", ep="ep", pp="pp"
+    ),
     "ExpertParallel": row(
         ht.distributed.ExpertParallel, {"ends": "flag"}, dispatch="faces", combine="bf16", gradients="bf16", ends=False
     ),
@@ -347,10 +349,11 @@ ROWS = {
     ),
     # -- tensors
     "MasterWeight": row(
-        ht.MasterWeight, {"plain": "meta"}, ("size", "stride"), plain=HALF, config=FP8,
+        ht.MasterWeight, {"plain": "meta"}, ("size", "stride", "requires_grad"), plain=HALF, config=FP8,
     ),
     "HybridTensor": row(
-        ht.HybridTensor, {"rowwise": "None", "columnwise": "None", "config": "None"}, ("size", "stride"),
+        ht.HybridTensor, {"rowwise": "None", "columnwise": "None", "config": "None"},
+        ("size", "stride", "requires_grad"),
         rowwise=lambda: FP8_TENSOR.quantize(HALF).rowwise, columnwise=lambda: FP8_TENSOR.quantize(HALF).columnwise,
         config=None,
     ),

@@ -247,9 +247,16 @@ def test_without_values_a_trainable_weight_is_not_changed():
     before = net.weight.dequantize()
     with pytest.raises(NotImplementedError, match=r"faces only, in which small changes are lost; step it through"):
         net.weight.data += 1.0
-    with pytest.raises(NotImplementedError, match="of a weight and plain tensors is required"):
-        net.weight.data.add_(layer(persistent=True, seed=1).weight.data)
     assert torch.equal(net.weight.dequantize(), before)
+
+
+def test_a_weight_is_added_to_another():
+    """By their high-precision values; the other one stays."""
+    net, other = (layer("mxfp8", persistent=True) for _ in range(2))
+    net.weight.data, other.weight.data = plain(0), plain(1)
+    net.weight.data.add_(other.weight.data, alpha=0.5)
+    assert torch.equal(net.weight.original, plain(0).add_(plain(1), alpha=0.5))
+    assert torch.equal(other.weight.original, plain(1))
 
 
 def test_views_change_the_part_that_they_are():

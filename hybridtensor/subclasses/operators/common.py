@@ -52,9 +52,9 @@ def refuse_products(table: OpTable, *funcs: Func) -> None:
     @table.register(*funcs)
     def _refuse(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
         raise NotImplementedError(
-            f"{func} came from below autograd, where only some of a layer's products could be quantized; call F.linear "
-            "(the one that takes DTensors), x @ weight.t(), weight @ x, or F.grouped_mm for experts, or leave this "
-            "module out of quantize_"
+            f"{func}: a product below autograd, where only some of a layer's three products could be quantized; call "
+            "F.linear (the one that takes DTensors), x @ weight.t(), weight @ x, or F.grouped_mm for experts, or leave "
+            "this module out of quantize_"
         )
 
 

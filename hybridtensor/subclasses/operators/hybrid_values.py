@@ -15,36 +15,21 @@ from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
 from hybridtensor.subclasses.operators.common import FUNCTIONAL
 from hybridtensor.subclasses.operators.hybrid import known_values, present_values, requantize_
-from hybridtensor.subclasses.operators.reads import IN_PLACE, READS
+from hybridtensor.subclasses.operators.reads import READS, WRITES
 from hybridtensor.subclasses.quantizing import note_overwritten
 from hybridtensor.subclasses.structure import flatten
-from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
 table = HybridTensor.ops
 
-UPDATES = [op for op in IN_PLACE if not op.__name__.startswith("_foreach")]
-
-
-@table.register(*UPDATES)
-def _update_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Change the values in high precision, then quantize.
-
-    Those of a frozen weight are what its faces hold. A trainable weight needs better ones: in its
-    faces, small changes would be lost.
-    """
-    dst, *others = args
-    if not isinstance(dst, HybridTensor) or any(isinstance(t, WrapperTensor) for t in others):
-        raise NotImplementedError(
-            f"HybridTensor: {func} of a weight and plain tensors is required, got "
-            f"{', '.join(type(t).__name__ for t in args)}; call dequantize() first"
-        )
-    return requantize_(dst, func(present_values(dst, str(func)), *others, **kwargs))
-
 
 @table.register_others
-def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Run on values in high precision, as optimizers of other libraries step weights, then quantize."""
+def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Run on the high-precision values, then quantize what the schema says is written.
+
+    Those of a frozen weight are what its faces hold. A trainable weight needs better ones: in its faces, small changes
+    would be lost.
+    """
     weights: dict[int, tuple[HybridTensor, Tensor]] = {}
 
     def values(item: Tensor) -> Tensor:
@@ -71,6 +56,10 @@ def _fill_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw or fill in high precision, then quantize."""
     values = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     return requantize_(args[0], func(values, *args[1:], **kwargs))
+
+
+WRITES_OF_WEIGHTS = [op for op in WRITES if op not in table]
+table.register(*WRITES_OF_WEIGHTS)(_write)
 
 
 # Who joins weights writes the parts back, as DistributedDataParallel does: quantized twice, they change

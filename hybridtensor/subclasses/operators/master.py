@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.observing import note_read, observers
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, written_by
 from hybridtensor.subclasses.operators.common import (
     FUNCTIONAL,
     PRODUCTS,
     assignable,
     refuse_products,
 )
-from hybridtensor.subclasses.operators.reads import IN_PLACE, READS
+from hybridtensor.subclasses.operators.reads import READS, WRITES
 
 aten = torch.ops.aten
 table = MasterWeight.ops
@@ -41,16 +41,6 @@ COPIES = [
     aten.clone.default, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default,
     aten.new_zeros.default, aten._pin_memory.default, aten._to_copy.default,
 ]  # fmt: skip
-
-WRITES = [aten.eye.m_out, *IN_PLACE, *overloads(
-    aten.copy_, aten.erfinv_, aten.exponential_, aten.fill_, aten.index_copy_, aten.index_fill_,
-    aten.index_put_, aten.log_normal_, aten.normal_, aten.random_, aten.uniform_, aten.zero_,
-    aten._foreach_addcdiv_, aten._foreach_addcmul_, aten._foreach_clamp_max_,
-    aten._foreach_clamp_min_, aten._foreach_copy_, aten._foreach_zero_,
-    aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_,
-    aten._amp_foreach_non_finite_check_and_unscale_,
-)]  # fmt: skip
-
 
 COLLECTIVES = [
     getattr(torch.ops.c10d, name).default

@@ -1,4 +1,4 @@
-"""Operators that only read: of a master weight they give plain tensors of its values.
+"""The operators that weights answer by their high-precision values, whichever form they have: reads and writes.
 
 Listed one by one: an operator that nobody thought about raises.
 """
@@ -42,6 +42,19 @@ IN_PLACE = overloads(
     )
 )
 """Those of the same names that write their first operand, all of its elements or some."""
+
+_OTHER_WRITES = """
+    copy erfinv exponential fill index_copy index_fill index_put log_normal normal random uniform zero
+    _foreach_addcdiv _foreach_addcmul _foreach_clamp_max _foreach_clamp_min _foreach_copy _foreach_zero
+    _fused_adagrad _fused_adam _fused_adamw _fused_sgd _amp_foreach_non_finite_check_and_unscale
+"""
+
+WRITES = [
+    torch.ops.aten.eye.m_out,
+    *IN_PLACE,
+    *overloads(*(getattr(torch.ops.aten, f"{name}_") for name in _OTHER_WRITES.split())),
+]
+"""Operators that write what their schema says."""
 
 READS = [
     op
