@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-long test-frameworks test-integrations test-gpu lint format bench docs dist clean
+.PHONY: demo test test-long test-frameworks test-integrations test-models test-gpu lint format bench docs dist clean
 
 # torch comes first and alone: the pinned CPU build is then what every other package's requirement finds. Triton, which
 # that build does not bring, is for the tests: its interpreter runs the kernels on a machine without a GPU.
@@ -31,13 +31,14 @@ $(VENV)/.dist: $(VENV)/.core
 demo: $(VENV)/.core
 	$(BIN)/python examples/train.py $(ARGS)
 
-# Those of integrations are in `make test-integrations`, where all frameworks are installed.
+# Those of integrations are in `make test-integrations`, where all frameworks are installed; those of real models in
+# `make test-models`.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) -q --ignore tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -q --ignore tests/integrations --ignore tests/models $(ARGS)
 
 # All combinations where `make test` takes a few that have every pair, and ten times as many random examples.
 test-long: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) -q --long $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -q --long --ignore tests/models $(ARGS)
 
 # Other libraries' own ways with quantized models: the packages are installed into an environment of their own, unless
 # FRAMEWORKS names another one.
@@ -54,6 +55,19 @@ $(FRAMEWORKS)/.frameworks: pyproject.toml constraints.txt
 	$(MAKE) VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.test
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --editable ".[frameworks]"
+	touch $@
+
+# Real architectures, tiny and with random weights, in an environment of their own, unless MODELS names another one.
+MODELS ?= .venv-models
+
+test-models: $(MODELS)/.models
+	$(MODELS)/bin/python -m pytest -n $(JOBS) -q tests/models $(ARGS)
+
+# timm requires torchvision, whose builds do not fit every torch: tests import timm without it.
+$(MODELS)/.models: pyproject.toml constraints.txt
+	$(MAKE) VENV=$(MODELS) $(MODELS)/.test
+	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[models]"
+	$(MODELS)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 # On a machine with a GPU and its own torch: PYTHON names the interpreter that has it. What takes time there is compiling
