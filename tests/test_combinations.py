@@ -1,0 +1,70 @@
+"""What runs around a model, together: compiling, checkpointing, offloading, autocast, with every recipe.
+
+Oracle: the same steps eagerly, without checkpointing and offloading, bit for bit.
+"""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from programs import RECIPES, WIDTH, Attention, Block, Mlp, Stack
+from tiers import by_group
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+import hybridtensor as ht
+
+COMPILED = [False, True]
+CHECKPOINTED = [None, True, False]  # use_reentrant
+OFFLOADED = [None, "save_on_cpu", "offload_activations"]
+AUTOCAST = [False, True]
+GROUPS = [RECIPES[i::8] for i in range(8)]  # of three recipes each, which take turns
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not support reentrant:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor:UserWarning"
+    ),  # Dynamo's, of what follows a break
+]
+
+
+def steps(recipe, device, compiled=False, checkpointed=None, offloaded=None, autocast=False):
+    """Return losses, gradients and state of three steps with small losses."""
+    torch.manual_seed(0)
+    model = Stack(Block(Attention(True), nn.RMSNorm(WIDTH)), Block(Mlp(False, False), nn.LayerNorm(WIDTH)))
+    ht.quantize_(model.to(device, torch.float32 if autocast else torch.bfloat16), recipe)
+    model.reentrant = checkpointed
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    if compiled:
+        torch._dynamo.reset()
+        for block in model:
+            block.compile(backend="aot_eager")
+    around = {
+        None: contextlib.nullcontext,
+        "save_on_cpu": save_on_cpu,
+        "offload_activations": lambda: ht.offload.offload_activations(model, keep_last=0, min_bytes=0),
+    }[offloaded]
+    for step in range(3):
+        x = torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = x.to(device, next(model.parameters()).dtype).requires_grad_()
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast), around():
+            y = model(x)
+        (y.float().square().mean() * 1e-3).backward()
+        found += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+    return found + [buffer.clone() for buffer in model.buffers()]
+
+
+expected = functools.cache(steps)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "compiled", "checkpointed", "offloaded", "autocast"),
+    by_group(GROUPS, COMPILED, CHECKPOINTED, OFFLOADED, AUTOCAST),
+)
+def test_together(recipe, compiled, checkpointed, offloaded, autocast, device):
+    found = steps(recipe, device, compiled, checkpointed, offloaded, autocast)
+    oracle = expected(recipe, device, autocast=autocast)
+    assert [i for i, (a, b) in enumerate(zip(found, oracle, strict=True)) if not torch.equal(a, b)] == []
