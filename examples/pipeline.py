@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/pipeline.py --recipe fp8_delayed
     torchrun --nproc-per-node 2 examples/pipeline.py --schedule ZBVZeroBubble --recipe nvfp4
 
-On a CPU stages talk through gloo, on GPUs through NCCL. The losses are those of one rank that has all stages, whatever
-the schedule.
+On a CPU stages talk through gloo, on GPUs through NCCL, which was run with one stage per rank. The losses are those of
+one rank that has all stages, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -74,26 +74,6 @@ def build(arguments: argparse.Namespace, size: Size, device: torch.device) -> di
     return {index: Stage(model, index, ranks * len(indices)).to(device) for index in indices}
 
 
-def warm_up(modules: dict[int, Stage], size: Size, microbatches: int, device: torch.device) -> None:
-    """Run every stage once: a GPU loads kernels when they first run, and waits for receives that are under way."""
-    shape = (size.batch // microbatches, size.context)
-    for module in modules.values():
-        with ht.without_recording(module):
-            if module.embed is None:
-                x = torch.randn(*shape, size.dim, device=device, requires_grad=True)
-            else:
-                x = torch.zeros(shape, dtype=torch.int64, device=device)
-            y = module(x).sum()
-            if x.requires_grad:  # as zero-bubble schedules do
-                torch.autograd.grad(y, x, retain_graph=True)
-                torch.autograd.grad(y, list(module.parameters()), retain_graph=True)
-            y.backward()
-        module.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
 def train(arguments: argparse.Namespace, size: Size, device: torch.device) -> list[float]:
     """Train, and return the losses, on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -106,7 +86,6 @@ def train(arguments: argparse.Namespace, size: Size, device: torch.device) -> li
     kind = get_schedule_class(arguments.schedule)
     of_one = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(stages[0] if of_one else stages, arguments.microbatches, loss_fn=loss_of)
-    warm_up(modules, size, arguments.microbatches, device)
     text = Bytes(
         load_text(arguments.data, without=arguments.out), context=size.context, batch=size.batch, seed=arguments.seed
     )
