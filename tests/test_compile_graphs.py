@@ -12,7 +12,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.linear.sharing import _of_graphs
 from hybridtensor.ops.cast.request import parse_request
-from hybridtensor.quantizers.base import measured
+from hybridtensor.quantizers.plans import measured
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 QUANTIZE = torch.ops.hybridtensor.quantize.default

@@ -3,6 +3,7 @@
 Oracle: the same layers with faces of elements and scales, whose products multiply the same values: equal bits.
 """
 
+import contextlib
 import copy
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.ops.scaled_mm import multiplies_values
-from hybridtensor.quantizers import base
+from hybridtensor.quantizers import plans
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 SPECS = [
@@ -24,16 +25,19 @@ SPECS = [
 ]  # fmt: skip
 
 
+@contextlib.contextmanager
 def without():
     """Have no face be values."""
-    base._as_values.cache_clear()
-    return patch.object(ops, "multiplies_values", lambda fmt, device: False)
+    plans._PLANS.clear()
+    with patch.object(ops, "multiplies_values", lambda fmt, device: False):
+        yield
+    plans._PLANS.clear()
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
     yield
-    base._as_values.cache_clear()
+    plans._PLANS.clear()
 
 
 @pytest.fixture

@@ -86,7 +86,8 @@ def linear(
         ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
             there.
     """
-    require_plain_autograd()
+    if torch._C._are_functorch_transforms_active():
+        require_plain_autograd()
     if not isinstance(weight, WEIGHTS):
         raise wrong("linear", "a weight of quantize_", weight, "call F.linear for others")
     if operand is not None:
@@ -219,12 +220,12 @@ class _Linear(torch.autograd.Function):
         out, x, w = _forward(input, weight, bias, call)
         layer = weight.record.layer
         ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
-        groups = call.context.groups
+        groups, traced = call.context.groups, is_traced()
         ctx.has_groups = groups is not None  # whose ends are not to be written before backward
-        noted = ctx.products.noted()
+        noted = ctx.products.noted() if traced else []
         ctx.num_noted = len(noted)
         ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *noted)
-        ctx.nodes = [node_of(tensor) for tensor in saved] if is_traced() else []
+        ctx.nodes = [node_of(tensor) for tensor in saved] if traced else ()
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
@@ -235,15 +236,16 @@ class _Linear(torch.autograd.Function):
         saved, products = list(ctx.saved_tensors), ctx.products
         for tensor, node in zip(saved, ctx.nodes, strict=False):
             _require_node(tensor, node)
-        noted = [saved.pop() for _ in range(ctx.num_noted)]
+        noted = [saved.pop() for _ in range(ctx.num_noted)] if ctx.num_noted else []
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
-        grad_input, grad_weight, grad_bias = products.gradients(
-            grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output),
-            saved,
-            noted,
-            _asked_for(ctx, products.needs),
-        )
+        grad = grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output)
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # which attributes of a weight would pass through
+            grad_input, grad_weight, grad_bias = products.gradients(
+                grad, saved, noted, _asked_for(ctx, products.needs)
+            )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
         if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 1:
@@ -261,18 +263,16 @@ def _asked_for(ctx: Any, needs: Needs) -> Needs:
     """
     if is_traced():
         return needs
-    asked = [_is_run(node) for node, _ in ctx.next_functions]  # of input, weight, and bias if any
-    return Needs(*(need and ask for need, ask in zip(needs, (*asked, False), strict=False)))
-
-
-def _is_run(node: Node | None) -> bool:
-    """Return whether the backward that runs now goes on to a node."""
-    if node is None:
-        return False
-    try:
-        return _will_run(node)
-    except RuntimeError:  # in torch.autograd.grad it answers for leaves that are left out only
-        return True
+    asked = list(needs)
+    for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
+        if asked[index] and node is not None:
+            try:  # noqa: SIM105  (a context costs more, in every backward)
+                asked[index] = _will_run(node)
+            except (
+                RuntimeError
+            ):  # in torch.autograd.grad it answers for leaves that are left out only
+                pass
+    return Needs(*asked)
 
 
 # Private in torch, and what its hooks of several gradients ask
@@ -353,24 +353,35 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             f"linear: an input of one to four dimensions, the last of {weight.shape[1]} features, is required, "
             f"got shape {tuple(input.shape)} for a weight {tuple(weight.shape)}"
         )
-    _check_layout(weight)
-    _check_operand("input", input, weight, dtype)
-    if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape != weight.shape[:1]:
-            require_tensor("linear: bias", bias)
-            raise ValueError(
-                f"linear: a bias of shape {tuple(weight.shape[:1])} is required, got "
-                f"{tuple(bias.shape)}; expand it, or add it to the output"
-            )
-        _check_operand("bias", bias, weight, dtype)
-
-
-def _check_layout(weight: Weight) -> None:
-    """Raise ValueError unless a weight is multiplied as ``quantize_`` was told that it is stored."""
     state = weight.record.layer
-    if state is None or state.transposed is None or 1 in weight.shape:
-        return
-    if state.transposed != is_transposed(weight):
+    if state is not None and state.transposed is not None:
+        _check_layout(weight, state)
+    if bias is not None and (
+        not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape != weight.shape[:1]
+    ):
+        require_tensor("linear: bias", bias)
+        raise ValueError(
+            f"linear: a bias of shape {tuple(weight.shape[:1])} is required, got {tuple(bias.shape)}; expand it, or "
+            "add it to the output"
+        )
+    for name, operand in (("input", input), ("bias", bias)):
+        if operand is None:
+            continue
+        if dtype is not None and operand.dtype != dtype:
+            raise ValueError(
+                f"linear: one dtype is required, got {name} in {operand.dtype} for a weight in {dtype}; cast one, or "
+                "use torch.autocast"
+            )
+        if operand.device != weight.device:
+            raise ValueError(
+                f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
+                f"{weight.device}; move them"
+            )
+
+
+def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:
+    """Raise ValueError unless a weight is multiplied as ``quantize_`` was told that it is stored."""
+    if state.transposed != is_transposed(weight) and 1 not in weight.shape:
         stored, product = (
             ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
         )
@@ -378,17 +389,4 @@ def _check_layout(weight: Weight) -> None:
             f"linear: {product} is required of a weight that is stored {stored}, got a product of the other layout "
             f"with that of {_layer_of(state)}; have the module's is_transposed say how it is stored, or leave "
             "it out of quantize_ (keep_bf16)"
-        )
-
-
-def _check_operand(name: str, x: Tensor, weight: Weight, dtype: torch.dtype | None) -> None:
-    if dtype is not None and x.dtype != dtype:
-        raise ValueError(
-            f"linear: one dtype is required, got {name} in {x.dtype} for a weight in {dtype}; "
-            "cast one, or use torch.autocast"
-        )
-    if x.device != weight.device:
-        raise ValueError(
-            f"linear: operands on one device are required, got {name} on {x.device} and a weight on "
-            f"{weight.device}; move them"
         )

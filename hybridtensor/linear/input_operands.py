@@ -32,7 +32,7 @@ from hybridtensor.ops import Face, after
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import can_make_again, is_in_region, make_again
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from hybridtensor.quantizers.base import measured_in_backward
+from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -190,10 +190,11 @@ def input_operand(
     free = needs.weight and _backward_has(cast_from, input, config)
     kept = free or (needs.weight and config.save_original_input)
     columnwise = needs.weight and not kept
-    read = Reading()
     if config.input.repeatable:
         how = (config.input, columnwise, dtype)
         read = reading(cast_from, weight.record, how, context.groups)
+    else:
+        read = Reading()
     if read.faces is None:
         at_once = for_products(context, dtype, row=True, column=False)
         if kept:

@@ -75,7 +75,8 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     with (
         torch._C.DisableTorchFunctionSubclass()
     ):  # every attribute of a weight would come back here
-        require_own_tokens(operands["input"])
+        if isinstance(operands["input"], HybridTensor):
+            require_own_tokens(operands["input"])
         return linear(**operands)
 
 

@@ -138,7 +138,9 @@ class LayerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
-        layer = _required(self._layer())
+        layer = self._layer()
+        if layer is None:
+            layer = _required(layer)
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
             if not torch.compiler.is_compiling() and not self._ran and not observers:

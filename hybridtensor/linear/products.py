@@ -26,7 +26,7 @@ from hybridtensor.ops.amaxes import Notes, commit
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.observing import for_products, note_operand, note_product
+from hybridtensor.subclasses.observing import for_products, note_operand, note_product, observers
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
@@ -132,20 +132,25 @@ class Backward(NamedTuple):
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
-            if any(face is not None and not face.format.is_identity for face in (row, column)):
+            if done is not None and any(
+                face is not None and not face.format.is_identity for face in (row, column)
+            ):
                 done = None  # the casts come after it
-        note_operand(self.layer, "grad_output", grad, self.input)
+        if observers:
+            note_operand(self.layer, "grad_output", grad, self.input)
         grad_input = grad_weight = None
         if row is not None:
             self.weight.begin(saved[count:], row.qdata)
             right = self.weight.columnwise(saved[count:])
-            note_product(self.layer, "grad_input", row, right, dtype)
+            if observers:
+                note_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast)
             row = None  # its memory is for the weight's gradient
         self.weight.release(used=needs.input or not self.needs.input)
         if column is not None:
             right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
-            note_product(self.layer, "grad_weight", column, right, dtype)
+            if observers:
+                note_product(self.layer, "grad_weight", column, right, dtype)
             grad_weight = ops.product(column, right, out_dtype=dtype, fast_accum=fast)
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._recorded(Gradients(grad_input, grad_weight, grad_bias), done)

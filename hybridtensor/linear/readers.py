@@ -15,11 +15,10 @@ from hybridtensor import ops
 from hybridtensor.arguments import require_items, wrong
 from hybridtensor.linear.layer_forward import runs_linear
 from hybridtensor.linear.operands import WEIGHTS, Weight
-from hybridtensor.ops import CastInputs, CastRequest
+from hybridtensor.ops import CastInputs
 from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
-from hybridtensor.quantizers import tokens
-from hybridtensor.quantizers.base import cast_inputs, gains_by_fusing, scales_by_amax
+from hybridtensor.quantizers import CastPlan, cast_plan, tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -34,23 +33,23 @@ class Readers(NamedTuple):
     """How layers quantize an input that they all read.
 
     Attributes:
-        request: The cast that makes the faces.
+        plan: The cast that makes the faces.
         context: Which tensor of which layer it is: of the first.
         read_by: Whom it is quantized for.
     """
 
-    request: CastRequest
+    plan: CastPlan
     context: Context
     read_by: ReadBy
 
     @property
     def scale_by_amax(self) -> bool:
         """Whether faces are scaled by the amax of the tensor, which who computes it can measure on the way."""
-        return scales_by_amax(self.request)
+        return self.plan.scales_by_amax
 
     def cast(self, y: Tensor, amax: Tensor) -> HybridTensor:
         """Return a tensor ``[..., K]``, quantized, whose amax is known."""
-        row, column = (cast and amax for cast in self.request[:2])
+        row, column = (cast and amax for cast in self.plan.request[:2])
         return self._cast(y, self._inputs(y)._replace(row_amax=row, column_amax=column))
 
     def cast_computed(self, x: Tensor, prologue: Prologue) -> HybridTensor:
@@ -63,10 +62,10 @@ class Readers(NamedTuple):
         return self._cast(x, self._inputs(x)._replace(prologue=prologue))
 
     def _inputs(self, x: Tensor) -> CastInputs:
-        return cast_inputs(tokens(x), self.request, self.context)
+        return self.plan.inputs(tokens(x), self.context)
 
     def _cast(self, x: Tensor, inputs: CastInputs) -> HybridTensor:
-        row, column = ops.quantize(tokens(x), self.request, inputs)
+        row, column = ops.quantize(tokens(x), self.plan.request, inputs)
         made = HybridTensor(
             face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
         )
@@ -104,13 +103,11 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     if training and state is not None:
         state = state.provisional()
     context = Context("input", state, record=training, section=first.record.section)
-    request = config.input.request(
-        rowwise=True, columnwise=columnwise, dtype=x.dtype, context=context
-    )
-    if request is None or not gains_by_fusing(request, x.device):
+    plan = cast_plan(config.input, True, columnwise, x.dtype, context, x.device)
+    if plan is None or not plan.gains_by_fusing(x.device):
         return None
     read_by = ReadBy(tuple(weight.record for weight in weights), config.input)
-    return Readers(request, context, read_by)
+    return Readers(plan, context, read_by)
 
 
 def modules_of(who: str, into: Into) -> list[nn.Module]:

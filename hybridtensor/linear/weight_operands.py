@@ -19,9 +19,10 @@ from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_traced
-from hybridtensor.quantizers.base import measured_in_backward
+from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.master_tensor import Seen
 from hybridtensor.subclasses.observing import for_products
 
 
@@ -39,10 +40,9 @@ class MasterOperand(Operand):
         "_config",
         "_context",
         "_dtype",
-        "_mark",
         "_noted",
         "_record",
-        "_state",
+        "_seen",
         "_training",
         "_weight",
     )
@@ -51,6 +51,8 @@ class MasterOperand(Operand):
         self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, record: AmaxRecord | None
     ) -> None:
         self._training = any(needs)
+        self._seen = seen = weight.seen()  # which measures a common scale, for the context
+        self._context = context = weight.context
         kept = weight.kept_faces(
             rowwise=True,
             columnwise=False,
@@ -58,13 +60,13 @@ class MasterOperand(Operand):
             trained=self._training,
             backward_follows=needs.input,
             noted=record,
+            context=context,
+            seen=seen,
         )
         super().__init__(kept.row, None)
         self._noted = kept.noted
         self._weight: MasterWeight | None = weight
         self._dtype, self._config, self._record = dtype, weight.config, weight.record
-        self._context, self._mark = weight.context, weight.mark
-        self._state = weight.state_version
 
     def noted(self) -> Tensor | Notes | None:
         """See ``Operand.noted``."""
@@ -88,10 +90,15 @@ class MasterOperand(Operand):
                 "grad_input: a graph that is retained is required for a second backward, got one that is not; "
                 "call backward(retain_graph=True) first"
             )
-        self._check_unchanged(weight)
+        seen = self._unchanged(weight)
         if weight.config == self._config:
             column = weight.kept_faces(
-                rowwise=False, columnwise=True, dtype=self._dtype, noted=self._noted
+                rowwise=False,
+                columnwise=True,
+                dtype=self._dtype,
+                noted=self._noted,
+                context=self._context,
+                seen=seen,
             ).column
         else:  # another recipe was set since forward
             column = weight.quantized(
@@ -99,23 +106,28 @@ class MasterOperand(Operand):
             )[1]
         return required_face(column, "columnwise", "grad_input")
 
-    def _check_unchanged(self, weight: MasterWeight) -> None:
-        """Raise RuntimeError unless the weight, and what scales it, are as forward used them."""
-        if isinstance(weight, MasterWeight):
-            weight.renew_common_scale()  # which a sibling's write changes
+    def _unchanged(self, weight: MasterWeight) -> Seen:
+        """Return what the weight depends on now.
+
+        Raises:
+            RuntimeError: Unless the weight, and what scales it, are as forward used them.
+        """
+        replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
+        seen = self._seen if replaced else weight.seen()
+        same_scales = seen.scales == self._seen.scales or weight.config != self._config
+        if not replaced and seen.writes == self._seen.writes and same_scales:
+            return seen
         of = "" if self._context.state is None else self._context.state.name
         name = f"that of {of}" if of else "one"
-        replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
-        if replaced or weight.mark != self._mark:
+        if replaced or seen.writes != self._seen.writes:
             raise RuntimeError(
                 f"grad_input: a weight that is as forward used it is required, got {name} written or replaced since; "
                 "do that after backward"
             )
-        if weight.config == self._config and weight.state_version != self._state:
-            raise RuntimeError(
-                f"grad_input: a weight with the scales of forward is required, got {name} with others since; call "
-                "step_, and write weights that have a common_scale with it, after backward"
-            )
+        raise RuntimeError(
+            f"grad_input: a weight with the scales of forward is required, got {name} with others since; call step_, "
+            "and write weights that have a common_scale with it, after backward"
+        )
 
     def release(self, *, used: bool) -> None:
         """See ``Operand.release``."""
@@ -140,6 +152,7 @@ class TracedMaster(Operand):
     def __init__(
         self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, state: StateTensors | None
     ) -> None:
+        weight.check_common_scale()
         self._weight, self._dtype = weight, dtype
         self._after: Tensor | None = None
         self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
@@ -156,6 +169,7 @@ class TracedMaster(Operand):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         """See ``Operand.columnwise``."""
+        self._weight.check_common_scale()
         _, column = self._weight.quantized(
             False,
             True,
@@ -201,17 +215,18 @@ def weight_operand(
     """
     if isinstance(weight, MasterWeight):
         state = weight.state if state is None else state
-        if is_traced() and weight.config.keep_faces != "always":
+        traced = is_traced()
+        if traced and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
-        recording = (
-            any(needs) and state is not None and bool(weight.config.weight.delayed_rules("weight"))
-        )
-        if not is_traced():
-            record = state.step_amax if recording and state is not None else None
+        records = state is not None and state.step_amax is not None and any(needs)
+        if records and not weight.config.weight.delayed_rules("weight"):
+            records = False
+        if not traced:
+            record = state.step_amax if records and state is not None else None
             return MasterOperand(
                 weight, needs, dtype, record if isinstance(record, AmaxRecord) else None
             )
-        noted = state.amax if recording and state is not None else None
+        noted = state.amax if records and state is not None else None
         return Operand(
             *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=noted)
         )

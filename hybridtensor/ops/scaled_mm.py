@@ -18,7 +18,7 @@ from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
 from hybridtensor.ops.flops import count_as_product
 from hybridtensor.ops.groups import matrix_of
-from hybridtensor.ops.library import autocasts, define, is_traced, runs_directly
+from hybridtensor.ops.library import define, is_traced, runs_directly
 from hybridtensor.ops.native_mm import NativeKind, native_kind
 
 
@@ -105,8 +105,9 @@ def _multiply(
     if 0 in (left.shape[0], left.shape[1], right.shape[0]):
         zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
         return zeros if bias is None else zeros + bias.to(out_dtype)
-    if autocasts(left.device.type):
-        with torch.autocast(left.device.type, enabled=False):
+    device_type = left.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
             return _multiply(a, b, bias, out_dtype, fast_accum)
     kind = _native(a.format, b.format, out_dtype, left.device)
     if kind is None:

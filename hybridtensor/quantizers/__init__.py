@@ -1,12 +1,14 @@
 """Quantizers: frozen, compared by value; one file per family of formats."""
 
-from hybridtensor.quantizers.base import OneFormatQuantizer, Quantizer, tokens
+from hybridtensor.quantizers.base import OneFormatQuantizer, Quantizer
 from hybridtensor.quantizers.float8 import DelayedFloat8Quantizer, Float8Quantizer
 from hybridtensor.quantizers.hybrid import HybridQuantizer, IdentityQuantizer
 from hybridtensor.quantizers.mxfp8 import MXFP8Quantizer
 from hybridtensor.quantizers.nvfp4 import NVFP4Quantizer
+from hybridtensor.quantizers.plans import CastPlan, cast_plan, tokens
 
 __all__ = [
+    "CastPlan",
     "DelayedFloat8Quantizer",
     "Float8Quantizer",
     "HybridQuantizer",
@@ -15,5 +17,6 @@ __all__ = [
     "NVFP4Quantizer",
     "OneFormatQuantizer",
     "Quantizer",
+    "cast_plan",
     "tokens",
 ]

@@ -12,11 +12,11 @@ from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.ops import CastRequest, Face, Faces, columnwise_of, high_precision, rowwise_values
 from hybridtensor.quantizers.base import (
     ALONE,
+    CastQuantizer,
     OneFormatQuantizer,
     Quantizer,
-    cast_faces,
-    tokens,
 )
+from hybridtensor.quantizers.plans import tokens
 from hybridtensor.state import Context, DelayedRule
 
 
@@ -47,7 +47,7 @@ class IdentityQuantizer(Quantizer):
 
 
 @dataclass(frozen=True)
-class HybridQuantizer(Quantizer):
+class HybridQuantizer(CastQuantizer):
     """A quantizer for each direction.
 
     Args:
@@ -148,23 +148,14 @@ class HybridQuantizer(Quantizer):
             return CastRequest(row, column)
         return CastRequest(row if rowwise else None, column, row, dtype)
 
-    def faces(
-        self,
-        x: Tensor,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        dtype: torch.dtype,
-        context: Context = ALONE,
+    def faces_apart(
+        self, x: Tensor, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> Faces:
-        """See ``Quantizer.faces``."""
+        """See ``CastQuantizer.faces_apart``."""
         if self._is_plain:
             return self.rowwise.faces(
                 x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
-        request = self.request(rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context)
-        if request is not None:
-            return cast_faces(x, request, context)
         of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
         if of_rowwise:  # which reads elements
             context = context._replace(values=(False, False))

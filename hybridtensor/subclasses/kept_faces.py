@@ -29,14 +29,14 @@ class Stamp(NamedTuple):
 
     Attributes:
         writes: Writes that handlers of operators counted.
-        handed: Writes that others may have made, and those that torch counted.
+        unseen: Writes of compiled code, and those that others may have made.
         state_version: Counter of changes of the layer's state, and of a common scale.
         config: The recipe.
         dtype: Dtype of faces in high precision.
     """
 
     writes: int
-    handed: int
+    unseen: tuple[int, int]
     state_version: int | tuple[int | None, int] | None
     config: object
     dtype: torch.dtype
@@ -75,10 +75,11 @@ class KeptFaces:
         self._kept: dict[Place, Kept] = {}
         self._forwards = self._backwards = self._last_forwards = self._evaluations = 0
 
-    def begin_use(self, stamp: Stamp, *, forward: bool, trained: bool) -> None:
-        """Let go of what does not hold any more, and count a forward.
+    def begin_use(self, plain: Tensor, stamp: Stamp, *, forward: bool, trained: bool) -> Kept:
+        """Let go of what does not hold any more, count a forward, and return what is kept.
 
         Args:
+            plain: The view of the weight's memory that is used.
             stamp: What faces depend on now.
             forward: Whether a forward uses the weight, not a backward.
             trained: Whether that is one of training.
@@ -89,33 +90,27 @@ class KeptFaces:
             if forward and self._forwards:  # the uses so far were those between two writes
                 self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
             self._evaluations = 0
-        if forward and trained and not _recomputes():
-            self._forwards, self._evaluations = self._forwards + 1, 0
-        elif forward and not trained:
+        if forward and not trained:
             self._evaluations += 1
-
-    def of(self, plain: Tensor) -> Kept:
-        """Return what is kept of ``plain`` and holds, after ``begin_use``."""
-        return self._kept.get(_place(plain), _NOTHING)
+        elif forward and _task() == -1:  # inside of a backward it recomputes
+            self._forwards, self._evaluations = self._forwards + 1, 0
+        return self._kept.get(_place(plain), _NOTHING) if self._kept else _NOTHING
 
     def keep(self, plain: Tensor, stamp: Stamp, kept: Kept) -> None:
         """Keep what was made, unless something else came in between, in another thread."""
         if self._stamp == stamp:
             self._kept[_place(plain)] = kept
 
-    def outlast(self, policy: str) -> bool:
-        """Return whether both faces outlast one use, so that one cast makes both.
+    def lifetime(self, policy: str) -> tuple[bool, bool]:
+        """Return whether both faces outlast one use, so that one cast makes both, and whether they outlast the backward
+        that uses them.
 
         Args:
-            policy: ``keep_faces`` of the recipe. ``"auto"`` keeps them for a weight that more than one
-                forward uses, since the last write or before it, and from recomputing to the backward
-                that follows.
+            policy: ``keep_faces`` of the recipe. ``"auto"`` keeps them for a weight that more than one forward uses,
+                since the last write or before it, and from recomputing to the backward that follows.
         """
-        return self.outlast_step(policy) or (policy == "auto" and _recomputes())
-
-    def outlast_step(self, policy: str) -> bool:
-        """Return whether faces outlast the backward that uses them."""
-        return policy == "always" or (policy == "auto" and self._is_reused)
+        step = policy == "always" or (policy == "auto" and self._is_reused)
+        return step or (policy == "auto" and _task() != -1), step
 
     def end_forward(self, policy: str, *, trained: bool) -> None:
         """Let go of what a forward has used and nothing will use again."""
@@ -146,7 +141,7 @@ class KeptFaces:
         """
         if self._stamp is None or self._stamp._replace(dtype=stamp.dtype) != stamp:
             return None
-        row = self.of(plain).row
+        row = self._kept.get(_place(plain), _NOTHING).row
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
@@ -163,10 +158,6 @@ def _place(plain: Tensor) -> Place:
     return plain.shape, plain.stride(), plain.storage_offset()
 
 
-# The task of the autograd engine that runs now, -1 for none: private, and what FSDP2 asks, too.
+# The task of the autograd engine that runs now, -1 for none, in which a forward recomputes: private, and what FSDP2
+# asks, too.
 _task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def _recomputes() -> bool:
-    """Return whether a forward that runs now is inside of a backward."""
-    return _task() != -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_recorded, is_traced
-from hybridtensor.quantizers.base import measured
+from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -21,6 +21,20 @@ from hybridtensor.subclasses.observing import for_products
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import WeightRecord, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
+
+
+class Seen(NamedTuple):
+    """What is made of a weight depends on, at one moment, in counts: it holds while they are the same.
+
+    Attributes:
+        writes: Writes by handlers of operators; torch's version counters of the plain tensor and of the weight.
+        unseen: Writes of compiled code that one of the aliases found, and those that others may have made.
+        scales: Version of the layer's state, with that of a common scale.
+    """
+
+    writes: tuple[int, int, int]
+    unseen: tuple[int, int]
+    scales: int | tuple[int | None, int] | None
 
 
 class MasterWeight(InterceptingTensor):
@@ -83,7 +97,7 @@ class MasterWeight(InterceptingTensor):
         """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is
         seen by both.
         """
-        self._count_graph_writes()
+        self._count_graph_writes(version_of(self))
         new = type(self)(plain, self.config)
         new.record, new._seen = self.record, self._seen
         if plain is not self.plain:
@@ -110,7 +124,7 @@ class MasterWeight(InterceptingTensor):
         what was handed out.
         """
         writes = self.writes
-        self.record.count_others(self.plain)
+        self.record.count_others(self.plain, version_of(self.plain))
         return writes, self.record.handed
 
     @property
@@ -119,21 +133,13 @@ class MasterWeight(InterceptingTensor):
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # which attributes of a tensor would pass through
-            self._count_graph_writes()
+            self._count_graph_writes(version_of(self))
         return self.record.writes + self.record.compiled_writes
 
     @property
     def written(self) -> tuple[int, int]:
         """A value that changes with every counted write; on all ranks alike where all ranks write."""
         return self.writes, version_of(self.plain)
-
-    @property
-    def mark(self) -> tuple[int, int, int]:
-        """A value that changes with writes of handlers, torch and compiled code alone: ``written`` also
-        changes when an alias takes note of what compiled code wrote before.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.record.writes, version_of(self.plain), version_of(self)
 
     @property
     def state_version(self) -> int | tuple[int | None, int] | None:
@@ -143,16 +149,33 @@ class MasterWeight(InterceptingTensor):
         common = getattr(layer, "common", None)
         return version if common is None else (version, common.version)
 
-    def _count_graph_writes(self) -> None:
+    def seen(self) -> Seen:
+        """Count what others wrote, measure a common scale again that it changed, and return what is made of the weight
+        depends on now.
+        """
+        record, plain = self.record, self.plain
+        common = getattr(record.layer, "common", None)
+        if common is not None:
+            common.renew()
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # which attributes of a tensor would pass through
+            own, of_plain = version_of(self), version_of(plain)
+        if own != self._seen:
+            self._count_graph_writes(own)
+        record.count_others(plain, of_plain)
+        unseen = record.compiled_writes, record.handed
+        return Seen((record.writes, of_plain, own), unseen, self.state_version)
+
+    def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
 
         Views and ``detach()`` share that version with what they were taken from, ``data`` begins
         one of its own at 0.
         """
-        seen = version_of(self)
-        if seen != self._seen:
-            self._seen = seen
-            if seen:
+        if version != self._seen:
+            self._seen = version
+            if version:
                 self.record.compiled_writes += 1
 
     def note_write(self) -> None:
@@ -177,6 +200,8 @@ class MasterWeight(InterceptingTensor):
         trained: bool = False,
         backward_follows: bool = False,
         noted: AmaxRecord | Tensor | Notes | None = None,
+        context: Context | None = None,
+        seen: Seen | None = None,
     ) -> Kept:
         """Return the faces asked for, and maybe others; those in high precision have ``dtype``.
 
@@ -194,37 +219,44 @@ class MasterWeight(InterceptingTensor):
                 kept.
             noted: Where amaxes are recorded: what a backward will commit to, or what it commits, fp32 ``[S]``; in a
                 graph ``Notes``, or an address; None where a face is for evaluation.
+            context: ``self.context``, where that is known.
+            seen: ``self.seen()``, where that was just asked.
         """
         if is_traced():
-            return self._made(rowwise, columnwise, dtype, self.context, noted)
+            context = self.context if context is None else context
+            self.check_common_scale()
+            return self._made(rowwise, columnwise, dtype, context, noted)
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
-        self.renew_common_scale()
+        seen = self.seen() if seen is None else seen
+        context = self.context if context is None else context
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
-            context = for_products(self.context, dtype, row=True, column=True)
+            context = for_products(context, dtype, row=True, column=True)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, noted)
-        self._count_graph_writes()
-        record.count_others(plain)
-        stamp = self._stamp(dtype)
-        record.kept.begin_use(stamp, forward=rowwise, trained=trained)
-        return self._completed(stamp, rowwise, columnwise, trained, backward_follows, noted)
+        stamp = Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, dtype)
+        kept = record.kept.begin_use(plain, stamp, forward=rowwise, trained=trained)
+        return self._completed(
+            kept, stamp, rowwise, columnwise, trained, backward_follows, noted, context
+        )
 
     @torch.no_grad()
     def _completed(
         self,
+        kept: Kept,
         stamp: Stamp,
         rowwise: bool,
         columnwise: bool,
         trained: bool,
         backward_follows: bool,
         noted: AmaxRecord | Tensor | Notes | None,
+        context: Context,
     ) -> Kept:
         """Return what is kept, with what is missing."""
-        kept, dtype = self.record.kept.of(self.plain), stamp.dtype
-        policy, faces = self.config.keep_faces, self.record.kept
-        both = backward_follows and faces.outlast(policy)
-        lasting = faces.outlast_step(policy) if columnwise else not trained or faces.outlast(policy)
+        dtype = stamp.dtype
+        outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
+        both = backward_follows and outlast
+        lasting = outlast_step if columnwise else not trained or outlast
         unmeasured = noted is not None and kept.noted is None  # it was made for evaluation
         row_is_missing = rowwise and (kept.row is None or unmeasured)
         column_is_missing = (columnwise or both) and (kept.column is None or unmeasured)
@@ -232,8 +264,8 @@ class MasterWeight(InterceptingTensor):
             return kept
         amaxes = kept.amaxes
         if backward_follows and not both and amaxes == (None, None):
-            amaxes = self.amaxes(dtype)
-        context = for_products(self.context, dtype, row=not lasting, column=not lasting)
+            amaxes = self.amaxes(dtype, context)
+        context = for_products(context, dtype, row=not lasting, column=not lasting)
         noted = noted if kept.noted is None else kept.noted
         made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
         kept = Kept(made.row or kept.row, made.column or kept.column, amaxes, made.noted)
@@ -257,9 +289,10 @@ class MasterWeight(InterceptingTensor):
         row, column = self.quantized(rowwise, columnwise, dtype, amaxes=amaxes, context=context)
         return Kept(row, column, amaxes, noted)
 
-    def amaxes(self, dtype: torch.dtype) -> Amaxes:
+    def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
         """Return what both faces are scaled by, measured at once, if they are to be made one by one."""
-        return measured(self.config.weight, self.source, dtype, self.context).amaxes
+        context = self.context if context is None else context
+        return measured(self.config.weight, self.source, dtype, context).amaxes
 
     def quantized(
         self,
@@ -285,8 +318,6 @@ class MasterWeight(InterceptingTensor):
             config: A recipe instead of the weight's.
             context: A context instead of the weight's, which has the state as it is now.
         """
-        if is_traced():
-            self._check_common_scale()
         context = self.context if context is None else context
         context = context._replace(record=record, amaxes=amaxes, after=after)
         config = self.config if config is None else config
@@ -300,10 +331,9 @@ class MasterWeight(InterceptingTensor):
         """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
         of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
         """
-        self._count_graph_writes()
-        self.record.count_others(self.plain)
-        self.renew_common_scale()
-        row = self.record.kept.rowwise(self.plain, self._stamp(self.dtype))
+        seen = self.seen()
+        stamp = Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, self.dtype)
+        row = self.record.kept.rowwise(self.plain, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
@@ -315,7 +345,7 @@ class MasterWeight(InterceptingTensor):
         if common is not None:
             common.renew()
 
-    def _check_common_scale(self) -> None:
+    def check_common_scale(self) -> None:
         """Raise where a graph writes the weight before it uses it: its common scale is an input."""
         state = self.state
         if state is not None and state.common_amax is not None and self.writes:
@@ -331,12 +361,6 @@ class MasterWeight(InterceptingTensor):
         with _disable_current_modes():
             self.renew_common_scale()
         return super().carried()
-
-    def _stamp(self, dtype: torch.dtype) -> Stamp:
-        """Return what faces of ``dtype`` depend on now."""
-        record = self.record
-        writes = record.writes + record.compiled_writes
-        return Stamp(writes, record.handed, self.state_version, self.config, dtype)
 
     def take_memory(self, plain: Tensor) -> None:
         """Be ``plain`` from now on, of any shape, dtype and device, with the same recipe and layer.

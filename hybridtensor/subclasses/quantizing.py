@@ -17,8 +17,8 @@ from hybridtensor import ops
 from hybridtensor.arguments import require_dtype, require_flag, require_float, wrong
 from hybridtensor.ops import Cast, Faces, Groups
 from hybridtensor.ops.library import is_traced
-from hybridtensor.quantizers import Quantizer, tokens
-from hybridtensor.quantizers.base import ALONE, cast_inputs
+from hybridtensor.quantizers import Quantizer, cast_plan, tokens
+from hybridtensor.quantizers.base import ALONE
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, Section, StateTensors, require_context
 from hybridtensor.subclasses.common_scale import by_scale, measures_tensor
@@ -192,16 +192,15 @@ def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Cont
     if is_traced() or context.groups is not None:
         return False
     rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
-    request = quantizer.request(
-        rowwise=rowwise, columnwise=columnwise, dtype=dst.dtype, context=context
-    )
-    if request is None:
+    plan = cast_plan(quantizer, rowwise, columnwise, dst.dtype, context, x.device)
+    if plan is None:
         return False
+    request = plan.request
     out = [*_tensors(dst.rowwise, request.row, -1), *_tensors(dst.columnwise, request.column, 0)]
     matrix = tokens(x)
     if not ops.can_hold(out, matrix, request):
         return False
-    inputs = cast_inputs(matrix, request, context)
+    inputs = plan.inputs(matrix, context)
     ops.prepare(matrix, request, inputs).run_into(matrix, out, inputs)
     return True
 

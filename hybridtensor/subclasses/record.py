@@ -165,13 +165,17 @@ class WeightRecord:
             reference = weakref.ref(plain, lambda _: holders.pop(key, None))
             holders[key] = _Holder(reference, version_of(plain))
 
-    def count_others(self, plain: Tensor) -> None:
+    def count_others(self, plain: Tensor, version: int) -> None:
         """Count what others wrote, or may have written, since the last use of ``plain``.
 
         What torch counted; and each use while someone else holds the memory, and one more after:
         whoever holds it may write it in between.
+
+        Args:
+            plain: The plain tensor.
+            version: Torch's counter of writes to it.
         """
-        holder, version = self._holders[id(plain)], version_of(plain)
+        holder = self._holders[id(plain)]
         if holder.version != version:
             holder.version = version
             self.handed += 1

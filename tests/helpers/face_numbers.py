@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridtensor.ops.references.hadamard import rotate
-from hybridtensor.quantizers.base import tokens
+from hybridtensor.quantizers import tokens
 
 FACES = [
     f"{role}.{direction}" for role in ("input", "weight", "grad_output") for direction in ("rowwise", "columnwise")

@@ -70,7 +70,8 @@ METHODS_OF_OTHERS = {
         "stream",
         "take_name",
     ),
-    *("become", "parameter_of", "present", "tensor_scale_shape", "tensors"),
+    *("become", "check_common_scale", "faces_apart", "parameter_of", "present", "seen"),
+    *("tensor_scale_shape", "tensors"),
     # torch, with what it made
     *("check_shards", "commit_tensor", "create_local_plan", "extra_repr", "fsdp_post_all_gather"),
     *("fsdp_pre_all_gather", "load_bytes", "misfits", "read_metadata", "reset_parameters", "resolve_data"),

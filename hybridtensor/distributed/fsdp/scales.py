@@ -11,8 +11,7 @@ from hybridtensor import ops
 from hybridtensor.distributed.fsdp.agreement import around
 from hybridtensor.distributed.fsdp.plan import Plan, rows_together
 from hybridtensor.ops import CastInputs, Faces, Groups, PreparedCast
-from hybridtensor.quantizers import Quantizer
-from hybridtensor.quantizers.base import cast_inputs
+from hybridtensor.quantizers import Quantizer, cast_plan
 from hybridtensor.state import Context, Section, StateTensors
 
 
@@ -80,13 +79,13 @@ class Part(NamedTuple):
             context = context._replace(amaxes=_by_face(plan, self.amaxes))
         if self.state is None and self.quantizer.stochastic:
             return None
-        request = self.quantizer.request(
-            rowwise=rowwise, columnwise=columnwise, dtype=self.dtype, context=context
+        cast = cast_plan(
+            self.quantizer, rowwise, columnwise, self.dtype, context, self.values.device
         )
-        if request is None or not ops.can_hold(out, self.values, request):
+        if cast is None or not ops.can_hold(out, self.values, cast.request):
             return None
-        inputs = cast_inputs(self.values, request, context)
-        return ops.prepare(self.values, request, inputs), inputs
+        inputs = cast.inputs(self.values, context)
+        return ops.prepare(self.values, cast.request, inputs), inputs
 
     def _context(self) -> Context:
         if self.plan.matrix is not None:

@@ -36,7 +36,13 @@ __all__ = [
 ]
 
 
-def prepare(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) -> PreparedCast:
+def prepare(
+    x: Tensor,
+    request: CastRequest,
+    inputs: CastInputs = NO_INPUTS,
+    *,
+    direct: bool | None = None,
+) -> PreparedCast:
     """Return the cast for matrices that lie as ``x`` does, with inputs of the kind of ``inputs``.
 
     Args:
@@ -45,12 +51,13 @@ def prepare(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) -> 
             below, up to whole blocks.
         request: Which faces, and how.
         inputs: What ``run`` will be given, or tensors of the same dtypes and alignment.
+        direct: What ``runs_directly(x)`` says, where that is known.
 
     Raises:
         ValueError: If amaxes are given for a format that does not measure, or of another shape, or
             a delayed scale is asked for and none is given.
     """
-    if not runs_directly(x):
+    if not (runs_directly(x) if direct is None else direct):
         check_inputs(x, request, inputs)
         return OperatorCast(request)
     if x.is_cuda and x.numel():

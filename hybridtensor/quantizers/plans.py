@@ -1,0 +1,326 @@
+"""Which cast makes the faces of a tensor of a layer, decided once, and what it needs in each call."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridtensor import ops
+from hybridtensor.formats import Format
+from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
+from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.library import is_traced, runs_directly
+from hybridtensor.ops.references.blocks import amax_by_rows
+from hybridtensor.state import Context
+
+if TYPE_CHECKING:
+    from hybridtensor.quantizers.base import Quantizer
+
+
+def tokens(x: Tensor) -> Tensor:
+    """Return ``x`` as a matrix ``[tokens, features]``; ``reshape`` could not infer -1 for an empty
+    tensor.
+    """
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+class CastPlan:
+    """The one cast that makes some faces of some tensor of a layer, decided once.
+
+    Args:
+        request: What it makes.
+        context: Which tensor that is.
+        device: Where it is.
+
+    Attributes:
+        request: The same.
+        run_request: The same, as values where products read these at once and the device does not multiply elements.
+        needs: What the cast needs beside the matrix.
+        measured: Whether the rowwise and the columnwise face are scaled by amaxes that one pass over the matrix finds.
+    """
+
+    def __init__(self, request: CastRequest, context: Context, device: torch.device) -> None:
+        self.request = request
+        self.run_request = _as_values(request, context.values, device)
+        self.needs = _Needs(request)
+        row, column = request.row, request.column if request.source is None else None
+        self.measured = _is_measured(row), _is_measured(column)
+        self._whole: set[object] = set()  # extents that are whole blocks
+
+    def run(self, x: Tensor, context: Context) -> Faces:
+        """Return the faces of ``x``, of each group if it has groups."""
+        if context.groups is not None:
+            inputs = self.inputs(x, context)
+            return ops.quantize_groups(x, context.groups, self.request, inputs)
+        matrix = x if x.dim() == 2 else tokens(x)
+        direct = runs_directly(matrix)
+        if not direct and is_traced() and context.role != "weight" and context.amaxes == _NO_AMAXES:
+            context = _measured_by_the_graph(matrix, self.request, context)
+        inputs = self.inputs(matrix, context)
+        return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
+
+    @property
+    def scales_by_amax(self) -> bool:
+        """Whether the faces of a matrix are all scaled by its amax, which a cast does not know from before."""
+        needs = self.needs
+        wanted = needs.row == needs.row_of_tensor and needs.column == needs.column_of_tensor
+        return wanted and not needs.hint and not needs.delayed
+
+    def gains_by_fusing(self, device: torch.device) -> bool:
+        """Return whether a cast takes less time if the matrix is computed or measured on the way: where that saves a
+        pass, and nothing makes values of faces again.
+
+        Casts that measure rows read twice, and those of blocks of 128 and of NVFP4 compute most of their time: there
+        values that are stored first are as fast, measured on an H200.
+        """
+        casts = [cast for cast in self.request[:3] if cast is not None]
+        if any(ops.multiplies_values(cast.format, device) for cast in casts):
+            return False
+        return self.scales_by_amax or all(map(_reads_once, casts))
+
+    def inputs(self, matrix: Tensor, context: Context) -> CastInputs:
+        """Return the tensors that the cast needs beside the matrix.
+
+        Raises:
+            ValueError: If the features of the matrix, or both axes of a weight, are not of whole blocks, or the layer's
+                state has no counter for random rounding, or is on another device.
+        """
+        needs, state = self.needs, context.state
+        if needs.whole_blocks:
+            self._check_whole_blocks(matrix, context)
+        common = None if state is None or context.role != "weight" else state.common_amax
+        row_amax, column_amax = context.amaxes
+        if common is not None:
+            row_amax = common if needs.row_of_tensor else row_amax
+            column_amax = common if needs.column_of_tensor else column_amax
+        if not needs.state and row_amax is None and column_amax is None and context.after is None:
+            return NO_INPUTS
+        if state is not None and needs.state:
+            state.require_on(matrix.device, context)
+        rounding, first_row = None, 0
+        if needs.draws:
+            rounding, first_row = context.draws(math.prod(matrix.shape[:-1]), matrix.device)
+        delayed = state is not None and needs.delayed
+        return CastInputs(
+            encode_scale=state.encode_scale if state is not None and delayed else None,
+            noted_amax=state.amax if state is not None and delayed and context.record else None,
+            rounding=rounding,
+            first_row=first_row,
+            row_amax=row_amax if needs.row else None,
+            column_amax=column_amax if needs.column else None,
+            hint=_hint(context) if needs.hint else None,
+            after=context.after,
+        )
+
+    def _check_whole_blocks(self, matrix: Tensor, context: Context) -> None:
+        extents = matrix.shape if context.role == "weight" else matrix.shape[-1]
+        if is_traced():  # extents may be symbols, which have no hash
+            _check_matrix(matrix, self.request, context)
+        elif extents not in self._whole:
+            _check_matrix(matrix, self.request, context)
+            self._whole.add(extents)
+
+
+_NO_AMAXES = (None, None)
+_PLANS: dict[tuple[object, ...], CastPlan | None] = {}
+_MOST_PLANS = 4096
+
+
+def cast_plan(
+    quantizer: Quantizer,
+    rowwise: bool,
+    columnwise: bool,
+    dtype: torch.dtype,
+    context: Context,
+    device: torch.device,
+) -> CastPlan | None:
+    """Return the one cast that makes faces of a tensor, or None if that takes several.
+
+    Args:
+        quantizer: Says how.
+        rowwise: Make the rowwise face.
+        columnwise: Make the columnwise face.
+        dtype: Dtype of the computation.
+        context: Which tensor it is.
+        device: Where it is.
+    """
+    state, groups = context.state, context.groups
+    key = (
+        quantizer,
+        rowwise,
+        columnwise,
+        dtype,
+        device,
+        context.role,
+        context.direction,
+        context.values,
+        None if state is None else (state.slots, state.encode_scale is None),
+        None if groups is None else groups.first,
+    )
+    # A plan holds no tensor: only Dynamo, which would guard the table, must not see it.
+    traced = torch.compiler.is_compiling()
+    if not traced and key in _PLANS:
+        return _PLANS[key]
+    request = quantizer.request(
+        rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+    )
+    plan = None if request is None else CastPlan(request, context, device)
+    if not traced:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
+
+
+def _as_values(
+    request: CastRequest, wanted: tuple[bool, bool], device: torch.device
+) -> CastRequest:
+    """Return the request for values instead, of those faces that products read at once and whose elements the device
+    does not multiply.
+    """
+    if not any(wanted):
+        return request
+    row, column = (
+        cast.for_values()
+        if value and cast is not None and ops.multiplies_values(cast.format, device)
+        else cast
+        for cast, value in zip(request[:2], wanted, strict=True)
+    )
+    return request._replace(row=row, column=column)
+
+
+def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Context) -> Context:
+    """Return the context with the amax of the matrix, if that is all that casts measure, from
+    operations of torch.
+
+    A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not
+    made, but read. Of a single row nothing would be stored in between, so that the amax could be of
+    values that were not rounded yet.
+    """
+    if matrix.shape[0] == 1:
+        return context
+    of_matrix = (request.row or request.source, request.column if request.source is None else None)
+    measures = [cast is not None and cast.measures is not None for cast in of_matrix]
+    per_row_or_rotated = any(
+        cast is not None and (cast.measures or cast.format.hadamard) for cast in of_matrix
+    )
+    if per_row_or_rotated or not any(measures):
+        return context
+    amax = amax_by_rows(matrix)
+    row, column = (amax if wanted else None for wanted in measures)
+    return context._replace(amaxes=(row, column))
+
+
+def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: Context) -> Context:
+    """Return the context with the amaxes that both faces of a matrix are scaled by, measured in one
+    pass, so that neither of two casts measures again.
+
+    It is the same where none is scaled by an amax that one pass finds, or casts know better: from a
+    common scale, or by what the layer remembers.
+    """
+    state = context.state
+    if context.groups is not None or not matrix.numel():
+        return context
+    if state is not None and state.common_amax is not None:
+        return context
+    plan = cast_plan(quantizer, True, True, dtype, context, matrix.device)
+    if plan is None:  # one face is in high precision
+        plan = cast_plan(quantizer, True, False, dtype, context, matrix.device)
+    if plan is None or not any(plan.measured) or (plan.needs.hint and not is_traced()):
+        return context
+    cast = ops.prepare(matrix, plan.request, plan.inputs(matrix, context))
+    of_row, of_column = cast.measure(matrix)
+    row, column = plan.measured
+    return context._replace(amaxes=(of_row if row else None, of_column if column else None))
+
+
+def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
+    """Return the context of a cast in forward whose tensor backward casts columnwise: in a graph it records no amax
+    if backward measures the same one, as forward would have to save it.
+    """
+    state = context.state
+    if state is None or not isinstance(state.amax, Notes):
+        return context
+    if quantizer.delayed_rules(context.role).keys() != {context.role}:
+        return context
+    return context._replace(state=state._replace(amax=None))
+
+
+def _reads_once(cast: Cast) -> bool:
+    """Return whether a cast measures nothing, or only if the last scale does not hold, and computes little."""
+    by_last = cast.pow2_scale and cast.measures is False
+    return cast.slot >= 0 or by_last or cast.format.scale_dtype == torch.float8_e8m0fnu
+
+
+class _Needs:
+    """What a request needs beside the matrix.
+
+    Attributes:
+        whole_blocks: Whether a format has no partial blocks.
+        draws: Whether elements are rounded at random.
+        delayed: Whether a scale is a delayed one.
+        row: Whether there is a rowwise face, or what the columnwise one is made from.
+        column: Whether there is a columnwise face.
+        row_of_tensor: Whether the rowwise face has a scale from the amax of the tensor.
+        column_of_tensor: The same of a columnwise face that is made of the tensor.
+        hint: Whether a cast can go by what it was scaled by before.
+        state: Whether any of that is in the layer's state.
+    """
+
+    def __init__(self, request: CastRequest) -> None:
+        casts = [cast for cast in request[:3] if cast is not None]
+        self.whole_blocks = any(not cast.format.ragged for cast in casts)
+        self.draws = any(cast.stream >= 0 for cast in casts)
+        self.delayed = any(cast.slot >= 0 for cast in casts)
+        self.row = request.row is not None or request.source is not None
+        self.column = request.column is not None
+        self.row_of_tensor = _is_of_tensor(request.row or request.source)
+        self.column_of_tensor = request.source is None and _is_of_tensor(request.column)
+        first = request.row or request.column
+        self.hint = first is not None and first.pow2_scale and first.measures is False
+        self.state = self.draws or self.delayed or self.hint
+
+
+def _is_measured(cast: Cast | None) -> bool:
+    """Return whether a cast scales by amaxes of the matrix as it is, not after a rotation."""
+    return cast is not None and cast.measures is not None and not cast.format.hadamard
+
+
+def _is_of_tensor(cast: Cast | None) -> bool:
+    """Return whether a cast scales by the amax of the tensor as it is, not after a rotation."""
+    return cast is not None and cast.measures is False and not cast.format.hadamard
+
+
+def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> None:
+    """Raise ValueError unless the faces of the matrix are whole blocks, but for tokens: there may
+    be any number of them.
+    """
+    columns, who = matrix.shape[-1], str(context)
+    rows = matrix.shape[-2] if context.role == "weight" else None
+    row, column, source, _ = request
+    row = row or source
+    if row is not None:
+        check_blocks(row.format, (rows, columns), who, "rowwise")
+    if column is not None:
+        check_blocks(column.format, (columns, rows), who, "columnwise")
+
+
+def _hint(context: Context) -> Hint | None:
+    """Return the layer's hint for tensors of this slot, or None without a layer."""
+    hints = None if context.state is None else context.state.hints
+    return None if hints is None else hints.setdefault(context.slot, Hint())
+
+
+def check_blocks(
+    fmt: Format, shape: tuple[int | None, int | None], who: str, direction: str
+) -> None:
+    """Raise ValueError unless a face ``[other, contraction]`` is whole blocks of ``fmt``; None is
+    any extent.
+    """
+    try:
+        fmt.check_shape(*(0 if extent is None else extent for extent in shape))
+    except ValueError as error:
+        raise ValueError(f"{who}: the {direction} face in {error}") from None
