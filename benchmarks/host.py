@@ -1,4 +1,5 @@
-"""Host time of a small linear layer, forward and backward, beyond plain BF16's; the queue is drained after each step.
+"""Host time of a training step of a small linear layer beyond plain BF16's: forward, backward, an optimizer that writes
+the weight, and ``step_``; the queue is drained after each step.
 
 ``--recipes "TransformerEngine current"`` measures its layer, where it is installed. With ``--other PATH`` the package
 at PATH is measured in turns with this one, each in a process of its own.
@@ -59,10 +60,17 @@ def measure(device: str, count: int, recipes: list[str]) -> dict[str, float]:
         elif recipe != "bf16":
             ht.quantize_(layer, recipe)
 
-        def step(layer: nn.Module = layer, advances: bool = recipe == "fp8_delayed") -> None:
-            layer.weight.grad = x.grad = None
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        quantized = recipe != "bf16" and recipe not in te_peer.RECIPES
+
+        def step(
+            layer: nn.Module = layer, optimizer: torch.optim.Optimizer = optimizer, quantized: bool = quantized
+        ) -> None:
             layer(x).backward(grad)
-            if advances:
+            optimizer.step()
+            optimizer.zero_grad()
+            x.grad = None
+            if quantized:
                 ht.step_(layer)
 
         steps[recipe] = step
