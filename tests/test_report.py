@@ -1,6 +1,8 @@
 """``report``: a page of what was watched. Its numbers are read back out of the page, its script runs in node."""
 
+import copy
 import dataclasses
+import functools
 import html.parser
 import json
 import re
@@ -9,11 +11,13 @@ import subprocess
 
 import pytest
 import torch
+from experts import WIDTH, Mixture
 from siblings import inputs
 from torch import nn
 from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
+from hybridtensor.testing import random_tensor
 from hybridtensor.watching import Recording
 
 
@@ -118,6 +122,91 @@ def test_long_runs_are_thinned_and_names_escaped(tmp_path):
     assert (len(data["steps"]), data["steps"][0], data["steps"][-1]) == (60, 0, 199)
     assert "<script>alert" not in (tmp_path / "page.html").read_text()
     assert not Page(tmp_path / "page.html").open
+
+
+MARKUP = "'\"><img src=x onerror=alert(1)><script>alert(2)</script><!--data--></td>"
+
+
+def strings(found, path=()):
+    """Yield where the strings of a recording are, keys among them: path, and whether it is a key."""
+    if isinstance(found, str):
+        yield path, False
+    elif isinstance(found, dict):
+        for key, value in found.items():
+            yield (*path, key), True
+            yield from strings(value, (*path, key))
+    elif isinstance(found, list):
+        for index, value in enumerate(found[:2]):
+            yield from strings(value, (*path, index))
+
+
+def with_markup(found, path, is_key):
+    """Return a recording with markup in place of one of its strings."""
+    made = copy.deepcopy(found)
+    *way, last = path
+    place = functools.reduce(lambda one, key: one[key], way, made)
+    if is_key:
+        place[MARKUP] = place.pop(last)
+    else:
+        place[last] = MARKUP
+    return made
+
+
+def test_markup_in_any_string_of_a_recording_is_text(tmp_path):
+    """A recording may be someone else's. Oracle: the tags and attributes of the page without markup."""
+    experts = ht.quantize_(Mixture(), "fp8")
+    optimizer = torch.optim.SGD(experts.parameters(), lr=1e-4)
+    with ht.watch(experts, every=1, rows=128) as watched:
+        for seed in range(2):
+            experts(random_tensor(64, WIDTH, seed=seed, dtype=torch.float32)).square().mean().backward()
+            watched.note(1.0)
+            optimizer.step()
+            ht.step_(experts)
+    saved, page = watched.recording().save(tmp_path / "run.json"), tmp_path / "page.html"
+    found = json.loads(saved.read_text())
+    allowed = {(tag, *attributes) for tag, attributes in Page(ht.report(saved, page)).tags}
+    shown = refused = 0
+    for path, is_key in strings(found):
+        saved.write_text(json.dumps(with_markup(found, path, is_key)))
+        try:
+            made = Page(ht.report(saved, page))
+        except ValueError:
+            refused += 1
+            continue
+        shown += 1
+        assert not made.open, path
+        assert {(tag, *attributes) for tag, attributes in made.tags} <= allowed, path
+        assert sum(tag == "script" for tag, _ in made.tags) == 2, path
+    assert shown > 20
+    assert refused > 20
+
+
+WRONG = {
+    "a number for a name": lambda found: found["samples"][0]["faces"][0].update(layer=3),
+    "a list for a product": lambda found: found["samples"][0]["products"][0].update(product=["output"]),
+    "no statistics": lambda found: found["samples"][0]["faces"][0].update(statistics={}),
+    "text for a number": lambda found: found["samples"][0]["products"][0]["statistics"].update(cosine="<b>"),
+    "recipes in a list": lambda found: found.update(recipes=["fp8"]),
+    "a field too many": lambda found: found["samples"][0]["faces"][0].update(more=1),
+    "samples in a number": lambda found: found.update(samples=3),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_recording_of_other_types_is_refused(name, tmp_path):
+    saved = recording(steps=1).recording().save(tmp_path / "run.json")
+    found = json.loads(saved.read_text())
+    WRONG[name](found)
+    saved.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"Recording\.load: what Recording\.save wrote is required, got .*run\.json"):
+        ht.report(saved, tmp_path / "page.html")
+
+
+def test_deep_nesting_is_refused(tmp_path):
+    saved = tmp_path / "run.json"
+    saved.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"run\.json"):
+        ht.report(saved, tmp_path / "page.html")
 
 
 def test_what_was_not_noted_or_not_finite_is_said(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch
 from hybridtensor.arguments import require_kind
 from hybridtensor.version import __version__
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
+from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,10 +71,12 @@ class Recording:
                 raise ValueError(f"version {_VERSION} is required, got {found['version']}")
             losses = tuple((int(step), float(loss)) for step, loss in found["losses"])
             samples = tuple(_sample(one) for one in found["samples"])
-            return cls(
-                int(found["every"]), dict(found["recipes"]), dict(found["machine"]), losses, samples
+            recipes, told = (
+                {_string(a): _string(b) for a, b in found[name].items()}
+                for name in ("recipes", "machine")
             )
-        except (KeyError, OSError, TypeError, ValueError) as error:
+            return cls(int(found["every"]), recipes, told, losses, samples)
+        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Recording.load: what Recording.save wrote is required, got {path}: {error}"
             ) from error
@@ -135,16 +139,42 @@ def machine() -> dict[str, str]:
 
 
 def _sample(found: dict[str, Any]) -> Sample:
-    faces = tuple(FaceRow(**_fields(row)) for row in found["faces"])
-    products = tuple(
-        ProductRow(**_fields(row) | {"formats": tuple(row["formats"])}) for row in found["products"]
+    faces = tuple(
+        FaceRow(**_fields(row, NAMES, ("layer", "operand", "format"))) for row in found["faces"]
     )
-    order, unseen = (tuple((a, b) for a, b in found[name]) for name in ("order", "unseen"))
+    products = tuple(
+        ProductRow(
+            **_fields(row, PRODUCT_NAMES, ("layer", "product"))
+            | {"formats": tuple(map(_string, row["formats"]))}
+        )
+        for row in found["products"]
+    )
+    order, unseen = (
+        tuple((_string(a), _string(b)) for a, b in found[name]) for name in ("order", "unseen")
+    )
     return Sample(int(found["step"]), faces, products, order, unseen)
 
 
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row of faces or products."""
-    statistics = {name: float(value) for name, value in row["statistics"].items()}
+def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a row of faces or products.
+
+    Args:
+        row: As JSON has it.
+        names: Of its statistics.
+        strings: Which fields are strings.
+    """
+    statistics = {name: float(row["statistics"][name]) for name in names}
     experts = tuple((int(expert), float(number)) for expert, number in row["experts"])
-    return row | {"statistics": statistics, "experts": experts}
+    checked = {name: _string(row[name]) for name in strings}
+    return row | checked | {"step": int(row["step"]), "statistics": statistics, "experts": experts}
+
+
+def _string(value: object) -> str:
+    """Return a value that is a string.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"a string is required, got {value!r:.80}")
+    return value

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -221,9 +221,7 @@ def _worst(last: Sample) -> str:
     faces = sorted(last.faces, key=lambda row: badness(row.statistics["sqnr"]))[:_ROWS]
     head = "".join(f"<th title='{_text(NAMES[name])}'>{_text(name)}</th>" for name in names)
     rows = "".join(
-        f"<tr><td>{_text(row.where)}</td><td>{_text(row.operand)}</td><td>{_text(row.format)}</td>"
-        + "".join(f"<td class=number>{row.statistics[name]:.4g}</td>" for name in names)
-        + "</tr>"
+        _row((row.where, row.operand, row.format), [f"{row.statistics[n]:.4g}" for n in names])
         for row in faces
     )
     head = f"<tr><th>layer</th><th>face</th><th>format</th>{head}</tr>"
@@ -245,8 +243,7 @@ def _experts(samples: Sequence[Sample]) -> str:
         found.append((*numbers[worst], layer, product, worst, len(numbers)))
     found.sort(key=lambda one: badness(one[0]))
     rows = "".join(
-        f"<tr><td>{_text(layer)}</td><td>{product}</td><td class=number>{expert}</td>"
-        f"<td class=number>{cosine:.6f}</td><td class=number>{step}</td><td class=number>{count}</td></tr>"
+        _row((layer, product), (f"{expert}", f"{cosine:.6f}", f"{step}", f"{count}"))
         for cosine, step, layer, product, expert, count in found[:_ROWS]
     )
     names = ("experts", "product", "worst expert", "its cosine", "in step", "experts measured")
@@ -281,5 +278,13 @@ def _words() -> str:
     return f"<dl>{''.join(rows)}</dl>"
 
 
+def _row(words: Iterable[str], numbers: Iterable[str]) -> str:
+    """Return a row of a table, of cells of text and of numbers."""
+    cells = [f"<td>{_text(word)}</td>" for word in words]
+    cells += [f"<td class=number>{_text(number)}</td>" for number in numbers]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
 def _text(text: str) -> str:
+    """Return text in which nothing is markup: a recording may be someone else's."""
     return html.escape(text, quote=True)
