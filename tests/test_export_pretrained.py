@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from experts import EXPERTS, HIDDEN, WIDTH, Experts
 from inference_models import FAMILIES, WEIGHTS, recipe, values_of
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,6 +20,40 @@ from hybridtensor.distributed import checkpoint
 from hybridtensor.inference.stored import amax_of
 
 PLAIN_LAYOUTS = ["hf_fp8", "ct_fp8_row", "ct_fp8_tensor", "ct_mxfp8", "ct_fp8_block", "hf_fp8_ue8m0", "ct_nvfp4"]
+
+
+FP8 = torch.ones(64, 64).to(torch.float8_e4m3fn)
+
+
+def stored(scale, elements=FP8, **others):
+    return {"0.weight": elements, "0.weight_scale": scale, **others}
+
+
+def nvfp4(level=1.0, code=56):
+    scale = torch.full((64, 4), code, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    packed = {"0.weight_packed": torch.zeros(64, 32, dtype=torch.uint8), "0.weight_scale": scale}
+    return {**packed, "0.weight_global_scale": torch.full((1,), level)}
+
+
+NO_SCALES, BAD_SCALES = "scales are required beside elements in", "finite scales above zero are required"
+BAD = {
+    "FP8 experts without scales": (NO_SCALES, {"experts.w1": torch.ones(EXPERTS, HIDDEN, WIDTH).to(FP8.dtype)}),
+    "int8": (NO_SCALES, {"0.weight": torch.ones(64, 64, dtype=torch.int8)}),
+    "int64": (NO_SCALES, {"0.weight": torch.ones(64, 64, dtype=torch.int64)}),
+    "E5M2": (NO_SCALES, {"0.weight": FP8.to(torch.float8_e5m2)}),
+    "FP8 bias": (NO_SCALES, {"0.weight": torch.ones(64, 64), "0.bias": torch.ones(64).to(FP8.dtype)}),
+    "NaN": (BAD_SCALES, stored(torch.full((64, 1), float("nan")))),
+    "Inf": (BAD_SCALES, stored(torch.tensor([float("inf")]))),
+    "zero": (BAD_SCALES, stored(torch.tensor([0.0]))),
+    "negative": (BAD_SCALES, stored(-torch.ones(64, 1))),
+    "exponents of NaN": (BAD_SCALES, stored(torch.full((64, 2), 255, dtype=torch.uint8))),
+    "int32": ("scales in a floating-point dtype are required", stored(torch.ones(64, 1, dtype=torch.int32))),
+    "both spellings": ("got both", stored(torch.ones(1), **{"0.weight_scale_inv": torch.ones(1, 1)})),
+    "a global scale of zero": (BAD_SCALES, nvfp4(level=0.0)),
+    "an infinite global scale": (BAD_SCALES, nvfp4(level=float("inf"))),
+    "negative blocks": (BAD_SCALES, nvfp4(code=0xB8)),
+    "blocks of NaN": (BAD_SCALES, nvfp4(code=0x7F)),
+}
 
 
 def family(name, layout, persistent=False, seed=0):
@@ -208,7 +243,8 @@ class TestWhatIsWrong:
             ht.load_pretrained(layers[0], tmp_path / "none")
         with pytest.raises(ValueError, match=r"got no \[\] and \['0\.bias'\] besides"):
             ht.load_pretrained(layers[1], tmp_path / "bias")
-        ht.load_pretrained(layers[1], tmp_path / "bias", strict=False)
+        with pytest.warns(UserWarning, match="were loaded from"):
+            ht.load_pretrained(layers[1], tmp_path / "bias", strict=False)
 
     def test_other_formats_and_shapes(self, tmp_path):
         folder = ht.export_pretrained(family("llama", "hf_fp8", persistent=True), tmp_path / "out")
@@ -331,6 +367,29 @@ class TestWhatIsDoubtful:
         save_file({"0.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"0\.weight: scales are required beside elements"):
             ht.load_pretrained(nn.Sequential(nn.Linear(64, 64, bias=False)), tmp_path)
+
+    @pytest.mark.parametrize("name", BAD)
+    def test_tensors_that_cannot_be_a_weight(self, name, tmp_path):
+        """Each was loaded as values, or as NaN, without a word."""
+        said, tensors = BAD[name]
+        stacked = any(key.startswith("experts") for key in tensors)
+        model = nn.ModuleDict(
+            {"experts": Experts(EXPERTS)} if stacked else {"0": nn.Linear(64, 64, bias="0.bias" in tensors)}
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=said):
+            ht.load_pretrained(model, tmp_path, strict=not stacked)
+        assert all(map(torch.equal, model.parameters(), before))
+
+    def test_what_is_not_loaded_is_told(self, tmp_path):
+        save_file({"0.weight": torch.ones(64, 64), "other": torch.ones(1)}, tmp_path / "model.safetensors")
+        model = nn.Sequential(nn.Linear(64, 64))
+        with pytest.warns(
+            UserWarning, match=r"1 parameters .* no \['0\.bias'\], and of \['other'\] the model has none"
+        ):
+            ht.load_pretrained(model, tmp_path, strict=False)
+        assert torch.equal(model[0].weight, torch.ones(64, 64))
 
     def test_exponents_as_bytes(self, tmp_path):
         weight = torch.ones(64, 64).to(torch.float8_e4m3fn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from hybridtensor.inference.stored import (
     in_format,
     packed_matrix,
     packed_stack,
+    require_values,
     stored_face,
 )
 from hybridtensor.inference.weights import named
@@ -95,7 +97,8 @@ def load_pretrained(
         model: A model whose names are those of the folder, or of transformers; after ``quantize_``
             with the formats of the folder, ``persistent=True``; not sharded.
         folder: With ``model.safetensors`` or several files and their index.
-        strict: Whether every parameter and every tensor of the folder must have its counterpart.
+        strict: Whether every parameter and every tensor of the folder must have its counterpart; else a warning says
+            which have none.
 
     Returns:
         ``model``.
@@ -138,6 +141,12 @@ def load_pretrained(
             f"{_WHO}: each parameter in the folder, and nothing else, is required, got no {missing[:5]} and "
             f"{left[:5]} besides, {len(missing)} and {len(left)} in all; or pass strict=False"
         )
+    if missing or left:
+        warnings.warn(
+            f"{_WHO}: {len(state)} parameters and buffers were loaded from {path}; it has no {missing[:5]}, and of "
+            f"{left[:5]} the model has none, {len(missing)} and {len(left)} in all",
+            stacklevel=2,
+        )
     _copy(model, state)
     return model
 
@@ -163,7 +172,12 @@ def _of_matrix(stored: _Folder, names: Names, name: str, value: Tensor) -> Tenso
     if not own.endswith("weight") or value.dim() != 2:
         if own not in stored:
             return None
-        return stored[own]
+        tensor = stored[own]
+        if value.is_floating_point():
+            require_values(own, tensor)
+        elif tensor.dtype != value.dtype:
+            raise ValueError(f"{_WHO}: {own} in {value.dtype} is required, got {tensor.dtype}")
+        return tensor
     packed = packed_matrix(own, stored)
     if not packed:
         return None
@@ -186,6 +200,7 @@ def _of_stack(
     if name in stored:
         packed = packed_stack(name, stored)
         if len(packed) == 1:
+            require_values(name, packed["weight"])
             return packed["weight"]
         each = [{k: one[e] for k, one in packed.items()} for e in range(value.shape[0])]
         return _joined(name, value, [_face(name, one) for one in each], turned)

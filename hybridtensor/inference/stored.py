@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import formats
+from hybridtensor.arguments import told
 from hybridtensor.formats import Format
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.ops import Face, transpose
@@ -19,6 +20,7 @@ from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.state import Context
 
 SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_global_scale")
+_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SIDE = 128
 _GROUPS = {formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3, formats.NVFP4_16X16: formats.NVFP4}
 _POW2 = {formats.FP8_E4M3_128X128: formats.FP8_E4M3_128X128_FP32_SCALE}
@@ -40,6 +42,7 @@ def packed_matrix(name: str, tensors: Tensors) -> Packed:
     found = {s: tensors[prefix + s] for s in SUFFIXES if prefix + s in tensors}
     if found and "weight_scale_inv" not in found and f"{prefix}scale" in tensors:
         found["weight_scale_inv"] = tensors[f"{prefix}scale"]  # DeepSeek V4's name
+    _require_one_spelling(name, found)
     return found
 
 
@@ -52,7 +55,48 @@ def packed_stack(name: str, tensors: Tensors) -> Packed:
             found[suffix] = tensors[own]
     if name in tensors:
         found["weight_packed" if "weight_global_scale" in found else "weight"] = tensors[name]
+    _require_one_spelling(name, found)
     return found
+
+
+def _require_one_spelling(name: str, packed: Packed) -> None:
+    """Raise ValueError for scales of a weight by two names: nothing says which of them multiply it."""
+    if "weight_scale" in packed and "weight_scale_inv" in packed:
+        raise ValueError(
+            f"load_pretrained: {name}: weight_scale or weight_scale_inv is required, got both; remove one of them"
+        )
+
+
+def require_values(name: str, stored: Tensor) -> None:
+    """Raise ValueError for elements of a quantized format, which are no values without scales."""
+    if stored.dtype not in _VALUES:
+        raise ValueError(
+            f"load_pretrained: {name}: scales are required beside elements in {told(stored.dtype)}, got none"
+        )
+
+
+def _require_scales(name: str, scale: Tensor) -> None:
+    """Raise ValueError unless scales are numbers above zero; those of NVFP4's blocks may be zero.
+
+    Args:
+        name: Of the weight.
+        scale: Numbers; exponents (E8M0, or their bytes), of which 255 is NaN; or E4M3.
+    """
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        bad = scale.view(torch.uint8) == 255
+    elif scale.dtype == torch.float8_e4m3fn:
+        bad = scale.view(torch.uint8) > 126  # NaN, or a sign
+    elif scale.dtype in _VALUES:
+        bad = ~(scale.isfinite() & (scale > 0))
+    else:
+        raise ValueError(
+            f"load_pretrained: {name}: scales in a floating-point dtype are required, got {told(scale.dtype)}"
+        )
+    if bool(bad.any()):
+        raise ValueError(
+            f"load_pretrained: {name}: finite scales above zero are required, got {int(bad.sum())} others of "
+            f"{scale.numel()}; the file is damaged, or was written by something else"
+        )
 
 
 def stored_face(name: str, packed: Packed) -> Face | None:
@@ -68,10 +112,10 @@ def stored_face(name: str, packed: Packed) -> Face | None:
     if "weight_packed" in packed:
         return _nvfp4(name, packed)
     elements, scale = packed["weight"], packed.get("weight_scale_inv", packed.get("weight_scale"))
-    if scale is None and elements.dtype == torch.float8_e4m3fn:
-        raise ValueError(f"{name}: scales are required beside elements in float8_e4m3fn, got none")
     if scale is None:
+        require_values(name, elements)
         return None
+    _require_scales(name, scale)
     if elements.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"{name}: elements in float8_e4m3fn are required, got {elements.dtype} with scales"
@@ -117,12 +161,15 @@ def _nvfp4(name: str, packed: Packed) -> Face:
         codes.dtype != torch.uint8
         or scale is None
         or level is None
+        or scale.itemsize != 1
         or tuple(scale.shape) != (rows, columns // 16)
     ):
         raise ValueError(
             f"{name}: uint8 weight_packed {list(codes.shape)} with weight_scale {[rows, columns // 16]} and "
             "weight_global_scale are required, got others"
         )
+    _require_scales(name, scale.view(torch.float8_e4m3fn))
+    _require_scales(name, level)
     return Face(codes, scale.view(torch.float8_e4m3fn), amax_of(level).view(1, 1), formats.NVFP4)
 
 
