@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +49,7 @@ class _Folder:
     """
 
     def __init__(self, library: ModuleType, path: Path, listed: set[str] | None) -> None:
-        self._files = contextlib.ExitStack()
+        self._library, self._files = library, contextlib.ExitStack()
         self._of: dict[str, Any] = {}
         self.used: set[str] = set()
         for file in _files(path):
@@ -56,7 +57,8 @@ class _Folder:
                 raise ValueError(
                     f"{_WHO}: files of {DIGESTS} are required, got {file.name} besides; remove it"
                 )
-            handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
+            with self._reading(file.name):
+                handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
             twice = sorted(self._of.keys() & set(handle.keys()))
             if twice:
                 raise ValueError(
@@ -75,8 +77,19 @@ class _Folder:
 
     def __getitem__(self, name: str) -> Tensor:
         self.used.add(name)
-        tensor: Tensor = self._of[name].get_tensor(name)
+        with self._reading(name):
+            tensor: Tensor = self._of[name].get_tensor(name)
         return tensor
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Have damage of a file end in a ValueError that names the file, or the tensor."""
+        try:
+            yield
+        except (self._library.SafetensorError, OSError, OverflowError, RuntimeError) as error:
+            raise ValueError(
+                f"{_WHO}: {what} as safetensors writes it is required, got damage: {error}"
+            ) from error
 
     @property
     def unused(self) -> list[str]:
@@ -352,7 +365,7 @@ def _check_folder(path: Path) -> set[str] | None:
         known = {
             str(name): (int(told["size"]), str(told["sha256"])) for name, told in files.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{_WHO}: {DIGESTS} as export_pretrained writes it is required, got {error!r}"
         ) from error
@@ -370,7 +383,7 @@ def _files(path: Path) -> list[Path]:
     if (path / INDEX).exists():
         try:
             names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{_WHO}: an index with a weight_map is required, got {error!r} in {INDEX}"
             ) from error
