@@ -395,9 +395,7 @@ class TestWhatIsDoubtful:
                 "nested": len(nested).to_bytes(8, "little") + nested,
             }[damage]
         )  # fmt: skip
-        with pytest.raises(
-            ValueError, match=r"load_pretrained: model\.safetensors as safetensors writes it"
-        ):
+        with pytest.raises(ValueError, match=r"load_pretrained: model\.safetensors as safetensors writes it"):
             ht.load_pretrained(nn.Sequential(nn.Linear(64, 64, bias=False)), tmp_path)
 
     def test_every_bit_of_a_header(self, tmp_path):
