@@ -351,7 +351,10 @@ def test_recordings_and_sinks(tmp_path, capsys):
     ]
     watched.show()
     assert re.search(r"smallest cosine of a product: .*, experts\.w\d\[1\] ", capsys.readouterr().out)
-    bad = told[0]._replace(faces=(told[0].faces[0].__class__(0, "w", "input.rowwise", "fp8", {}, ((1, math.nan),)),))
+    numbers = dict.fromkeys(ht.watching.NAMES, 1.0)
+    bad = told[0]._replace(
+        faces=(told[0].faces[0].__class__(0, "w", "input.rowwise", "fp8", numbers, ((1, math.nan),)),)
+    )
     run = Recording(1, {}, {}, (), (bad,))
     (again,) = Recording.load(run.save(tmp_path / "bad.json")).samples[0].faces
     assert math.isnan(again.experts[0][1])

@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
 import hybridtensor as ht
-from hybridtensor.linear import function
 from hybridtensor.state import TrainingRanks
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses import MasterWeight, observing
@@ -328,11 +327,11 @@ class Products:
 
 
 @pytest.fixture
-def products(monkeypatch):
+def products():
     seen = Products()
-    monkeypatch.setattr(observing, "observers", (seen,))
-    monkeypatch.setattr(function, "observers", (seen,))
-    return seen
+    observing.observers.append(seen)
+    yield seen
+    observing.observers.remove(seen)
 
 
 def in_one(stage, y, grad, x):
