@@ -149,19 +149,26 @@ def load_pretrained(
             else:
                 state[name] = found
         left = stored.unused
-    if strict and (missing or left):
+    if missing or left:
+        _report_left_out(path, len(state), missing, left, strict=strict)
+    _copy(model, state)
+    return model
+
+
+def _report_left_out(
+    path: Path, loaded: int, missing: list[str], left: list[str], *, strict: bool
+) -> None:
+    """Raise ValueError, or warn, about parameters that a folder lacks, and tensors that a model lacks."""
+    if strict:
         raise ValueError(
             f"{_WHO}: each parameter in the folder, and nothing else, is required, got no {missing[:5]} and "
             f"{left[:5]} besides, {len(missing)} and {len(left)} in all; or pass strict=False"
         )
-    if missing or left:
-        warnings.warn(
-            f"{_WHO}: {len(state)} parameters and buffers were loaded from {path}; it has no {missing[:5]}, and of "
-            f"{left[:5]} the model has none, {len(missing)} and {len(left)} in all",
-            stacklevel=2,
-        )
-    _copy(model, state)
-    return model
+    warnings.warn(
+        f"{_WHO}: {loaded} parameters and buffers were loaded from {path}; it has no {missing[:5]}, and of "
+        f"{left[:5]} the model has none, {len(missing)} and {len(left)} in all",
+        stacklevel=3,
+    )
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ import copy
 import functools
 import inspect
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.tensor_parallel import sharded_linear
-from hybridtensor.ops import Face
+from hybridtensor.linear.uses import Uses
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import MasterWeight
@@ -146,7 +145,7 @@ class LayerForward:
             if not torch.compiler.is_compiling() and not self._ran and not observers:
                 self._ran = True
                 if _RECIPE in layer.__dict__ and not runs_linear(layer):
-                    with _Uses(layer):
+                    with Uses(layer, layer.__dict__[_RECIPE].state):
                         return self.run(layer, args, kwargs)
             return self.run(layer, args, kwargs)
         part: Any = local(weight) if isinstance(weight, DTensor) else None
@@ -184,48 +183,6 @@ class LayerForward:
     def __setstate__(self, state: tuple[nn.Module, Any, bool]) -> None:
         layer, inner, bound = state
         self.__init__(layer, types.MethodType(inner, layer) if bound else inner)  # type: ignore[misc]
-
-
-class _Uses:
-    """Watch the first forward of a layer that has a forward of its own: warn if it only reads its weight.
-
-    Such a forward (``F.linear(x, self.weight * scale)``) multiplies by a plain tensor, in high precision.
-
-    Args:
-        layer: The layer.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer, self._state = layer, layer.__dict__[_RECIPE].state
-        self._readers, self._multiplied = list[str](), False
-
-    def __enter__(self) -> None:
-        observers.append(self)
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        observers.remove(self)
-        if kind is None and self._readers and not self._multiplied:
-            warnings.warn(
-                f"layer {self._state.name or '<root>'} ({type(self._layer).__name__}) runs unquantized: its forward "
-                f"reads the weight ({', '.join(dict.fromkeys(self._readers))}) and multiplies by the result, which is "
-                "a plain tensor; multiply by the weight itself (F.linear(x, self.weight)), compute the weight in a "
-                "parametrization, or leave the layer out of quantize_ (keep_bf16)",
-                stacklevel=6,  # past the layer's call
-            )
-
-    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.note_operand``."""
-
-    def note_product(
-        self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
-    ) -> None:
-        """See ``Observer.note_product``."""
-        self._multiplied = self._multiplied or layer is self._state
-
-    def note_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.note_read``."""
-        if layer is self._state:
-            self._readers.append(reader)
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:

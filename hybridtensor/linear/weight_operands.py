@@ -22,7 +22,7 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.master_tensor import Seen
+from hybridtensor.subclasses.kept_faces import Seen
 from hybridtensor.subclasses.observing import for_products
 
 
@@ -107,10 +107,10 @@ class MasterOperand(Operand):
         return required_face(column, "columnwise", "grad_input")
 
     def _unchanged(self, weight: MasterWeight) -> Seen:
-        """Return what the weight depends on now.
+        """Return the counts of the weight's writes, which are those of forward.
 
         Raises:
-            RuntimeError: Unless the weight, and what scales it, are as forward used them.
+            RuntimeError: If the weight, or a scale of it, was written since forward.
         """
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
         seen = self._seen if replaced else weight.seen()

@@ -62,7 +62,7 @@ def forget_contract(model: nn.Module) -> None:
 
 
 def _facts(model: nn.Module) -> dict[str, str]:
-    """Return what ranks must have alike, by the name of a weight."""
+    """Return recipe, persistence and whether it is trained, of each weight by name."""
     facts = {}
     for name, parameter in model.named_parameters():
         part: Any = local(parameter)

@@ -165,7 +165,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
 def _groups(
     model: nn.Module, states: list[LayerState], ranks: TrainingRanks
 ) -> list[dist.ProcessGroup | None]:
-    """Return what scales are reduced over: nothing where every rank has stages of a pipeline to itself.
+    """Return the process groups over which scales are reduced; none if each rank has its own pipeline stages.
 
     Raises:
         RuntimeError: If several ranks have the same stage, and nobody said which.

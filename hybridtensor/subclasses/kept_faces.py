@@ -24,6 +24,20 @@ Place = tuple[object, ...]
 """Which view of a weight's memory faces are of."""
 
 
+class Seen(NamedTuple):
+    """Counts of the writes of a weight: a cached face is valid while they are the same.
+
+    Attributes:
+        writes: Writes by handlers of operators; torch's version counters of the plain tensor and of the weight.
+        unseen: Writes of compiled code that one of the aliases found, and those that others may have made.
+        scales: Version of the layer's state, with that of a common scale.
+    """
+
+    writes: tuple[int, int, int]
+    unseen: tuple[int, int]
+    scales: int | tuple[int | None, int] | None
+
+
 class Stamp(NamedTuple):
     """What faces depend on beside the memory they were made from; faces with another stamp are old.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,25 +16,11 @@ from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Stamp
+from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp
 from hybridtensor.subclasses.observing import for_products
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import WeightRecord, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
-
-
-class Seen(NamedTuple):
-    """What is made of a weight depends on, at one moment, in counts: it holds while they are the same.
-
-    Attributes:
-        writes: Writes by handlers of operators; torch's version counters of the plain tensor and of the weight.
-        unseen: Writes of compiled code that one of the aliases found, and those that others may have made.
-        scales: Version of the layer's state, with that of a common scale.
-    """
-
-    writes: tuple[int, int, int]
-    unseen: tuple[int, int]
-    scales: int | tuple[int | None, int] | None
 
 
 class MasterWeight(InterceptingTensor):
@@ -150,9 +136,7 @@ class MasterWeight(InterceptingTensor):
         return version if common is None else (version, common.version)
 
     def seen(self) -> Seen:
-        """Count what others wrote, measure a common scale again that it changed, and return what is made of the weight
-        depends on now.
-        """
+        """Count writes that no handler saw, measure a common scale again that they changed, and return the counts."""
         record, plain = self.record, self.plain
         common = getattr(record.layer, "common", None)
         if common is not None:

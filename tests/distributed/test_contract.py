@@ -147,12 +147,12 @@ def skipped_optimizer_step(rank):
 
 def step_once_more(rank):
     """What rank 1 does once more is compared with what rank 0 does next."""
-    model = make()
-    optimizer, parallel = torch.optim.SGD(model.parameters(), lr=0.1), DistributedDataParallel(model)
-    trained(parallel, optimizer)
+    model = make()  # not wrapped: the next collective of rank 0 is that of step_, too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained(model, optimizer)
     ht.step_(model)
-    if rank == 0:  # as gloo's order of collectives needs it: rank 0 has trained one step more
-        optimizer.step()
+    if rank == 0:
+        trained(model, optimizer)
     with RaisesSoon(r"rank 0 is at step of the optimizer 3, rank 1 is at step of the optimizer 2"):
         ht.step_(model)
 

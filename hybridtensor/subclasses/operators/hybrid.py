@@ -158,6 +158,11 @@ def _kind(face: Tensor) -> tuple[object, ...]:
 
 
 def requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
+    """Quantize new high-precision values into a persistent weight, and return the weight.
+
+    Raises:
+        NotImplementedError: If the tensor has no recipe.
+    """
     if dst.config is None:
         raise NotImplementedError(
             f"in-place write: {dst!r} has no recipe to quantize the new values with; "
