@@ -8,13 +8,11 @@ bytes, and always as many.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.autograd.graph import Node
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
 from hybridtensor.linear.input_operands import input_operand
@@ -27,6 +25,7 @@ from hybridtensor.linear.operands import (
     is_transposed,
 )
 from hybridtensor.linear.products import Backward, output
+from hybridtensor.linear.two_parts import asked_for
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts, is_traced
@@ -244,7 +243,10 @@ class _Linear(torch.autograd.Function):
             torch._C.DisableTorchFunctionSubclass()
         ):  # which attributes of a weight would pass through
             grad_input, grad_weight, grad_bias = products.gradients(
-                grad, saved, noted, _asked_for(ctx, products.needs)
+                grad,
+                saved,
+                noted,
+                asked_for(ctx, products.needs, _layer_of(products.context.state)),
             )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
@@ -253,30 +255,6 @@ class _Linear(torch.autograd.Function):
                 dim=tuple(range(grad_output.dim() - 1))
             )  # as the plain layer sums it
         return grad_input, grad_weight, grad_bias, None
-
-
-def _asked_for(ctx: Any, needs: Needs) -> Needs:
-    """Return which gradients this backward is asked for, of those that forward saw a need for.
-
-    ``torch.autograd.grad`` may ask for some only: zero-bubble schedules ask for the input's, and later for the
-    weight's. ``ctx.needs_input_grad`` is the same in both.
-    """
-    if is_traced():
-        return needs
-    asked = list(needs)
-    for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
-        if asked[index] and node is not None:
-            try:  # noqa: SIM105  (a context costs more, in every backward)
-                asked[index] = _will_run(node)
-            except (
-                RuntimeError
-            ):  # in torch.autograd.grad it answers for leaves that are left out only
-                pass
-    return Needs(*asked)
-
-
-# Private in torch, and what its hooks of several gradients ask
-_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
 
 def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:

@@ -9,6 +9,7 @@ of one step draw the same numbers, and amaxes are maxima.
 
 import functools
 import itertools
+import re
 
 import pytest
 import tiers
@@ -25,6 +26,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
 import hybridtensor as ht
+from hybridtensor.linear import two_parts
 from hybridtensor.state import TrainingRanks
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses import MasterWeight, observing
@@ -400,3 +402,20 @@ def test_backward_in_two_parts_casts_weights_as_often(monkeypatch):
         counts.append(len(casts))
         casts.clear()
     assert counts[0] == counts[1]
+
+
+def test_a_torch_that_frees_nodes_before_the_second_part_is_named(monkeypatch):
+    """Up to torch 2.12 the second part of any autograd function fails inside of torch."""
+    if not two_parts._nodes_go():
+        monkeypatch.setattr(two_parts, "_nodes_go", lambda: True)
+    stage = make("fp8", 1, NAMES[1])[0]
+    x = data(0, 1)[0].requires_grad_()
+    y = stage(x)
+    grad_x = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]  # no pipeline: as ever
+    in_one(stage, y, torch.ones_like(y), x)
+    assert torch.equal(x.grad, grad_x)
+    with pytest.raises(RuntimeError) as raised:  # torch 2.13 wraps what a backward raises
+        in_two(stage, stage(x), torch.ones_like(y), x)
+    error = raised.value.__cause__ or raised.value
+    assert isinstance(error, NotImplementedError)
+    assert re.search(r"linear: .* for layer \d.*Interleaved1F1B, or a newer torch", str(error))

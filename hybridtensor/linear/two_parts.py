@@ -1,0 +1,86 @@
+"""Backward in two parts: ``torch.autograd.grad`` asks for the input's gradient, and later for the weight's."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hybridtensor.linear.operands import Needs
+from hybridtensor.ops.library import is_traced
+
+# Private in torch, and what its hooks of several gradients ask
+_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+_PIPELINING = "torch.distributed.pipelining._backward"
+
+
+def asked_for(ctx: Any, needs: Needs, layer: str) -> Needs:
+    """Return which gradients this backward is asked for, of those that forward saw a need for.
+
+    ``ctx.needs_input_grad`` is the same in both parts.
+
+    Raises:
+        NotImplementedError: In the first part of a zero-bubble schedule whose second part torch could not run.
+    """
+    if is_traced():
+        return needs
+    asked = list(needs)
+    for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
+        if asked[index] and node is not None:
+            try:  # noqa: SIM105  (a context costs more, in every backward)
+                asked[index] = _will_run(node)
+            except (
+                RuntimeError
+            ):  # in torch.autograd.grad it answers for leaves that are left out only
+                pass
+    if (
+        needs.weight
+        and not asked[1]
+        and _PIPELINING in sys.modules
+        and _nodes_go()
+        and _is_first_part()
+    ):
+        raise NotImplementedError(
+            f"linear: backward in one part, or torch 2.13, is required, got the first part of two for {layer}: torch "
+            f"{torch.__version__} frees the nodes of autograd functions before a zero-bubble schedule runs the second; "
+            "use GPipe, 1F1B or Interleaved1F1B, or a newer torch"
+        )
+    return Needs(*asked)
+
+
+def _is_first_part() -> bool:
+    """Return whether a zero-bubble schedule waits for this backward, which may run in a thread of autograd's."""
+    code = sys.modules[_PIPELINING].stage_backward_input.__code__
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@functools.cache
+def _nodes_go() -> bool:
+    """Return whether the node of an autograd function goes with its output, whoever holds it: before torch 2.13."""
+    with torch.enable_grad():
+        node = _Function.apply(torch.zeros(1, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        node._input_metadata  # noqa: B018  (what the second part reads)
+    except RuntimeError:
+        return True
+    return False
