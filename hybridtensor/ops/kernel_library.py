@@ -44,6 +44,11 @@ class Launch:
         programs: How many programs run.
         options: Triton's, such as ``num_warps``.
         constants: Values of the kernel's compile-time parameters, in order.
+
+    Attributes:
+        take: What makes an argument of a tensor that is in a group, or of any: its address, once that is all that
+            counts. Of a tensor the launcher would ask the address in Python, and the driver whether it is one of the
+            device. Triton does not know every dtype.
     """
 
     def __init__(
@@ -59,31 +64,34 @@ class Launch:
         self._programs, self._constants = programs, constants
         self._options = {name: value for name, value in options.items() if value is not None}
         self._values = tuple(constants.values())
-        self._compiled: Any = None
+        self._run: Callable[..., None] | None = None  # once it is compiled
+        self.take: Callable[[torch.Tensor], torch.Tensor | int] = _in_known_dtype
 
     @property
-    def take(self) -> Callable[[torch.Tensor], torch.Tensor | int]:
-        """What makes an argument of a tensor that is in a group: its address, once that is all that
-        counts. Triton does not know every dtype.
-        """
-        return _in_known_dtype if self._compiled is None else torch.Tensor.data_ptr
+    def is_compiled(self) -> bool:
+        """Whether arguments may be plain tuples: Triton compiles by the names of their parts."""
+        return self._run is not None
 
     def __call__(self, *arguments: object) -> None:
         """Run the kernel on the current stream of the current device."""
-        compiled = self._compiled
-        if compiled is None:
-            self._compiled = self._kernel[(self._programs,)](
-                *arguments, **self._constants, **self._options
-            )  # None in the interpreter, which compiles nothing
+        if self._run is not None:
+            arguments = tuple(
+                [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            )
+        self.start(*arguments)
+
+    def start(self, *taken: object) -> None:
+        """Run the kernel with tensors that went through ``take``."""
+        run = self._run
+        if run is None:
+            compiled = self._kernel[(self._programs,)](*taken, **self._constants, **self._options)
+            if compiled is not None:  # the interpreter compiles nothing
+                fixed = compiled.function, compiled.packed_metadata, None, None, None
+                self._fixed, self._run = fixed, compiled.run
+                self.take = torch.Tensor.data_ptr
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        # Of a tensor the launcher would ask the address in Python, and the driver whether it is one
-        # of the device
-        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        compiled.run(
-            self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *plain, *self._values,
-        )  # fmt: skip
+        run(self._programs, 1, 1, stream, *self._fixed, *taken, *self._values)
 
 
 def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,5 +102,8 @@ def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make ``device`` the current one, which kernels run on."""
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-        return contextlib.nullcontext()
+        return _HERE
     return torch.cuda.device(device)
+
+
+_HERE = contextlib.nullcontext()

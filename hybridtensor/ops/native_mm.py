@@ -115,17 +115,16 @@ def _multiply_whole(
     """Multiply operands with one scale per tensor, or one per row. Zeros are padded in K and N:
     they add nothing.
     """
-    columns = b.qdata.shape[0]
-    pad_k, pad_n = (
-        -a.qdata.shape[1] % 16,
-        -columns % 16,
-    )  # cuBLASLt: leading dimensions in multiples of 16 bytes
+    left, right = a.qdata, b.qdata
+    columns = right.shape[0]
+    # cuBLASLt: leading dimensions in multiples of 16 bytes
+    pad_k, pad_n = -left.shape[1] % 16, -columns % 16
     scale_a, scale_b = _scales(a), _scales(b)
-    if pad_n and b.format.block == _PER_ROW:
-        scale_b = F.pad(scale_b, (0, 0, 0, pad_n), value=1.0)
+    if b.format.block == _PER_ROW:
+        scale_b = (F.pad(scale_b, (0, 0, 0, pad_n), value=1.0) if pad_n else scale_b).t()
     fused_bias = bias if out_dtype == torch.bfloat16 and not pad_n else None
     out = torch._scaled_mm(
-        pad(a.qdata, 0, pad_k), pad(b.qdata, pad_n, pad_k).t(), scale_a, scale_b.t(),
+        pad(left, 0, pad_k), pad(right, pad_n, pad_k).t(), scale_a, scale_b,
         bias=fused_bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
     )  # fmt: skip
     out = out[:, :columns] if pad_n else out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ class CastPlan:
 
 _NO_AMAXES = (None, None)
 _PLANS: dict[tuple[object, ...], CastPlan | None] = {}
+_NEW: Any = object()
 _MOST_PLANS = 4096
 
 
@@ -148,6 +149,8 @@ def cast_plan(
         device: Where it is.
     """
     state, groups = context.state, context.groups
+    # A plan holds no tensor: only Dynamo, which would guard the table, must not see it.
+    traced = torch.compiler.is_compiling()
     key = (
         quantizer,
         rowwise,
@@ -157,13 +160,12 @@ def cast_plan(
         context.role,
         context.direction,
         context.values,
-        None if state is None else (state.slots, state.encode_scale is None),
+        None if state is None else state.slots,
+        state is None or state.encode_scale is None,
         None if groups is None else groups.first,
     )
-    # A plan holds no tensor: only Dynamo, which would guard the table, must not see it.
-    traced = torch.compiler.is_compiling()
-    if not traced and key in _PLANS:
-        return _PLANS[key]
+    if not traced and (known := _PLANS.get(key, _NEW)) is not _NEW:
+        return known
     request = quantizer.request(
         rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
     )

@@ -224,7 +224,6 @@ class MasterWeight(InterceptingTensor):
             kept, stamp, rowwise, columnwise, trained, backward_follows, noted, context
         )
 
-    @torch.no_grad()
     def _completed(
         self,
         kept: Kept,
@@ -249,7 +248,8 @@ class MasterWeight(InterceptingTensor):
         amaxes = kept.amaxes
         if backward_follows and not both and amaxes == (None, None):
             amaxes = self.amaxes(dtype, context)
-        context = for_products(context, dtype, row=not lasting, column=not lasting)
+        if not lasting:
+            context = for_products(context, dtype, row=True, column=True)
         noted = noted if kept.noted is None else kept.noted
         made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
         kept = Kept(made.row or kept.row, made.column or kept.column, amaxes, made.noted)
@@ -303,7 +303,8 @@ class MasterWeight(InterceptingTensor):
             context: A context instead of the weight's, which has the state as it is now.
         """
         context = self.context if context is None else context
-        context = context._replace(record=record, amaxes=amaxes, after=after)
+        if record is not context.record or after is not None or amaxes is not context.amaxes:
+            context = context._replace(record=record, amaxes=amaxes, after=after)
         config = self.config if config is None else config
         values = weight_values(config, self.plain)
         return config.weight.faces(

@@ -66,7 +66,7 @@ def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: boo
     """
     if observers or dtype != torch.bfloat16 or context.groups is not None:
         return context
-    return context._replace(values=(row, column))
+    return Context(*context[:-1], (row, column))
 
 
 def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:

@@ -7,7 +7,7 @@ Shape letters: ``M`` rows, ``K`` columns.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class _Key(NamedTuple):
     prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
 
 
-_CASTS: dict[_Key, KernelCast] = {}
+_CASTS: dict[tuple[Any, ...], KernelCast] = {}
 _MOST_CASTS = 4096
 
 
@@ -64,14 +64,21 @@ def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCa
     """Return the cast of ``x``, not empty, by kernels: worked out for the first matrix that lies
     so.
     """
+    matrix = request, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT == 0
+    key = matrix if inputs is NO_INPUTS else (*matrix, *_kinds(inputs))
+    cast = _CASTS.get(key)
+    if cast is None:
+        check_inputs(x, request, inputs)
+        if len(_CASTS) >= _MOST_CASTS:
+            _CASTS.clear()
+        cast = _CASTS[key] = KernelCast(_Key(*matrix, *_kinds(inputs)))
+    return cast
+
+
+def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
+    """Return what ``_Key`` has of the inputs."""
     row_amax, column_amax, prologue = inputs.row_amax, inputs.column_amax, inputs.prologue
-    key = _Key(
-        request,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        x.data_ptr() % _ALIGNMENT == 0,
+    return (
         inputs.encode_scale is not None,
         None if (record := inputs.record) is None else record.dtype,
         None if row_amax is None else (row_amax.shape, row_amax.data_ptr() % _ALIGNMENT == 0),
@@ -80,13 +87,6 @@ def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCa
         else (column_amax.shape, column_amax.data_ptr() % _ALIGNMENT == 0),
         None if prologue is None else (*prologue.key(), prologue.is_readable()),
     )
-    cast = _CASTS.get(key)
-    if cast is None:
-        check_inputs(x, request, inputs)
-        if len(_CASTS) >= _MOST_CASTS:
-            _CASTS.clear()
-        cast = _CASTS[key] = KernelCast(key)
-    return cast
 
 
 def _is_readable(key: _Key) -> bool:
@@ -171,7 +171,8 @@ class KernelCast(PreparedCast):
         """See ``PreparedCast.run``."""
         row, column = self.task.outputs
         row_out, column_out = row.empty(x.device), column.empty(x.device)
-        x, inputs = self._readable(x, inputs)
+        if self._copies:
+            x, inputs = self._readable(x, inputs)
         with on_device(x.device):
             if inputs.hint is not None and self.is_one_pow2_scale and not is_captured():
                 self._run_by(inputs.hint, x, row_out, column_out, inputs.prologue)
@@ -182,15 +183,14 @@ class KernelCast(PreparedCast):
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""
         of_row = len(self.task.outputs[0].layouts)
-        x, inputs = self._readable(x, inputs)
+        if self._copies:
+            x, inputs = self._readable(x, inputs)
         with on_device(x.device):
             self._run(x, out[:of_row], out[of_row:], inputs)
         increment_version(out)  # kernels write where autograd does not look
 
     def _readable(self, x: Tensor, inputs: CastInputs) -> tuple[Tensor, CastInputs]:
-        """Return the matrix as kernels can read it, and the inputs that go with it."""
-        if not self._copies:
-            return x, inputs
+        """Return a copy of the matrix that kernels can read, and the inputs that go with it."""
         if inputs.prologue is None:
             return _readable_copy(x), inputs
         return _readable_copy(inputs.prologue.matrix(x)), inputs._replace(prologue=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from hybridtensor.kernels.groups import (
     State,
     TileConstants,
 )
-from hybridtensor.ops.cast.request import Cast, CastInputs
+from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
 from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch
-from hybridtensor.ops.prologue import MatrixArgument, Prologue, as_argument
+from hybridtensor.ops.prologue import Prologue, as_argument
 
 Take = Callable[[Tensor], Address]
 """What makes an argument of a kernel of a tensor; see ``Launch.take``."""
@@ -68,12 +68,16 @@ class FaceOutput:
 
     def face(self, tensors: list[Tensor]) -> Face | None:
         """Return the face that the tensors hold, or None if it is not asked for."""
-        return None if self._kind is None else Face.of(tensors, self._kind)
+        kind, count = self._kind, len(tensors)
+        if kind is None:
+            return None
+        scale = tensors[1] if count > 1 else None
+        return Face(tensors[0], scale, tensors[2] if count > 2 else None, *kind)
 
     def arguments(
         self, tensors: list[Tensor], amax: Address, nothing: Address, take: Take
-    ) -> Output:
-        """Return the tensors as a kernel takes them.
+    ) -> tuple[Address, Address, int, int, Address, Address]:
+        """Return the parts of ``Output``: the tensors as a kernel takes them.
 
         Args:
             tensors: What is written.
@@ -81,11 +85,13 @@ class FaceOutput:
             nothing: Stands for tensors that are not there, taken.
             take: What makes an argument of a tensor.
         """
-        if not tensors:
-            return Output(nothing, nothing, 0, 0, nothing, amax)
+        count = len(tensors)
+        if not count:
+            return nothing, nothing, 0, 0, nothing, amax
         other, along = self._scale_strides
-        codes, scales, level = (*map(take, tensors), nothing, nothing)[:3]
-        return Output(codes, scales, other, along, level, amax)
+        scales = take(tensors[1]) if count > 1 else nothing
+        level = take(tensors[2]) if count > 2 else nothing
+        return take(tensors[0]), scales, other, along, level, amax
 
 
 class Written(NamedTuple):
@@ -174,14 +180,22 @@ class KernelTask(NamedTuple):
         }
 
     def arguments(
-        self, x: Tensor, written: Written, take: Take, prologue: Prologue | None = None
-    ) -> tuple[MatrixArgument, Output, Output]:
+        self, x: Tensor, written: Written, launch: Launch, prologue: Prologue | None = None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Return the matrix and both faces as the kernels take them."""
-        taken, (row, column) = take(x), self.outputs
+        take, (row, column) = launch.take, self.outputs
+        taken, row_amax, column_amax = take(x), take(written.row_amax), take(written.column_amax)
+        matrix: tuple[Any, ...] = (taken, *self.matrix[1:])
+        of_row = row.arguments(written.row, row_amax, taken, take)
+        of_column = column.arguments(written.column, column_amax, taken, take)
+        if prologue is not None:
+            matrix = as_argument(Matrix(*matrix), prologue, take)
+        if launch.is_compiled:
+            return matrix, of_row, of_column
         return (
-            as_argument(self.matrix._replace(x=taken), prologue, take),
-            row.arguments(written.row, take(written.row_amax), taken, take),
-            column.arguments(written.column, take(written.column_amax), taken, take),
+            matrix if prologue is not None else Matrix(*matrix),
+            Output(*of_row),
+            Output(*of_column),
         )
 
 
@@ -227,19 +241,20 @@ class CastLaunch:
 
     def __call__(self, x: Tensor, written: Written, inputs: CastInputs) -> None:
         """Cast ``x``, which stands for tensors that are not there."""
-        take = self._launch.take
-        matrix, row, column = self._task.arguments(x, written, take, inputs.prologue)
-        encode_scale, record, rounding, first_row = inputs[0], inputs.record, *inputs[2:4]
-        state = State(
-            matrix.x if encode_scale is None else take(encode_scale),
-            matrix.x if record is None else take(record),
-            matrix.x if rounding is None else take(rounding),
-        )
+        launch = self._launch
+        matrix, row, column = self._task.arguments(x, written, launch, inputs.prologue)
+        state: tuple[Address, ...] = (matrix[0],) * 3
+        first_row = 0
+        if inputs is not NO_INPUTS:
+            given, first_row = (inputs[0], inputs.record, inputs[2]), inputs[3]
+            state = tuple([matrix[0] if t is None else launch.take(t) for t in given])
+        if not launch.is_compiled:
+            state = State(*state)
         several, of_several = self._task.several, tuple[object, ...]()
         if several is not None:
-            plan = matrix.x if written.plan is None else take(written.plan)
+            plan = matrix[0] if written.plan is None else launch.take(written.plan)
             of_several = several.parts(plan), several.row_sizes, several.column_sizes
-        self._launch(matrix, row, column, state, first_row, *self._numbers, *of_several)
+        launch.start(matrix, row, column, state, first_row, *self._numbers, *of_several)
 
 
 class RecastLaunch:
@@ -268,4 +283,5 @@ class RecastLaunch:
         self, x: Tensor, written: Written, guess: Tensor, prologue: Prologue | None
     ) -> None:
         """Cast ``x`` again if the amaxes of ``written`` give another scale than ``guess``."""
-        self._launch(*self._task.arguments(x, written, self._launch.take, prologue), guess)
+        launch = self._launch
+        launch.start(*self._task.arguments(x, written, launch, prologue), launch.take(guess))

@@ -14,6 +14,7 @@ from hybridtensor.ops.cast.tiles import (
     overlaps_kernels,
 )
 from hybridtensor.ops.kernel_library import Launch
+from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import Prologue, as_argument
 
 _FLAT_BLOCK, _FLAT_STEPS = 8192, 4
@@ -50,10 +51,9 @@ class Measurement:
         self._flat = contiguous and all(p for p, w in zip(plain, wanted, strict=True) if w)
         self._one = self._flat or shared
         self._matrix, self._size = matrix, m * k
-        followed, self._alone = overlaps_kernels(device), False
+        followed = overlaps_kernels(device)
         if self._flat:
             programs = -(-m * k // (_FLAT_BLOCK * _FLAT_STEPS))
-            self._alone = programs == 1
             self._launch = Launch(
                 "measure",
                 "measure_flat_kernel",
@@ -61,7 +61,7 @@ class Measurement:
                 options={"num_warps": 8},
                 BLOCK=_FLAT_BLOCK,
                 STEPS=_FLAT_STEPS,
-                ALONE=self._alone,
+                ALONE=programs == 1,
                 FOLLOWED=followed,
             )
             return
@@ -87,9 +87,12 @@ class Measurement:
         """Return the amaxes of the rowwise and of the columnwise face, fp32; one tensor for both
         where they are one.
         """
-        new = torch.empty if self._alone else torch.zeros
-        amaxes = new(1 if self._one else sum(self._sizes), dtype=torch.float32, device=x.device)
-        of_row, of_column = (amaxes, amaxes) if self._one else amaxes.split(self._sizes)
+        if self._one:
+            amax = _zero(x.device)
+            self._start(x, amax, amax, prologue)
+            return amax, amax
+        amaxes = torch.zeros(sum(self._sizes), dtype=torch.float32, device=x.device)
+        of_row, of_column = amaxes.split(self._sizes)
         self._start(x, of_row, of_column, prologue)
         return of_row, of_column
 
@@ -100,9 +103,33 @@ class Measurement:
     def _start(
         self, x: Tensor, of_row: Tensor, of_column: Tensor, prologue: Prologue | None = None
     ) -> None:
+        launch = self._launch
+        take = launch.take
         if self._flat:
-            self._launch(x, of_row, self._size)
+            launch.start(take(x), take(of_row), self._size)
             return
-        take = self._launch.take
         matrix = as_argument(self._matrix._replace(x=take(x)), prologue, take)
-        self._launch(matrix, of_row, of_column)
+        launch.start(matrix, take(of_row), take(of_column))
+
+
+_ZEROS: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
+_NUMBERS = 256  # that are filled at once
+_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
+
+
+def _zero(device: torch.device) -> Tensor:
+    """Return a zero, fp32 ``[1]``, for a kernel that raises it: one of many that were filled at once.
+
+    A CUDA graph fills its own, as each replay raises it again.
+    """
+    if device.type != "cuda" or is_captured():
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    index = device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    ready = _ZEROS.get(key)
+    if not ready:
+        with torch.inference_mode(False):
+            filled = torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)
+            ready = _ZEROS.setdefault(key, [])
+            ready.extend(filled[:, :1].unbind())
+    return ready.pop()
