@@ -188,6 +188,13 @@ class Format(metaclass=_OnePerValue):
         return self if self.values_of is None else get_format(self.values_of)
 
     @functools.cached_property
+    def has_kernels(self) -> bool:
+        """Whether there are kernels for it: all of it but the name is as in a record that comes with the package.
+        Anything else is cast, read and multiplied by its definition, on GPUs, too.
+        """
+        return _without_name(self.base) in _WITH_KERNELS
+
+    @functools.cached_property
     def num_tensors(self) -> int:
         """How many tensors a face consists of: elements, scales, tensor scales."""
         return 1 + (self.scale_dtype is not None) + (self.tensor_block is not None)
@@ -300,7 +307,16 @@ def _num_blocks(extent: int, block: int | None) -> int:
     return 1 if block is None else -(-extent // block)
 
 
+def _without_name(fmt: Format) -> tuple[object, ...]:
+    """Return what a record says of elements and scales."""
+    names = ("name", "values_of")
+    return tuple(
+        getattr(fmt, field.name) for field in dataclasses.fields(fmt) if field.name not in names
+    )
+
+
 REGISTRY: dict[str, Format] = {}
+_WITH_KERNELS: set[tuple[object, ...]] = set()  # what ``kernels`` are written for
 
 
 def register_format(fmt: Format) -> Format:
@@ -361,11 +377,17 @@ def get_format(name: str) -> Format:
     return known
 
 
+def _with_kernels(fmt: Format) -> Format:
+    """Register a record that kernels are written for."""
+    _WITH_KERNELS.add(_without_name(fmt))
+    return register_format(fmt)
+
+
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
 
-IDENTITY = register_format(Format("identity", element=None, max=float("inf")))
+IDENTITY = _with_kernels(Format("identity", element=None, max=float("inf")))
 
 
 _FLOAT8 = {"e4m3": (torch.float8_e4m3fn, E4M3_MAX), "e5m2": (torch.float8_e5m2, E5M2_MAX)}
@@ -375,12 +397,12 @@ def _float8(
     kind: str, granularity: str, block: tuple[int | None, int | None], pow2_scale: bool = False
 ) -> Format:
     name = f"fp8_{kind}_{granularity}"
-    return register_format(Format(name, *_FLOAT8[kind], block, torch.float32, pow2_scale))
+    return _with_kernels(Format(name, *_FLOAT8[kind], block, torch.float32, pow2_scale))
 
 
 def _mx(kind: str, block: tuple[int, int]) -> Format:
     name = f"mxfp8_{kind}" if block[0] == 1 else f"mxfp8_{kind}_{block[0]}x{block[1]}"
-    return register_format(
+    return _with_kernels(
         Format(name, *_FLOAT8[kind], block, torch.float8_e8m0fnu, pow2_scale=True, ragged=False)
     )
 
@@ -391,7 +413,7 @@ def _nvfp4(
     tensor_block: tuple[int | None, None] = (None, None),
     hadamard: bool = False,
 ) -> Format:
-    return register_format(
+    return _with_kernels(
         Format(
             name,
             torch.float4_e2m1fn_x2,

@@ -6,6 +6,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# How a face is scaled
+NONE = 0
+GIVEN = 1  # per tensor, by a factor that is known
+TENSOR = 2  # per tensor, by its amax
+ROW = 3  # per row of the face, by its amax
+BLOCK = 4  # fp32 per SIDE x 128
+MX = 5  # E8M0 per SIDE x 32
+NVFP4 = 6  # E4M3 per SIDE x 16, under an fp32 scale per tensor
+NVFP4_ROW = 7  # the same under an fp32 scale per row of the face
+AMAX = 8  # not at all: the amax of the tensor is raised instead
+AMAX_ROW = 9  # the same per row of the face
+
 Address = Tensor | int | None
 """A tensor, or its address where nothing else counts; None where a group only says how it lies."""
 

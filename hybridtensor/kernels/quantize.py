@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from hybridtensor.kernels import groups
 from hybridtensor.kernels.groups import Place, State
 from hybridtensor.kernels.hadamard import rotate, rotate_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
@@ -49,17 +50,17 @@ from hybridtensor.kernels.tiles import (
     spread,
 )
 
-# How a face is scaled.
-NONE = tl.constexpr(0)
-GIVEN = tl.constexpr(1)  # per tensor, by a factor that is known
-TENSOR = tl.constexpr(2)  # per tensor, by its amax
-ROW = tl.constexpr(3)  # per row of the face, by its amax
-BLOCK = tl.constexpr(4)  # fp32 per SIDE x 128
-MX = tl.constexpr(5)  # E8M0 per SIDE x 32
-NVFP4 = tl.constexpr(6)  # E4M3 per SIDE x 16, under an fp32 scale per tensor
-NVFP4_ROW = tl.constexpr(7)  # the same under an fp32 scale per row of the face
-AMAX = tl.constexpr(8)  # not at all: the amax of the tensor is raised instead
-AMAX_ROW = tl.constexpr(9)  # the same per row of the face
+# How a face is scaled; see ``groups``.
+NONE = tl.constexpr(groups.NONE)
+GIVEN = tl.constexpr(groups.GIVEN)
+TENSOR = tl.constexpr(groups.TENSOR)
+ROW = tl.constexpr(groups.ROW)
+BLOCK = tl.constexpr(groups.BLOCK)
+MX = tl.constexpr(groups.MX)
+NVFP4 = tl.constexpr(groups.NVFP4)
+NVFP4_ROW = tl.constexpr(groups.NVFP4_ROW)
+AMAX = tl.constexpr(groups.AMAX)
+AMAX_ROW = tl.constexpr(groups.AMAX_ROW)
 
 
 @triton.jit

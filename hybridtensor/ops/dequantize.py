@@ -123,7 +123,7 @@ def _by_kernel(
     dtype: torch.dtype,
     whole: bool,
 ) -> Tensor:
-    by_definition = qdata.numel() == 0 or dtype == torch.float64
+    by_definition = qdata.numel() == 0 or dtype == torch.float64 or not fmt.has_kernels
     if by_definition or not qdata.is_contiguous() or qdata.data_ptr() % 16:
         return _define(qdata, scale, tensor_scale, fmt, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte

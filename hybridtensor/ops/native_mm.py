@@ -57,7 +57,8 @@ _NEVER = (99, 0)
 def native_kind(left: Format, right: Format) -> NativeKind | None:
     """Return the family that multiplies these formats, or None where no hardware does."""
     if (
-        left.element is None
+        not (left.has_kernels and right.has_kernels)
+        or left.element is None
         or right.element is None
         or torch.bfloat16 in (left.element, right.element)
         or left.element == right.element == torch.float8_e5m2

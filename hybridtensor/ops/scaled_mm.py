@@ -58,6 +58,9 @@ def select_backend(
         return Backend("emulated", "one operand is in high precision")
     if device.type != "cuda" or torch.version.hip is not None:
         return Backend("emulated", f"no matrix units for these formats on {device.type}")
+    for fmt in (left, right):
+        if not fmt.has_kernels:
+            return Backend("emulated", f"{fmt} has no kernels: its definition casts and reads it")
     kind = native_kind(left, right)
     if kind is None:
         return Backend("emulated", f"no hardware product of {left} and {right}")

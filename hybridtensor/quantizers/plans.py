@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -77,7 +77,9 @@ class CastPlan:
         values that are stored first are as fast, measured on an H200.
         """
         casts = [cast for cast in self.request[:3] if cast is not None]
-        if any(ops.multiplies_values(cast.format, device) for cast in casts):
+        if not self.request.has_kernels or any(
+            ops.multiplies_values(cast.format, device) for cast in casts
+        ):
             return False
         return self.scales_by_amax or all(map(_reads_once, casts))
 
@@ -126,7 +128,7 @@ class CastPlan:
 
 _NO_AMAXES = (None, None)
 _PLANS: dict[tuple[object, ...], CastPlan | None] = {}
-_NEW: Any = object()
+_NEW = CastPlan.__new__(CastPlan)  # stands for a plan that is not there
 _MOST_PLANS = 4096
 
 

@@ -14,6 +14,8 @@ def recorded(monkeypatch, module):
         def __call__(self, *_):
             pass
 
+        take, is_compiled, start = staticmethod(lambda tensor: tensor), False, __call__
+
     monkeypatch.setattr(module, "Launch", Recorder)
     return made
 

@@ -65,7 +65,7 @@ def test_a_launch_is_kept_for_addresses_of_one_kind_only(monkeypatch):
     scales, levels = torch.ones(9, 1), torch.ones(9, 1)
     for scale, level in ((scales[:8], levels[:8]), (scales[1:], levels[:8]), (scales[:8], levels[1:])):
         for _ in range(2):
-            dequantize_cuda(codes, scale, level, BLOCKED.name, torch.float32)
+            dequantize_cuda(codes, scale, level, formats.FP8_E4M3_ROW.name, torch.float32)
     assert len(made) == 3
 
 

@@ -14,7 +14,7 @@ from kernels import require_kernels
 
 from hybridtensor import ops
 from hybridtensor.ops import CastInputs, Hint
-from hybridtensor.ops.cast.kernel import kernel_cast
+from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.norm import norm_cuda
 from hybridtensor.ops.prologue import Gated, Normed
@@ -53,7 +53,7 @@ MADE = {"gated": gated, "normed": normed}
 
 def faces(x, request, **given):
     inputs = CastInputs(**given)
-    return [t for face in kernel_cast(x, request, inputs).run(x, inputs) if face is not None for t in face.tensors()]
+    return [t for face in cast_on_gpu(x, request, inputs).run(x, inputs) if face is not None for t in face.tensors()]
 
 
 def bits(tensor):

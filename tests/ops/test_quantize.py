@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridtensor import ops
 from hybridtensor.ops import CastRequest, Hint
 from hybridtensor.ops.cast import kernel, launches, measurement
-from hybridtensor.ops.cast.operator import reference_cast
+from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.references import float8, mx, nvfp4
@@ -76,7 +76,7 @@ def interpreted(
 
 def by_kernels(x, request, inputs, out=None):
     """Return the tensors of the faces, or write them into ``out``; of no elements there is nothing to cast."""
-    cast = kernel.kernel_cast(x, request, inputs) if x.numel() else reference_cast(request)
+    cast = kernel.cast_on_gpu(x, request, inputs) if x.numel() else reference_cast(request)
     if out is not None:
         cast.run_into(x, out, inputs)
         return out
@@ -306,12 +306,12 @@ class Allocations(TorchDispatchMode):
 class NoLaunch:
     """Launches nothing: the interpreter makes copies of its own."""
 
-    take = staticmethod(torch.Tensor.data_ptr)
+    take, is_compiled = staticmethod(torch.Tensor.data_ptr), True
 
     def __init__(self, *_, **__):
         pass
 
-    def __call__(self, *_):
+    def start(self, *_):
         pass
 
 

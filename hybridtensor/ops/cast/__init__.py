@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridtensor.ops.cast.kernel import kernel_cast
-from hybridtensor.ops.cast.operator import OperatorCast, reference_cast
+from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.kernel import cast_on_gpu
+from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast, can_hold
 from hybridtensor.ops.cast.request import (
     NO_INPUTS,
@@ -61,7 +62,7 @@ def prepare(
         check_inputs(x, request, inputs)
         return OperatorCast(request)
     if x.is_cuda and x.numel():
-        return kernel_cast(x, request, inputs)
+        return cast_on_gpu(x, request, inputs)
     if inputs is not NO_INPUTS or request.source is not None:
         check_inputs(x, request, inputs)
     return reference_cast(request)

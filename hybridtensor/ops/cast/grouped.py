@@ -11,14 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.kernels.groups import Matrix, MeasureConstants
+from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several, Written
 from hybridtensor.ops.cast.planning import Planning
 from hybridtensor.ops.cast.request import CastInputs, CastRequest
 from hybridtensor.ops.cast.tiles import (
-    AMAX,
-    AMAX_ROW,
-    GIVEN,
     MEASURED,
     PER_ROW,
     KernelFace,

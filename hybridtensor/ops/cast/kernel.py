@@ -13,25 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hybridtensor.kernels.groups import Matrix
+from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, NONE, NVFP4, TENSOR, Matrix
+from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, RecastLaunch, Written
 from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, Hint, check_inputs
-from hybridtensor.ops.cast.tiles import (
-    AMAX,
-    AMAX_ROW,
-    GIVEN,
-    MEASURED,
-    NONE,
-    NVFP4,
-    PER_ROW,
-    TENSOR,
-    KernelFace,
-    Tiling,
-    computed,
-    tile_of,
-)
+from hybridtensor.ops.cast.tiles import MEASURED, PER_ROW, KernelFace, Tiling, computed, tile_of
 from hybridtensor.ops.kernel_library import on_device
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
@@ -56,13 +44,13 @@ class _Key(NamedTuple):
     prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
 
 
-_CASTS: dict[tuple[Any, ...], KernelCast] = {}
+_CASTS: dict[tuple[Any, ...], PreparedCast] = {}
 _MOST_CASTS = 4096
 
 
-def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCast:
-    """Return the cast of ``x``, not empty, by kernels: worked out for the first matrix that lies
-    so.
+def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
+    """Return the cast of ``x``, not empty: by kernels, worked out for the first matrix that lies so; by the definition
+    where a format has none.
     """
     matrix = request, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT == 0
     key = matrix if inputs is NO_INPUTS else (*matrix, *_kinds(inputs))
@@ -71,7 +59,9 @@ def kernel_cast(x: Tensor, request: CastRequest, inputs: CastInputs) -> KernelCa
         check_inputs(x, request, inputs)
         if len(_CASTS) >= _MOST_CASTS:
             _CASTS.clear()
-        cast = _CASTS[key] = KernelCast(_Key(*matrix, *_kinds(inputs)))
+        of_kernels = request.has_kernels
+        cast = KernelCast(_Key(*matrix, *_kinds(inputs))) if of_kernels else reference_cast(request)
+        _CASTS[key] = cast
     return cast
 
 

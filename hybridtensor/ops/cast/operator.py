@@ -7,7 +7,6 @@ kernels directly.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.amaxes import Notes
-from hybridtensor.ops.cast.kernel import kernel_cast
-from hybridtensor.ops.cast.prepared import Faces, PreparedCast
-from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs, CastRequest, parse_request
+from hybridtensor.ops.cast.definition import ReferenceCast, reference_cast, tensors_of
+from hybridtensor.ops.cast.kernel import cast_on_gpu
+from hybridtensor.ops.cast.prepared import Faces
+from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, parse_request
 from hybridtensor.ops.face import Face, FaceKind, face_layouts
 from hybridtensor.ops.library import define, implement
-from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ops.references.faces import define_faces
 
 _INPUTS = (
@@ -33,7 +32,7 @@ _IN_GRAPHS = "Tensor? after=None, int notes=0"
 
 def _reference(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
     taken, noted = _taken(x, *inputs)
-    return [*_tensors(define_faces(x, parse_request(request), taken)), *noted]
+    return [*tensors_of(define_faces(x, parse_request(request), taken)), *noted]
 
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
@@ -44,15 +43,11 @@ def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     return taken._replace(noted_amax=noted[0]) if noted else taken, noted
 
 
-def _tensors(faces: Faces) -> list[Tensor]:
-    return [tensor for face in faces if face is not None for tensor in face.tensors()]
-
-
 def _on_a_gpu(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
     if x.numel() == 0:
         return _reference(x, request, *inputs)
     parsed, (taken, noted) = parse_request(request), _taken(x, *inputs)
-    return [*_tensors(kernel_cast(x, parsed, taken).run(x, taken)), *noted]
+    return [*tensors_of(cast_on_gpu(x, parsed, taken).run(x, taken)), *noted]
 
 
 def _fake(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
@@ -78,7 +73,7 @@ def _measure_reference(x: Tensor, request: str) -> list[Tensor]:
 
 def _measure_on_a_gpu(x: Tensor, request: str) -> list[Tensor]:
     parsed = parse_request(request)
-    return _distinct(kernel_cast(x, parsed, NO_INPUTS).measure(x), parsed)
+    return _distinct(cast_on_gpu(x, parsed, NO_INPUTS).measure(x), parsed)
 
 
 def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tensor]:
@@ -119,7 +114,7 @@ def _into_on_a_gpu(x: Tensor, out: list[Tensor], request: str, *inputs: Any) -> 
         _reference_into(x, out, request, *inputs)
         return
     parsed, taken = parse_request(request), CastInputs(*inputs)
-    kernel_cast(x, parsed, taken).run_into(x, out, taken)
+    cast_on_gpu(x, parsed, taken).run_into(x, out, taken)
 
 
 _QUANTIZE_INTO = define(
@@ -128,33 +123,6 @@ _QUANTIZE_INTO = define(
     fake=lambda *_: None,
 )
 implement("quantize_into", _into_on_a_gpu)
-
-
-class ReferenceCast(PreparedCast):
-    """A cast by its definition."""
-
-    def __init__(self, request: CastRequest) -> None:
-        self.request = request
-
-    def run(self, x: Tensor, inputs: CastInputs) -> Faces:
-        """See ``PreparedCast.run``."""
-        return define_faces(x, self.request, inputs)
-
-    def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        """See ``PreparedCast.run_into``."""
-        for target, made in zip(out, _tensors(self.run(x, inputs)), strict=True):
-            target.copy_(made)
-        increment_version(out)  # below a tensor's dispatch autograd does not see the copies
-
-    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``PreparedCast.measure``."""
-        row, column = (_amax_block(cast) for cast in self.request[:2])
-        return block_amax(x, row).view(-1), block_amax(x.t(), column).view(-1)
-
-    def measure_into(self, x: Tensor, out: Tensor) -> None:
-        """See ``PreparedCast.measure_into``."""
-        of_row, of_column = self.measure(x)
-        out.copy_(of_row if self.request.column is None else of_column)
 
 
 class OperatorCast(ReferenceCast):
@@ -193,11 +161,3 @@ class OperatorCast(ReferenceCast):
         """See ``PreparedCast.measure``."""
         amaxes = _MEASURE(x, self._text)
         return amaxes[0], amaxes[-1]
-
-
-def _amax_block(cast: Cast | None) -> tuple[int | None, None]:
-    """Return the block that one amax is of: a row, or everything."""
-    return (1 if cast is not None and cast.measures else None, None)
-
-
-reference_cast = functools.lru_cache(maxsize=1024)(ReferenceCast)

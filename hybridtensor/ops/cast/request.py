@@ -75,6 +75,11 @@ class CastRequest(NamedTuple):
     source: Cast | None = None
     dtype: torch.dtype | None = None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels make these faces; see ``Format.has_kernels``."""
+        return all(cast is None or cast.format.has_kernels for cast in self[:3])
+
     def __str__(self) -> str:
         casts = (str(cast or "") for cast in self[:3])
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")

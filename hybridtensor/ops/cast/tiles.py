@@ -7,11 +7,21 @@ from typing import NamedTuple
 import torch
 
 from hybridtensor.formats import Format
-from hybridtensor.kernels.groups import FaceConstants, Matrix, TileConstants
+from hybridtensor.kernels.groups import (
+    BLOCK,
+    GIVEN,
+    MX,
+    NONE,
+    NVFP4,
+    NVFP4_ROW,
+    ROW,
+    TENSOR,
+    FaceConstants,
+    Matrix,
+    TileConstants,
+)
 from hybridtensor.ops.cast.request import Cast
 
-# How a face is scaled, as ``kernels/quantize.py`` names it
-NONE, GIVEN, TENSOR, ROW, BLOCK, MX, NVFP4, NVFP4_ROW, AMAX, AMAX_ROW = range(10)
 MEASURED = (TENSOR, ROW, NVFP4, NVFP4_ROW)
 PER_ROW = (ROW, NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max

@@ -1,0 +1,53 @@
+"""Casting by the definition: on a CPU, of matrices without elements, and of formats that have no kernels."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hybridtensor.ops.cast.prepared import Faces, PreparedCast
+from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
+from hybridtensor.ops.references.blocks import block_amax
+from hybridtensor.ops.references.faces import define_faces
+
+
+def tensors_of(faces: Faces) -> list[Tensor]:
+    """Return the tensors of the rowwise face, then those of the columnwise one."""
+    return [tensor for face in faces if face is not None for tensor in face.tensors()]
+
+
+class ReferenceCast(PreparedCast):
+    """A cast by its definition."""
+
+    def __init__(self, request: CastRequest) -> None:
+        self.request = request
+
+    def run(self, x: Tensor, inputs: CastInputs) -> Faces:
+        """See ``PreparedCast.run``."""
+        return define_faces(x, self.request, inputs)
+
+    def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
+        """See ``PreparedCast.run_into``."""
+        for target, made in zip(out, tensors_of(self.run(x, inputs)), strict=True):
+            target.copy_(made)
+        increment_version(out)  # below a tensor's dispatch autograd does not see the copies
+
+    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``PreparedCast.measure``."""
+        row, column = (_amax_block(cast) for cast in self.request[:2])
+        return block_amax(x, row).view(-1), block_amax(x.t(), column).view(-1)
+
+    def measure_into(self, x: Tensor, out: Tensor) -> None:
+        """See ``PreparedCast.measure_into``."""
+        of_row, of_column = self.measure(x)
+        out.copy_(of_row if self.request.column is None else of_column)
+
+
+def _amax_block(cast: Cast | None) -> tuple[int | None, None]:
+    """Return the block that one amax is of: a row, or everything."""
+    return (1 if cast is not None and cast.measures else None, None)
+
+
+reference_cast = functools.lru_cache(maxsize=1024)(ReferenceCast)
