@@ -28,7 +28,7 @@ from hybridtensor.linear.products import Backward, output
 from hybridtensor.linear.two_parts import asked_for
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
-from hybridtensor.ops.library import autocasts, is_traced
+from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
@@ -92,7 +92,7 @@ def linear(
     if operand is not None:
         require_kind("linear", "a linear.Operand", operand, Operand)
     device_type = weight.device.type
-    autocast = autocasts(device_type)
+    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     dtype = weight.dtype
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
@@ -119,7 +119,7 @@ def multiplied(
         operand: See ``linear``.
         groups: Which tokens belong to which weight of the stack.
     """
-    config = weight.recipe
+    config = weight.config or weight.recipe  # which raises
     if isinstance(input, HybridTensor):
         require_reader("linear", input, weight)
     if dtype not in _DTYPES:

@@ -147,7 +147,9 @@ class LayerForward:
                 if _RECIPE in layer.__dict__ and not runs_linear(layer):
                     with Uses(layer, layer.__dict__[_RECIPE].state):
                         return self.run(layer, args, kwargs)
-            return self.run(layer, args, kwargs)
+            if self.inner is None:  # as ``run``
+                return type(layer).forward(layer, *args, **kwargs)
+            return self.inner(*args, **kwargs)
         part: Any = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             state = layer.__dict__[_RECIPE].state

@@ -225,7 +225,7 @@ def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: 
     It is the same where none is scaled by an amax that one pass finds, or casts know better: from a
     common scale, or by what the layer remembers.
     """
-    state = context.state
+    state, direct = context.state, runs_directly(matrix)
     if context.groups is not None or not matrix.numel():
         return context
     if state is not None and state.common_amax is not None:
@@ -235,7 +235,7 @@ def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: 
         plan = cast_plan(quantizer, True, False, dtype, context, matrix.device)
     if plan is None or not any(plan.measured) or (plan.needs.hint and not is_traced()):
         return context
-    cast = ops.prepare(matrix, plan.request, plan.inputs(matrix, context))
+    cast = ops.prepare(matrix, plan.request, plan.inputs(matrix, context), direct=direct)
     of_row, of_column = cast.measure(matrix)
     row, column = plan.measured
     return context._replace(amaxes=(of_row if row else None, of_column if column else None))

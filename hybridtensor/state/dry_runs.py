@@ -27,13 +27,22 @@ def is_dry_run() -> bool:
     Of ``torch.cuda.make_graphed_callables`` the passes before it captures, of ``torch.distributed.pipelining`` the
     one by which stages learn what they send each other.
     """
-    known = _code(_PIPELINING in sys.modules)
+    pipelining = _PIPELINING in sys.modules
+    if not pipelining and not _is_on_side_stream():  # where graphs are warmed up; walking takes longer
+        return False
+    known = _code(pipelining)
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in known:
             return frame.f_code is not _GRAPHED or not is_captured()
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _is_on_side_stream() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) != 0
 
 
 _GRAPHED: CodeType = torch.cuda.make_graphed_callables.__code__

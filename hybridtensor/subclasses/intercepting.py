@@ -110,8 +110,12 @@ class InterceptingTensor(WrapperTensor):
         """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it, or
         a stack of experts' weights.
         """
-        groups = Groups(self.shape[0], first=self.record.first or 0) if self.dim() == 3 else None
-        return Context("weight", self.state, section=self.record.section, groups=groups)
+        record, groups = self.record, None
+        if self.dim() == 3:
+            groups = Groups(self.shape[0], first=record.first or 0)
+        layer = record.layer
+        state = layer.tensors() if isinstance(layer, LayerState) else layer
+        return Context("weight", state, section=record.section, groups=groups)
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``WrapperTensor.carried``: the tensors of the layer's state, and what a graph is made for: no

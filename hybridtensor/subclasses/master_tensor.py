@@ -220,9 +220,11 @@ class MasterWeight(InterceptingTensor):
                 return self._made(rowwise, columnwise, dtype, context, noted)
         stamp = Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, dtype)
         kept = record.kept.begin_use(plain, stamp, forward=rowwise, trained=trained)
-        return self._completed(
-            kept, stamp, rowwise, columnwise, trained, backward_follows, noted, context
-        )
+        wanted = rowwise, columnwise, trained, backward_follows
+        if not torch.is_grad_enabled():  # as inside of autograd functions
+            return self._completed(kept, stamp, *wanted, noted, context)
+        with torch.no_grad():
+            return self._completed(kept, stamp, *wanted, noted, context)
 
     def _completed(
         self,
