@@ -7,6 +7,7 @@ Shape letters: ``M`` rows, ``K`` columns.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from hybridtensor.ops.kernel_library import on_device
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
 from hybridtensor.ops.prologue import Prologue
+
+_logger = logging.getLogger("hybridtensor")
 
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
@@ -59,10 +62,24 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
         check_inputs(x, request, inputs)
         if len(_CASTS) >= _MOST_CASTS:
             _CASTS.clear()
-        of_kernels = request.has_kernels
-        cast = KernelCast(_Key(*matrix, *_kinds(inputs))) if of_kernels else reference_cast(request)
+        if request.has_kernels:
+            cast = KernelCast(_Key(*matrix, *_kinds(inputs)))
+        else:
+            cast = reference_cast(request)
+            _say_without_kernels(request)
         _CASTS[key] = cast
     return cast
+
+
+@functools.cache
+def _say_without_kernels(request: CastRequest) -> None:
+    """Log which format has no kernels, once."""
+    formats = {cast.format for cast in request[:3] if cast is not None}
+    for fmt in sorted(fmt.name for fmt in formats if not fmt.has_kernels):
+        _logger.warning(
+            "format %s has no kernels: its definition casts it, with the same bits, in more time",
+            fmt,
+        )
 
 
 def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
