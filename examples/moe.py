@@ -150,6 +150,7 @@ def main() -> int:
         if arguments.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         mesh = init_device_mesh(arguments.device, (ranks // arguments.ep, arguments.ep), mesh_dim_names=("dp", "ep"))
+    torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
     losses = train(arguments, mesh)
     if mesh is None or dist.get_rank() == 0:
         arguments.out.mkdir(parents=True, exist_ok=True)

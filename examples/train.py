@@ -203,6 +203,7 @@ def main() -> int:
     out, size = arguments.out, SIZES[arguments.size]
     if arguments.compile:
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own use of what it deprecated
+    torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
     torch.use_deterministic_algorithms(True)  # so that a resumed run can be compared bit for bit
     torch.utils.deterministic.fill_uninitialized_memory = False
     with joined(ranks, arguments.device) as (rank, own):

@@ -86,3 +86,7 @@ __all__ = [
     "watch",
     "without_recording",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

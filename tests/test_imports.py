@@ -145,6 +145,10 @@ sys.meta_path.insert(0, Block())
 """
 
 
+def test_what_is_listed_is_what_is_public():
+    assert dir(hybridtensor) == sorted(hybridtensor.__all__)
+
+
 def test_importing_and_training_are_silent_and_need_neither_triton_nor_rich_nor_cuda_nor_frameworks():
     program = """
 import torch, hybridtensor as ht

@@ -22,5 +22,5 @@ class Autoencoder(LightningModule):
 data = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=32)
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 module = Autoencoder()
-Trainer(max_epochs=2, plugins=HybridPrecision("nvfp4", precision="bf16-mixed"), **quiet).fit(module, data)
+Trainer(max_epochs=2, plugins=HybridPrecision("fp8", precision="bf16-mixed"), **quiet).fit(module, data)
 print(f"loss {module.training_step(torch.randn(32, 64), 0).item():.3f}")

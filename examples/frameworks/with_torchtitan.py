@@ -8,7 +8,7 @@ from torchtitan.models.llama3 import model_registry
 
 from hybridtensor.integrations.torchtitan import HybridConverter, advancing
 
-converter = HybridConverter.Config(recipe="nvfp4", keep_bf16=["layers.0", "layers.5"])
+converter = HybridConverter.Config(recipe="fp8", keep_bf16=["layers.0", "layers.5"])
 spec = advancing(model_registry("debugmodel", converters=[converter]))  # the model_spec of a Trainer.Config
 
 with torch.device("meta"):

@@ -15,7 +15,7 @@ sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).save_pretrained(folder)
 rows = [{"input_ids": (ids := torch.arange(i, i + 32) % 96), "labels": ids} for i in range(64)]
 
-model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HybridTensorConfig("nvfp4_fwd_mxfp8_bwd"))
+model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HybridTensorConfig("fp8_delayed"))
 arguments = TrainingArguments(folder, max_steps=20, learning_rate=1e-2, logging_steps=5, report_to="none", use_cpu=True)
 Trainer(model, arguments, train_dataset=rows, callbacks=[StepCallback()]).train()
 model.save_pretrained(folder)  # plain weights; config.json has the recipe

@@ -14,9 +14,9 @@ SCRIPTS = ROOT / "examples" / "frameworks"
 SAYS = {
     "with_accelerate": r"loss [01]\.\d+\n",
     "with_lightning": r"loss [01]\.\d+\n",
-    "with_torchtitan": r"nvfp4\n",
+    "with_torchtitan": r"fp8\n",
     "with_transformer_engine": r"gradient norm \d+\.\d+\n",
-    "with_transformers": r"nvfp4/mxfp8/mxfp8\+one_d\+rowwise_dequantized\n",
+    "with_transformers": r"fp8_delayed\n",
 }
 
 
