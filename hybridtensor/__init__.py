@@ -1,6 +1,7 @@
 """Low-precision training in PyTorch where each matrix product may have its own number format."""
 
-import hybridtensor.former_names  # noqa: F401  so that pickles of former versions find classes
+import hybridtensor.former_names
+import hybridtensor.graph_caches  # noqa: F401  so that graphs on disk are of this version
 from hybridtensor import costs, distributed, formats, linear, offload, optim, recipes
 from hybridtensor.activations import rms_norm, swiglu
 from hybridtensor.advising import advise

@@ -1,0 +1,36 @@
+"""Graphs that torch keeps on disk: what one version of this package traced is no graph of another one."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from torch.compiler import config
+
+from hybridtensor.version import __version__
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the source files in a folder: between versions sources change, too.
+
+    Args:
+        folder: Of a package; one that has no files, as in an archive, gives the digest of nothing.
+    """
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def tell_caches() -> None:
+    """Add version and sources to the tag of all of torch's caches of compiled graphs.
+
+    AOTAutograd's cache knows a layer by Dynamo's graph, in which ``F.linear`` is whatever the weight's class makes of
+    it: a graph that another version traced would be run as it is.
+    """
+    own = f"hybridtensor {__version__} {digest_of(Path(__file__).parent)}"
+    if own not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {own}".strip()
+
+
+tell_caches()
