@@ -23,7 +23,7 @@ from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import Coverage, coverage
+from hybridtensor.selection import Coverage, coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses.observing import observers
@@ -84,6 +84,8 @@ class Check:
         unused: Converted layers of which no product ran.
         coverage: How much of the model is quantized, and which large matrices are not.
         flops: Share of the floating-point operations of all products that ran quantized.
+        uncounted: Operators that are not in ``flops``, as torch's formula for them raised.
+        untouched: Layers that are neither converted nor left alone on purpose: ``quantize_`` never saw them.
     """
 
     products: tuple[ProductRow, ...]
@@ -91,6 +93,8 @@ class Check:
     unused: tuple[str, ...]
     coverage: Coverage
     flops: float
+    uncounted: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
 
     @property
     def problems(self) -> list[str]:
@@ -107,6 +111,11 @@ class Check:
                     f"{read.layer}: its weight was read as values by {read.reader}{inside}"
                 )
         found += [f"{layer}: none of its products ran" for layer in self.unused]
+        found += [
+            f"{layer}: not quantized, and quantize_ never saw it; quantize the whole model, or name the layer in "
+            "keep_bf16"
+            for layer in self.untouched
+        ]
         return found + [
             f"{matrix.name} {list(matrix.shape)}: {matrix.why}"
             for matrix in self.coverage.plain
@@ -127,8 +136,10 @@ class Check:
         parts: list[Any] = [ran]
         if self.problems:
             parts.append("\n".join(["Not quantized:", *self.problems]))
+        without = f" without {', '.join(self.uncounted)}" if self.uncounted else ""
         parts.append(
             f"{self.coverage}; {self.flops:.1%} of the operations of this run".capitalize()
+            + without
         )
         return Group(*parts)
 
@@ -215,20 +226,19 @@ def check(
     """
     _check_arguments(model, loss, strict, show)
     plain = getattr(model, "_orig_mod", model)  # of torch.compile
-    recorder, total = _Recorder(plain), 0
+    recorder, uncounted = _Recorder(plain), set[str]()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         # torch's own, of the counter's hooks
         warnings.filterwarnings("ignore", "Using `torch.compile.* when there are global hooks")
         stack.enter_context(restored(plain, (args, kwargs)))
         stack.enter_context(_observed(plain, recorder))
-        counter = stack.enter_context(_flop_counter())
+        counter = stack.enter_context(_flop_counter(uncounted))
         out = model(*args, **kwargs)
         value = _loss(out, loss)
         if value is not None and value.requires_grad:
             value.backward()
-        total = counter.get_total_flops()
-    found = _report(plain, recorder, total)
+    found = _report(plain, recorder, counter.get_total_flops(), uncounted)
     if show:
         from rich.console import Console
 
@@ -245,10 +255,29 @@ def _check_arguments(model: object, loss: object, strict: object, show: object) 
     require_flag("check", strict=strict, show=show)
 
 
-def _flop_counter() -> Any:
+def _flop_counter(uncounted: set[str]) -> Any:
+    """Return torch's counter; what its formulas raise for is noted in ``uncounted``, and counts as nothing."""
     from torch.utils.flop_counter import FlopCounterMode  # when first used: it takes long to import
 
-    return FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False)
+    counter.flop_registry = {
+        operator: _noting_errors(formula, str(operator), uncounted)
+        for operator, formula in counter.flop_registry.items()
+    }
+    return counter
+
+
+def _noting_errors(
+    formula: Callable[..., Any], name: str, uncounted: set[str]
+) -> Callable[..., Any]:
+    def count(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return formula(*args, **kwargs)
+        except Exception:  # anyone may have written it, and what runs is none of its business
+            uncounted.add(name)
+            return 0
+
+    return count
 
 
 @contextlib.contextmanager
@@ -323,13 +352,16 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
                 state.recorded, state.unrecorded = recorded, unrecorded
 
 
-def _report(model: nn.Module, recorder: _Recorder, total: int) -> Check:
+def _report(model: nn.Module, recorder: _Recorder, total: int, uncounted: set[str]) -> Check:
     """Return the record of a run, in the order of the model's layers."""
     layers: dict[int, list[str]] = {}
-    configs = {}
+    configs, untouched = {}, []
     for one in layers_of(model):
         recipe = one.recipe
-        if recipe is not None:
+        if recipe is None:
+            if one.why_skipped() is None and not is_left_alone(one):
+                untouched.append(one.name or "<root>")
+        else:
             layers.setdefault(id(recipe.state), []).append(one.name or "<root>")
             configs[id(recipe.state)] = recipe.config
     products = []
@@ -348,4 +380,12 @@ def _report(model: nn.Module, recorder: _Recorder, total: int) -> Check:
     ran_at_all = {layer for layer, *_ in recorder.products}
     unused = tuple(", ".join(names) for layer, names in layers.items() if layer not in ran_at_all)
     share = recorder.operations / total if total else 0.0
-    return Check(tuple(products), reads, unused, coverage(model), min(share, 1.0))
+    return Check(
+        tuple(products),
+        reads,
+        unused,
+        coverage(model),
+        min(share, 1.0),
+        tuple(sorted(uncounted)),
+        tuple(untouched),
+    )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.arguments import (
+    nearest,
     place,
     require_choice,
     require_flag,
@@ -27,6 +28,7 @@ from hybridtensor.arguments import (
     require_kind,
     require_number,
     require_text,
+    told,
 )
 from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import native_kind
@@ -81,10 +83,12 @@ class CostTable:
         how: ``measured`` or ``published``.
         counts_casts: Whether times include quantizing the operands.
         rows: One per word.
+        least_features: Times are those of layers with as many features in and out, or more; of smaller ones nothing
+            is known.
 
     Raises:
         TypeError: If one is of the wrong kind.
-        ValueError: If ``how`` is another word.
+        ValueError: If ``how`` is another word, or features are negative.
     """
 
     name: str
@@ -92,6 +96,7 @@ class CostTable:
     how: str
     counts_casts: bool
     rows: tuple[Row, ...]
+    least_features: int = 0
 
     def __post_init__(self) -> None:
         require_text("CostTable", name=self.name, device=self.device)
@@ -99,6 +104,7 @@ class CostTable:
         require_flag("CostTable", counts_casts=self.counts_casts)
         for row in require_items("CostTable", "a list of rows", self.rows):
             require_kind("CostTable", "a Row", row, Row)
+        require_int("CostTable", at_least=0, least_features=self.least_features)
 
     def row(self, formats: Iterable[Format]) -> Row:
         """Return the row of a product.
@@ -133,6 +139,8 @@ _LINEAR = (
     "benchmarks/results/linear_nvidia_h200.json"
 )
 _B200 = "NVIDIA HGX B200 data sheet, dense peak of one GPU: BF16 2.25, FP8 4.5, FP4 9 PFLOPS"
+_LEAST_FEATURES = 4096
+"""Of the layers that were measured; that large ones come near peak rates is known of no smaller ones, either."""
 _EMULATED = "values are multiplied in BF16: its rate at best; " + _B200
 
 TABLES = MappingProxyType(
@@ -151,6 +159,7 @@ TABLES = MappingProxyType(
                 Row("nvfp4", 1.259, False, _LINEAR),
                 Row(MIXED, 1.063, False, "as mxfp8, which is emulated there, too: " + _LINEAR),
             ),
+            _LEAST_FEATURES,
         ),
         "b200": CostTable(
             "b200",
@@ -166,6 +175,7 @@ TABLES = MappingProxyType(
                 Row("nvfp4", 0.25, True, _B200),
                 Row(MIXED, 1.0, False, _EMULATED),
             ),
+            _LEAST_FEATURES,
         ),
     }
 )
@@ -200,9 +210,13 @@ def table(device: str) -> CostTable:
     """Return the table called ``device``: ``"h200"`` (measured) or ``"b200"`` (published peak rates).
 
     Raises:
-        ValueError: If there is none, with the nearest.
+        ValueError: If there is none, with the nearest, and how to measure one.
     """
-    require_choice("costs.table", "table of costs", device, TABLES)
+    if not isinstance(device, str) or device not in TABLES:
+        raise ValueError(
+            f"costs.table: unknown table of costs {told(device)}; {nearest(str(device), TABLES)}; on a machine with "
+            "that device costs.measure() makes its table, which is taken wherever a name is"
+        )
     return TABLES[device]
 
 
@@ -268,7 +282,8 @@ def measure(
     rows.append(
         Row(MIXED, emulated, False, f"that of mxfp8 where it is emulated, else BF16's; {source}")
     )
-    return CostTable(name, name, "measured", True, tuple(rows))
+    least = min(out_features, in_features)
+    return CostTable(name, name, "measured", True, tuple(rows), least)
 
 
 def _name_of(device: torch.device) -> str:

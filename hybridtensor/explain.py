@@ -20,7 +20,7 @@ from hybridtensor.explanation.tables import tables
 from hybridtensor.explanation.totals import (
     Share,
     is_of_rowwise,
-    relative_time,
+    predicted,
     saved_bytes,
     saved_bytes_per_token,
     shares,
@@ -72,19 +72,26 @@ class Explanation(Rows):
     def predicted_speed(self, costs: str | CostTable = "h200") -> float:
         """Return how fast the model's matrix products are, over BF16.
 
-        Attention, norms and the optimizer are not counted.
+        Attention, norms and the optimizer are not counted, nor are layers smaller than those of the table.
 
         Args:
             costs: The name of a table, or a table; see ``hybridtensor.costs``.
 
         Raises:
             TypeError: If it is neither.
-            ValueError: If there is no such table.
+            ValueError: If there is no such table, or all layers are smaller than those of the table.
         """
         require_kind(
             "predicted_speed", "a table of costs, or the name of one,", costs, (str, CostTable)
         )
-        return 1 / relative_time(self, costs if isinstance(costs, CostTable) else table(costs))
+        prices = costs if isinstance(costs, CostTable) else table(costs)
+        prediction = predicted(self, prices)
+        if prediction is None:
+            raise ValueError(
+                f"predicted_speed: layers of at least {prices.least_features} features in and out are required by the "
+                f"table of {prices.name}, got smaller ones only; pass a table that costs.measure makes of their sizes"
+            )
+        return prediction.speed
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as what JSON knows."""
@@ -110,11 +117,13 @@ class Explanation(Rows):
             "shares": {word: share._asdict() for word, share in self.shares.items()},
             "predicted_speed": {
                 name: {
-                    "over_bf16": self.predicted_speed(name),
+                    "over_bf16": prediction.speed,
+                    "without": prediction.unknown,
                     "how": costs.how,
                     "counts_casts": costs.counts_casts,
                 }
                 for name, costs in TABLES.items()
+                if (prediction := predicted(self, costs)) is not None
             },
             "saved_bytes_per_token": {"kept": kept, "plain": plain},
         }

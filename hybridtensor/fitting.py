@@ -13,32 +13,47 @@ from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
-from hybridtensor.selection import Plan, coverage
+from hybridtensor.selection import Plan, coverage, note_left_alone
 from hybridtensor.subclasses import HybridTensor, is_converted
 
 _TOLD = 3  # matrices that an error tells of
 
 
 def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
-    """Raise if nothing is to be converted, or something cannot be."""
+    """Raise if nothing is to be converted, or something cannot be; note which layers are left alone on purpose."""
+    layers = list(layers_of(model, root))
     if not plan:
-        names = ", ".join(layer.name or "<root>" for layer in layers_of(model, root)) or "none"
-        known = {layer.parameter_name for layer in layers_of(model)}
-        left = [matrix for matrix in coverage(model).plain if matrix.name not in known]
-        others = [f"{matrix.name} {list(matrix.shape)}: {matrix.why}" for matrix in left]
-        told = f"; what is no layer: {', '.join(others[:_TOLD])}" if others else ""
-        raise ValueError(
-            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}{told}"
-        )
-    check_tied("quantize_", plan, layers_of(model, root))
+        raise _nothing(model, layers)
+    check_tied("quantize_", plan, layers)
     for layer, config in plan:
         check_weight(layer, persistent)
-        check_sizes(layer, config)
         if persistent and config.keep_faces != KEEP_FACES[0]:
             raise ValueError(
                 f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
                 "persistent=True, whose faces are the weight; drop one"
             )
+    _check_all_sizes(plan)
+    note_left_alone(layers, plan)
+
+
+def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
+    """Return the error of a plan without layers, with what there is instead."""
+    known = {layer.parameter_name for layer in layers_of(model)}
+    left = [matrix for matrix in coverage(model).plain if matrix.name not in known]
+    others = [f"{matrix.name} {list(matrix.shape)}: {matrix.why}" for matrix in left]
+    told = f"; what is no layer: {', '.join(others[:_TOLD])}" if others else ""
+    if layers:
+        names = ", ".join(layer.name or "<root>" for layer in layers)
+        return ValueError(
+            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}{told}"
+        )
+    owners = [module for module in model.modules() if module._parameters]
+    classes = ", ".join(sorted({type(module).__name__ for module in owners}))
+    got = f"whose parameters are of {classes}" if classes else "without parameters"
+    return ValueError(
+        f"quantize_: a model with linear layers is required, got one {got}{told}; "
+        "pass a model that has nn.Linear (or a class derived of it), or experts with num_experts"
+    )
 
 
 def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
@@ -110,6 +125,23 @@ def check_weight(layer: Layer, persistent: bool) -> None:
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(
             f"{where}: a bfloat16, float16 or float32 weight is required, got {weight.dtype}; cast the model"
+        )
+
+
+def _check_all_sizes(plan: Plan) -> None:
+    """Raise ValueError if layers are not of whole blocks, with the names by which to leave them out."""
+    found = {}
+    for layer, config in plan:
+        try:
+            check_sizes(layer, config)
+        except ValueError as error:
+            if not layer.name:
+                raise
+            found[layer.name] = str(error).partition(";")[0]
+    if found:
+        raise ValueError(
+            f"{next(iter(found.values()))}; leave it in high precision by keep_bf16={list(found)}, which names every "
+            "such layer, or give it another format or size"
         )
 
 

@@ -8,18 +8,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hybridtensor import recipes
 from hybridtensor.arguments import require_items, require_text, told
 from hybridtensor.dtensor import local
+from hybridtensor.formats import Format
 from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
 from hybridtensor.recipes.named import ByType
+from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.recipes.words import RecipeName
 from hybridtensor.subclasses import is_converted
 from hybridtensor.torchao_compat import FqnToConfig
@@ -64,7 +66,8 @@ def choose(
         raise ValueError(
             "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
         )
-    return _without(list(_plan(model, recipe, filter_fn, root)), keep_bf16)
+    plan = list(_plan(model, recipe, filter_fn, root))
+    return _without(plan, keep_bf16, [layer.name for layer in layers_of(model, root)])
 
 
 def _plan(
@@ -83,26 +86,48 @@ def _plan(
                 yield layer, config
 
 
-def _without(plan: Plan, patterns: Iterable[str]) -> Plan:
-    """Return the plan without the layers that ``patterns`` name; each must name one."""
+def _without(plan: Plan, patterns: Iterable[str], every: list[str]) -> Plan:
+    """Return the plan without the layers that ``patterns`` name; each must name one of ``every``."""
     if isinstance(patterns, str):
         raise TypeError(
             f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
         )
     for pattern in require_items("quantize_", "a list of names as keep_bf16", patterns):
         require_text("quantize_", **{"a name in keep_bf16": pattern})
-        kept = [
-            step
-            for step in plan
-            if not any(fnmatch.fnmatchcase(step[0].name, p) for p in (pattern, f"{pattern}.*"))
-        ]
-        if len(kept) == len(plan):
+        if not any(_is_named(name, pattern) for name in every):
             names = ", ".join(layer.name or "<root>" for layer, _ in plan) or "none"
             raise ValueError(
                 f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}"
             )
-        plan = kept
+        plan = [step for step in plan if not _is_named(step[0].name, pattern)]
     return plan
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Return whether a pattern names a layer, or a module that holds it."""
+    return any(fnmatch.fnmatchcase(name, p) for p in (pattern, f"{pattern}.*"))
+
+
+_LEFT_ALONE = "_hybridtensor_left_alone"
+
+
+def note_left_alone(layers: Iterable[Layer], plan: Plan) -> None:
+    """Note at their modules which layers a plan leaves alone though they could be converted: someone said so.
+
+    Args:
+        layers: All that there are.
+        plan: Those that are converted.
+    """
+    chosen = {layer.name for layer, _ in plan}
+    for layer in layers:
+        if layer.name not in chosen and layer.why_skipped() is None:
+            noted = layer.module.__dict__.get(_LEFT_ALONE, frozenset())
+            layer.module.__dict__[_LEFT_ALONE] = noted | {layer.parameter}
+
+
+def is_left_alone(layer: Layer) -> bool:
+    """Return whether ``quantize_`` left a layer alone because someone said so."""
+    return layer.parameter in layer.module.__dict__.get(_LEFT_ALONE, ())
 
 
 def _config_source(recipe: Recipe) -> Callable[[Layer], HybridConfig | None]:
@@ -212,10 +237,10 @@ class Coverage(NamedTuple):
     """How much of a model is quantized.
 
     Attributes:
-        parameters: Share of the parameters.
-        products: Share of the multiplications of a token, if it meets every matrix once (lookups in
-            embeddings are none).
-        plain: Matrices with a thousandth of the parameters or more that are not.
+        parameters: Share of the parameters: those whose layer's output is computed in low precision.
+        products: Share of the multiplications of a token in the three products of each matrix, if it meets every
+            matrix once (lookups in embeddings are none).
+        plain: Matrices with a thousandth of the parameters or more that are not converted.
     """
 
     parameters: float
@@ -235,7 +260,7 @@ _LARGE = 1000  # a matrix with this part of the parameters, or more
 def coverage(model: nn.Module) -> Coverage:
     """Return how much of a model is quantized, and which large matrices are not."""
     sizes: dict[int, int] = {}
-    matrices: dict[int, tuple[int, bool, PlainMatrix]] = {}
+    matrices: dict[int, tuple[int, HybridConfig | None, PlainMatrix]] = {}
     stacks = {id(layer.weight): layer for layer in layers_of(model) if layer.is_stack}
     parametrized = _parametrized(model)
     for path, holder in model.named_modules():
@@ -252,12 +277,32 @@ def coverage(model: nn.Module) -> Coverage:
                     owner, module, stacks.get(id(parameter)), name, tuple(parameter.shape)
                 )
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
-                done = is_converted(local(parameter)) or recipe_of(module) is not None
-                matrices.setdefault(id(parameter), (parameter.numel(), done, left))
-    total, products = sum(sizes.values()), sum(size for size, _, _ in matrices.values())
-    quantized = sum(size for size, done, _ in matrices.values() if done)
-    plain = [m for size, done, m in matrices.values() if not done and size * _LARGE >= total]
-    return Coverage(quantized / max(total, 1), quantized / max(products, 1), tuple(plain))
+                config = _config_of(module, parameter)
+                matrices.setdefault(id(parameter), (parameter.numel(), config, left))
+    total, every = sum(sizes.values()), sum(size for size, _, _ in matrices.values())
+    parameters = products = 0.0
+    for size, config, _ in matrices.values():
+        if config is not None:
+            low = [is_quantized(config.formats(gemm)) for gemm in GEMMS]
+            parameters += size * low[0]
+            products += size * sum(low) / len(low)
+    plain = [
+        m for size, config, m in matrices.values() if config is None and size * _LARGE >= total
+    ]
+    return Coverage(parameters / max(total, 1), products / max(every, 1), tuple(plain))
+
+
+def is_quantized(formats: tuple[Format, Format]) -> bool:
+    """Return whether a product of two formats is one in low precision."""
+    return not all(fmt.is_identity for fmt in formats)
+
+
+def _config_of(module: nn.Module, parameter: Tensor) -> HybridConfig | None:
+    """Return the recipe of a matrix; None before ``quantize_``."""
+    part: Any = local(parameter)
+    recipe = part if is_converted(part) else recipe_of(module)
+    config: HybridConfig | None = None if recipe is None else recipe.config
+    return config
 
 
 def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:

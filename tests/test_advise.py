@@ -291,6 +291,7 @@ def test_options_that_are_not_worth_it_are_left_out():
         (ValueError, {"formats": []}, "at least one format"),
         (TypeError, {"formats": 3}, "a list of specs"),
         (ValueError, {"hardware": "h1000"}, "h200"),
+        (ValueError, {"hardware": "h100"}, r"known: h200, b200; .* costs\.measure\(\)"),
         (TypeError, {"hardware": 3}, "hardware"),
         (TypeError, {"loss": 3}, "a function as loss"),
     ],
@@ -298,6 +299,19 @@ def test_options_that_are_not_worth_it_are_left_out():
 def test_wrong_arguments(error, options, match):
     with pytest.raises(error, match=match):
         ht.advise(model_of(), batches(), **{"loss": loss, "hardware": "b200", **options})
+
+
+def test_batches_without_a_signal():
+    """Where there is nothing to be wrong about, the cheapest format is as good as any."""
+    zeros, model = torch.zeros(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for bias in (False, True):  # with a bias the second layer has something to multiply
+        net = nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Linear(64, 64))
+        with pytest.raises(ValueError, match=r"a signal in every layer are required, got .* all zeros in 0(, 1)?;"):
+            ht.advise(net, [zeros], loss=lambda m, x: m(x).square().mean(), hardware="b200")
+    with pytest.raises(ValueError, match="whose loss has gradients are required, got gradients that are zero"):
+        ht.advise(model, [torch.randn(64, 64)], loss=lambda m, x: 0 * m(x).sum(), hardware="b200")
+    one = ht.advise(model, [zeros, torch.randn(64, 64)], loss=lambda m, x: m(x).square().mean(), hardware="b200")
+    assert set(one.specs) == {"0", "1"}
 
 
 def test_wrong_models_and_batches():

@@ -2,13 +2,16 @@
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
+from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
+from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 
@@ -167,6 +170,67 @@ def test_compiled_models_and_blocks():
     for whole in (net, torch.compile(model(), backend="aot_eager")):
         whole(X)
         assert {row.gemm for row in ht.check(whole, X, strict=True).products} == {"output", "grad_input", "grad_weight"}
+
+
+def test_formulas_for_flops_may_raise(monkeypatch):
+    """As torch 2.11's for attention of grouped queries does."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("shapes are incompatible")
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.other = nn.Linear(64, 64), torch.ones(64, 64)
+
+        def forward(self, x):
+            return torch.bmm(self.linear(x)[None], self.other[None])
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.bmm, refuse)
+    net = ht.quantize_(Mixing(), "fp8")
+    found = ht.check(net, X, strict=True)
+    assert found.flops == 1.0
+    assert found.uncounted == ("aten.bmm",)
+    console = Console(width=200, record=True)
+    console.print(found)
+    assert "of the operations of this run without aten.bmm" in console.export_text()
+    assert ht.check(model(), X).uncounted == ()
+
+
+def test_layers_that_quantize_never_saw_are_named():
+    net = nn.ModuleDict({"body": model(), "side": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+    net.forward = lambda x: net["lm_head"](net["side"](net["body"](x)))
+    found = ht.check(net, X)
+    assert found.untouched == ("side",)
+    with pytest.raises(RuntimeError, match="side: not quantized, and quantize_ never saw it"):
+        ht.check(net, X, strict=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_bf16": ["2"]}, {"filter_fn": lambda module, name: name == "0"}, {"recipe": FqnToConfig({"0": "fp8"})}],
+    ids=["keep_bf16", "filter_fn", "FqnToConfig"],
+)
+def test_layers_that_were_left_alone_on_purpose_are_no_problem(options):
+    net = model(**options)
+    for one in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert ht.check(one, X, strict=True).untouched == ()
+    ht.set_config_(net, "mxfp8")
+    assert ht.check(net, X, strict=True).untouched == ()
+    net[2] = nn.Linear(64, 64)
+    assert ht.check(net, X).untouched == ("2",)
+    ht.set_config_(net, "fp8")  # which chooses nothing
+    assert ht.check(net, X).untouched == ("2",)
+
+
+def test_layers_that_stay_plain_anyway_may_be_named():
+    net = nn.ModuleDict({"body": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+    net.forward = lambda x: net["lm_head"](net["body"](x))
+    ht.quantize_(net, "fp8", keep_bf16=["lm_head"])
+    assert ht.check(net, X, strict=True).untouched == ()
+    assert net["lm_head"].weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="keep_bf16 must name a layer, got 'head'; layers to convert are: body"):
+        ht.quantize_(net, "fp8", keep_bf16=["head"])
 
 
 def test_losses():

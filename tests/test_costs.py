@@ -26,6 +26,9 @@ def test_the_table_of_the_h200_is_what_was_measured_on_one():
         speed = measured[{"bf16": "bf16 (plain)", "mixed": "mxfp8"}.get(row.word, row.word)]
         assert row.time == round(1 / speed, 3), row
         assert "linear_nvidia_h200.json" in row.source
+    sizes = {r["tokens x out x in"] for r in rows} - {"geometric mean"}
+    smallest = min(int(extent) for size in sizes for extent in size.split("x")[1:])
+    assert costs.table("h200").least_features == smallest
 
 
 def test_the_table_of_the_b200_is_its_peak_rates():
@@ -85,3 +88,10 @@ def test_a_device_that_computes_is_required():
         costs.measure("meta")
     with pytest.raises(ValueError, match="a multiple of 128 is required as tokens, got 100"):
         costs.measure("cpu", tokens=100)
+
+
+@pytest.mark.parametrize("device", ["h100", "", 3])
+def test_a_table_that_is_not_there_is_measured(device):
+    """There are no figures of an H100's products of single layers."""
+    with pytest.raises(ValueError, match=r"unknown table of costs .*known: h200, b200; .*costs\.measure\(\) makes"):
+        costs.table(device)

@@ -139,18 +139,71 @@ def test_shares_of_formats_are_those_of_the_layers():
         assert shares[word].products == pytest.approx(linears / 3 / (linears + vocabulary))
     for column in zip(*shares.values(), strict=True):
         assert sum(column) == pytest.approx(1)
-    fp8, mxfp8 = (of_h200(word) for word in ("fp8", "mxfp8"))
-    time = (linears * (fp8 + mxfp8 + 1) / 3 + vocabulary) / (linears + vocabulary)
-    assert found.predicted_speed("h200") == pytest.approx(1 / time)
-    time = (linears * (0.5 + 0.5 + 1) / 3 + vocabulary) / (linears + vocabulary)
-    assert found.predicted_speed("b200") == pytest.approx(1 / time)
+    small = 32 * 2 * 4096 * 1024  # of which only grad_weight, in BF16, is known
+    h200, b200 = tuple(of_h200(word) for word in ("fp8", "mxfp8")), (0.5, 0.5)
+    for device, times in (("h200", h200), ("b200", b200)):
+        known = (linears - small) * (sum(times) + 1) / 3 + small / 3 + vocabulary
+        of_bf16 = linears - small * 2 / 3 + vocabulary
+        assert found.predicted_speed(device) == pytest.approx(of_bf16 / known)
+    without = found.to_dict()["predicted_speed"]["h200"]["without"]
+    assert without == pytest.approx(small * 2 / 3 / (linears + vocabulary))
+
+
+@pytest.mark.parametrize(
+    ("spec", "quantized"),
+    [
+        ("fp8/fp8_rowwise/bf16", (1, 2 / 3)),
+        ("bf16/mxfp8/mxfp8", (0, 2 / 3)),
+        ("fp8+high_precision", (1, 1 / 3)),
+        ("bf16", (0, 0)),
+        ("fp8", (1, 1)),
+    ],
+)
+def test_products_in_high_precision_do_not_count_as_quantized(spec, quantized, capsys):
+    """Wherever it is told: in the shares of formats, in the last line, in ``check``."""
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), spec)
+    found = ht.explain(net)
+    plain = found.shares["bf16"]
+    assert (1 - plain.parameters, 1 - plain.products) == pytest.approx(quantized)
+    assert found.coverage[:2] == pytest.approx(quantized)
+    told = f"Quantized: {quantized[0]:.1%} of the parameters, {quantized[1]:.1%} of the multiplications"
+    assert told in " ".join(capsys.readouterr().out.split())
+    checked = ht.check(net, torch.randn(32, 64, requires_grad=True))
+    assert (checked.coverage[:2], checked.flops) == (found.coverage[:2], pytest.approx(quantized[1]))
+    assert checked.problems == []
 
 
 def test_where_a_format_is_emulated_is_said(capsys):
-    ht.explain(ht.quantize_(nn.Linear(64, 64), "nvfp4"))
+    ht.explain(ht.quantize_(nn.Linear(4096, 4096, device="meta"), "nvfp4"))
     lines = printed_lines(capsys)
     assert f"  {1 / of_h200('nvfp4'):.2f}x on h200 (measured); emulated there: nvfp4" in lines
     assert "  4.00x on b200 (published, casts not counted)" in lines
+
+
+def test_speeds_of_layers_smaller_than_any_that_was_measured_are_not_told(capsys):
+    found = ht.explain(ht.quantize_(nn.Linear(64, 4096), "fp8"))
+    printed = capsys.readouterr().out
+    assert "In total" in printed
+    assert "h200" not in printed
+    assert "Predicted speed" not in printed
+    assert found.to_dict()["predicted_speed"] == {}
+    with pytest.raises(ValueError, match="at least 4096 features in and out are required by the table of h200, got sm"):
+        found.predicted_speed()
+    own = costs.measure("cpu", tokens=128, out_features=256, in_features=128, repeats=1)
+    assert own.least_features == 128
+    with pytest.raises(ValueError, match="at least 128 features"):
+        found.predicted_speed(own)
+    row = costs.Row("fp8", 0.25, True, "a test")
+    assert found.predicted_speed(costs.CostTable("own", "cpu", "measured", True, (row,), 64)) == 4.0
+    assert ht.explain(ht.quantize_(nn.Linear(64, 64), "bf16"), show=False).predicted_speed() == 1.0
+
+
+def test_what_part_of_a_model_is_left_out_of_a_speed_is_told(capsys):
+    ht.explain(ht.quantize_(llama(), "fp8"))
+    part = 32 * 2 * 4096 * 1024 / (32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096)
+    printed = " ".join(capsys.readouterr().out.split())
+    told = f"x on h200 (measured); without {part:.1%} narrower than 4096"
+    assert told in printed
 
 
 def test_bytes_kept_are_those_of_all_layers_over_plain_ones(capsys):

@@ -59,9 +59,6 @@ format   parameters   FLOPs
 bf16          51.2%   50.8%
 mxfp8          0.0%   32.8%
 nvfp4         48.8%   16.4%
-Predicted speed of the matrix products, over BF16:
-  0.94x on h200 (measured); emulated there: mxfp8, nvfp4
-  1.40x on b200 (published, casts not counted)
 Inputs kept for backward: 0.1 kB per token, 0.26 of plain layers' 0.3 (float32)
 Quantized: 48.8% of the parameters, 49.2% of the multiplications of a token that
 meets every matrix once""",
@@ -132,7 +129,8 @@ ValueError: HybridConfig: unknown format 'fp9'; did you mean 'fp8'? known: bf16,
   nvfp4_row_scaled_fwd_high_precision_bwd
 TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, got 3;
   HybridConfig(input=, weight=, grad_output=) makes a config of quantizers
-ValueError: quantize_: a recipe that matches a layer is required, got none; layers are: none
+ValueError: quantize_: a model with linear layers is required, got one whose parameters are of LayerNorm; pass
+  a model that has nn.Linear (or a class derived of it), or experts with num_experts
 TypeError: quantize_: keep_bf16 is a list of names, got the string 'up'; put it in a list
 ValueError: quantize_: keep_bf16 must name a layer, got 'sideways'; layers to convert are: up, down
 ValueError: quantize_: layer <root>, input: the rowwise face in mxfp8_e4m3 needs a multiple of 32 along the

@@ -159,8 +159,8 @@ def advise(
 
     Raises:
         TypeError: If an argument is of the wrong kind, or the loss no scalar.
-        ValueError: If there is no batch, no layer ran, a spec is unknown or has state, the budget cannot be met, or
-            there is no GPU to measure.
+        ValueError: If there is no batch, no layer ran, products or gradients are all zeros, a spec is unknown or has
+            state, the budget cannot be met, there is no GPU to measure, or no table of the hardware.
         NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     require_module("advise", model)

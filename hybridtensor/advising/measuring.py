@@ -74,7 +74,7 @@ def measure(
         run: Returns the loss of a batch.
 
     Raises:
-        ValueError: If a loss depends on no parameter.
+        ValueError: If a loss depends on no parameter, or what a layer multiplies is all zeros.
         NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
@@ -94,6 +94,7 @@ def measure(
         for batch in batches:
             with told_products(stacks, order):
                 _run(model, batch, run)
+    _require_signal(layers)
     products = _products({one: None if m is None else blocks[m] for one, m in within.items()})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -149,6 +150,23 @@ def _require_unsharded(layers: Iterable[Noise]) -> None:
         raise NotImplementedError(
             f"advise: a model that no ranks share is required, got {sharded} as a DTensor; advise before "
             "fully_shard and parallelize_module"
+        )
+
+
+def _require_signal(layers: Iterable[Noise]) -> None:
+    """Raise ValueError where there is nothing that formats could be wrong about: any would do."""
+    ran = [one for one in layers if one.order >= 0]
+    silent = [one.layer.name or "<root>" for one in ran if not one.has_signal()]
+    if silent:
+        raise ValueError(
+            f"advise: batches with a signal in every layer are required, got products that are all zeros in "
+            f"{', '.join(silent)}; give batches like those of training, and weights after some steps"
+        )
+    trained = [one for one in ran if one.operations["grad_weight"]]
+    if trained and all(one.gradient == 0 for one in trained):
+        raise ValueError(
+            "advise: batches whose loss has gradients are required, got gradients that are zero for every layer; give "
+            "batches and a loss like those of training"
         )
 
 

@@ -74,6 +74,11 @@ class Noise:
             grad, x = operands["grad_output"].float(), operands["input"].float()
             self.gradient += float((grad.t() @ x).square().sum())
 
+    def has_signal(self) -> bool:
+        """Return whether any product that was measured is not all zeros; True if none was."""
+        signals = [float(found[_SIGNAL]) for found in self._sums.values()]
+        return not signals or any(signal != 0 for signal in signals)
+
     def relative(self, gemm: str, fmt: str) -> float:
         """Return the noise of a product over its signal; of one that did not run, or not quantized, 0."""
         sums = self._sums.get((gemm, fmt))

@@ -56,7 +56,9 @@ def _run(given: argparse.Namespace) -> int:
     device = torch.device("cpu" if machine.capability is None else "cuda")
     found, runs = problems(machine), backends(device)
     if given.json:
-        print_json({**asdict(machine), "recipes": runs, "problems": found})
+        print_json(
+            {**asdict(machine), "recipes": runs, "problems": found, "remarks": remarks(runs)}
+        )
         return 1 if found else 0
     for name, version in machine.versions.items():
         print(f"{name:14}{version or 'missing'}")
@@ -70,7 +72,23 @@ def _run(given: argparse.Namespace) -> int:
     print("\nKnown problems:" if found else "\nNo known problems.")
     for problem in found:
         print(f"  {problem}")
+    for line in remarks(runs):
+        print(f"\n{line}")
     return 1 if found else 0
+
+
+def remarks(runs: dict[str, list[str]]) -> list[str]:
+    """Return what is no problem, but good to know.
+
+    Args:
+        runs: How products run, as ``backends`` returns it.
+    """
+    if any("native" in of_products for of_products in runs.values()):
+        return []
+    return [
+        "No product runs natively on this device: all are emulated. Operands are quantized bit for bit as on a\n"
+        "GPU and multiplied in high precision, which is exact but slower than plain layers."
+    ]
 
 
 def this_machine() -> Machine:

@@ -9,7 +9,7 @@ from hybridtensor.costs import TABLES, CostTable
 from hybridtensor.explanation.folding import fold
 from hybridtensor.explanation.rows import GemmRow, LayerRow, Rows
 from hybridtensor.explanation.totals import (
-    relative_time,
+    predicted,
     saved_bytes,
     saved_bytes_per_token,
     shares,
@@ -166,8 +166,10 @@ def _totals(found: Rows) -> Iterable[RenderableType]:
     for word, share in shares(found).items():
         _add(made, word, f"{share.parameters:.1%}", f"{share.products:.1%}")
     yield made
-    yield "Predicted speed of the matrix products, over BF16:"
-    yield from (f"  {_speed(found, table)}" for table in TABLES.values())
+    speeds = [told for table in TABLES.values() if (told := _speed(found, table))]
+    if speeds:
+        yield "Predicted speed of the matrix products, over BF16:"
+        yield from (f"  {told}" for told in speeds)
     kept, plain = saved_bytes(found.layers)
     dtypes = ", ".join(
         dict.fromkeys(str(layer.dtype).removeprefix("torch.") for layer in found.layers)
@@ -179,10 +181,17 @@ def _totals(found: Rows) -> Iterable[RenderableType]:
 
 
 def _speed(found: Rows, table: CostTable) -> str:
-    """Return the speed by a table, and which of the formats that are there the device has to emulate."""
+    """Return the speed by a table, which of the formats that are there the device has to emulate, and what is left
+    out; "" if the table knows nothing of layers so small.
+    """
+    prediction = predicted(found, table)
+    if prediction is None:
+        return ""
     used = shares(found)
     emulated = [
         row.word for row in table.rows if not row.native and used.get(row.word, (0, 0))[1] > 0
     ]
     note = f"; emulated there: {', '.join(emulated)}" if emulated else ""
-    return f"{1 / relative_time(found, table):.2f}x on {table}{note}"
+    if prediction.unknown:
+        note += f"; without {prediction.unknown:.1%} narrower than {table.least_features}"
+    return f"{prediction.speed:.2f}x on {table}{note}"

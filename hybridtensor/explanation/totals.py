@@ -13,6 +13,7 @@ from hybridtensor.formats import Format
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.selection import is_quantized
 
 _PLAIN = "bf16"
 
@@ -34,29 +35,57 @@ def shares(found: Rows) -> dict[str, Share]:
     """Return what part of the model each format has, by the words of ``costs``; what is left plain is ``bf16``."""
     parameters: dict[str, float] = {}
     products: dict[str, float] = {}
-    for layer, part in _weighted(found.layers):
-        words = [word_of(formats) for formats in _products(layer.config)]
-        parameters[words[0]] = parameters.get(words[0], 0.0) + part * found.coverage.parameters
+    for size, config in _sized(found.layers):
+        words = [word_of(formats) for formats in _products(config)]
+        parameters[words[0]] = parameters.get(words[0], 0.0) + size
         for word in words:
-            products[word] = products.get(word, 0.0) + part * found.coverage.products / len(words)
-    for of, quantized in (
-        (parameters, found.coverage.parameters),
-        (products, found.coverage.products),
-    ):
-        of[_PLAIN] = of.get(_PLAIN, 0.0) + 1.0 - quantized
+            products[word] = products.get(word, 0.0) + size
+    _scale(parameters, found.coverage.parameters)
+    _scale(products, found.coverage.products)
     words = sorted(
         dict.fromkeys([*products, *parameters]), key=lambda w: -round(products.get(w, 0.0), 6)
     )
     return {word: Share(parameters.get(word, 0.0), products.get(word, 0.0)) for word in words}
 
 
-def relative_time(found: Rows, table: CostTable) -> float:
-    """Return the time of a training step's matrix products over that in BF16."""
-    time = 1.0 - found.coverage.products
-    for layer, part in _weighted(found.layers):
-        costs = [table.cost(formats) for formats in _products(layer.config)]
-        time += found.coverage.products * part * sum(costs) / len(costs)
-    return time
+def _scale(sizes: dict[str, float], quantized: float) -> None:
+    """Make shares of sizes, in place: those of low-precision formats add up to ``quantized``, the rest is plain."""
+    low = sum(size for word, size in sizes.items() if word != _PLAIN)
+    for word in sizes:
+        sizes[word] *= quantized / low if low else 0.0
+    sizes[_PLAIN] = 1.0 - quantized
+
+
+class Prediction(NamedTuple):
+    """How fast a model's matrix products are.
+
+    Attributes:
+        speed: Of a training step's products, over BF16.
+        unknown: The part of all products that is left out: of layers smaller than the table's.
+    """
+
+    speed: float
+    unknown: float
+
+
+def predicted(found: Rows, table: CostTable) -> Prediction | None:
+    """Return how fast the products are by a table; None if it knows none of those in low precision."""
+    every, costs = 0, list[tuple[int, float]]()
+    for layer in found.layers:
+        low = [formats for formats in _products(layer.config) if is_quantized(formats)]
+        every += layer.parameters * len(low)
+        if min(layer.shape[-2:]) >= table.least_features:
+            costs += [(layer.parameters, table.cost(formats)) for formats in low]
+    known = sum(size for size, _ in costs)
+    if not every:
+        return Prediction(1.0, 0.0)
+    if not known:
+        return None
+    quantized = found.coverage.products * (known / every)  # all of it, exactly, if all is known
+    unknown = found.coverage.products - quantized
+    plain = 1.0 - found.coverage.products
+    time = plain + quantized * sum(size * cost for size, cost in costs) / known
+    return Prediction((1.0 - unknown) / time, unknown)
 
 
 def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
@@ -70,11 +99,9 @@ def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
     return kept, plain
 
 
-def _weighted(layers: Iterable[LayerRow]) -> list[tuple[LayerRow, float]]:
-    """Return the layers, each with its part of all their parameters."""
-    listed = list(layers)
-    total = sum(layer.parameters for layer in listed)
-    return [(layer, layer.parameters / total) for layer in listed if total]
+def _sized(layers: Iterable[LayerRow]) -> list[tuple[int, HybridConfig]]:
+    """Return how many parameters layers have, and their recipes."""
+    return [(layer.parameters, layer.config) for layer in layers if layer.parameters]
 
 
 def _products(config: HybridConfig) -> list[tuple[Format, Format]]:

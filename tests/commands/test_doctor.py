@@ -60,6 +60,19 @@ def test_problems_are_exit_code_1(monkeypatch, capsys):
     assert "Known problems:\n  torch 2.9.0: tests run with" in capsys.readouterr().out
 
 
+def test_that_everything_is_emulated_is_told(monkeypatch, capsys):
+    cpu = Machine(VERSIONS, "cpu", None, None, False, None)
+    monkeypatch.setattr(doctor, "this_machine", lambda: cpu)
+    assert main(["doctor"]) == 0
+    told = " ".join(capsys.readouterr().out.partition("No known problems.")[2].split())
+    assert told.startswith("No product runs natively on this device: all are emulated.")
+    for words in ("bit for bit as on a GPU", "slower than plain layers"):
+        assert words in told
+    main(["doctor", "--json"])
+    assert json.loads(capsys.readouterr().out)["remarks"] == doctor.remarks(doctor.backends(torch.device("cpu")))
+    assert doctor.remarks({"bf16": ["high precision"] * 3, "fp8": ["native"] * 3, "nvfp4": ["emulated"] * 3}) == []
+
+
 def test_data(capsys):
     main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -10,8 +10,10 @@ from hybridtensor.__main__ import main
 def test_of_a_layer(capsys):
     assert main(["explain", "nvfp4/fp8/bf16+one_d", "--size", "96x64"]) == 0
     printed = capsys.readouterr().out
-    for words in ("Quantized layers: nvfp4/fp8/bf16+one_d", "96x64", "fp8_e5m2_tensor", "b200 (published"):
+    for words in ("Quantized layers: nvfp4/fp8/bf16+one_d", "96x64", "fp8_e5m2_tensor"):
         assert words in printed
+    assert main(["explain", "fp8"]) == 0
+    assert "2.00x on b200 (published" in capsys.readouterr().out
 
 
 def test_data(capsys):
@@ -21,8 +23,11 @@ def test_data(capsys):
     assert found["layers"][0]["dtype"] == "float32"
     assert [row["gemm"] for row in found["rows"]] == ["output", "grad_input", "grad_weight"]
     assert found["shares"] == {"fp8": {"parameters": 1.0, "products": 1.0}, "bf16": {"parameters": 0, "products": 0}}
-    assert found["predicted_speed"]["b200"] == {"over_bf16": 2.0, "how": "published", "counts_casts": False}
+    assert found["predicted_speed"] == {}
     assert found["saved_bytes_per_token"] == {"kept": 64.0, "plain": 256.0}
+    main(["explain", "fp8", "--json"])
+    b200 = json.loads(capsys.readouterr().out)["predicted_speed"]["b200"]
+    assert b200 == {"over_bf16": 2.0, "without": 0.0, "how": "published", "counts_casts": False}
 
 
 def test_of_a_model_that_is_in_no_memory(tmp_path, capsys):

@@ -386,8 +386,8 @@ ROWS = {
         device="cpu", tokens=128, out_features=128, in_features=128, repeats=1,
     ),
     "CostTable": row(
-        ht.costs.CostTable, {"name": "text", "device": "text", "counts_casts": "flag"},
-        name="own", device="cpu", how="measured", counts_casts=True,
+        ht.costs.CostTable, {"name": "text", "device": "text", "counts_casts": "flag", "least_features": "integer"},
+        name="own", device="cpu", how="measured", counts_casts=True, least_features=128,
         rows=lambda: (ht.costs.Row("bf16", 1.0, True, "by definition"),),
     ),
     "CostTable.row": method(lambda: ht.costs.table("h200"), "row", formats=lambda: FP8.formats(recipes.spec.GEMMS[0])),

@@ -1,0 +1,47 @@
+"""Errors of plans that cannot be carried out name the layers, and what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+import hybridtensor as ht
+
+
+def classifier():
+    parts = {"body": nn.Linear(64, 64), "head": nn.Linear(64, 10), "other": nn.Linear(64, 12)}
+    return nn.ModuleDict({"model": nn.ModuleDict(parts)})
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_layers_that_blocks_do_not_fit_are_named_as_keep_bf16_takes_them(recipe):
+    names = ["model.head", "model.other"]
+    with pytest.raises(ValueError, match=r"quantize_: layer model\.head, weight: .* got 10 of") as raised:
+        ht.quantize_(classifier(), recipe)
+    assert f"keep_bf16={names}" in str(raised.value)
+    assert "pad the tensor" not in str(raised.value)
+    model = ht.quantize_(classifier(), recipe, keep_bf16=names)
+    assert isinstance(model["model"]["body"].weight, ht.MasterWeight)
+
+
+def test_nothing_is_converted_if_one_layer_does_not_fit():
+    model = classifier()
+    with pytest.raises(ValueError, match="keep_bf16"):
+        ht.quantize_(model, "mxfp8")
+    assert not [p for p in model.parameters() if isinstance(p, ht.MasterWeight)]
+    body = model["model"]["body"]
+    assert ht.check(body, torch.ones(2, 64)).untouched == ("<root>",)  # nor noted as left alone
+
+
+def test_a_model_itself_has_no_name_to_keep():
+    with pytest.raises(ValueError, match=r"layer <root>, input: .* got 48 of .*; pad the tensor") as raised:
+        ht.quantize_(nn.Linear(48, 64), "mxfp8")
+    assert "keep_bf16" not in str(raised.value)
+
+
+def test_a_model_without_linear_layers_is_told_what_it_has():
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    words = r"got one whose parameters are of BatchNorm2d, Conv2d; .*0\.weight \[8, 3, 3, 3\]: Conv2d is no Linear.*"
+    with pytest.raises(ValueError, match=f"a model with linear layers is required, {words}; pass a model that has nn"):
+        ht.quantize_(convolutions, "fp8")
+    with pytest.raises(ValueError, match="got one without parameters; pass"):
+        ht.quantize_(nn.ReLU(), "fp8")
