@@ -22,6 +22,7 @@ from hybridtensor.formats import Format
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
+from hybridtensor.printed import Printed
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import Coverage, coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
@@ -74,8 +75,8 @@ class ReadRow:
     times: int
 
 
-@dataclass(frozen=True)
-class Check:
+@dataclass(frozen=True, repr=False)
+class Check(Printed):
     """What ``check`` found.
 
     Attributes:

@@ -5,7 +5,6 @@ and what it comes to.
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,7 @@ from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.layer_forward import has_own_forward
 from hybridtensor.ops.grouped_mm import select_grouped_backend
 from hybridtensor.ops.scaled_mm import select_backend
+from hybridtensor.printed import Printed
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import coverage
@@ -49,10 +49,8 @@ __all__ = [
     "saved_bytes_per_token",
 ]
 
-_NOTEBOOK_WIDTH = 110  # characters
 
-
-class Explanation(Rows):
+class Explanation(Printed, Rows):
     """What ``explain`` found; printed, layers that are alike but for numbers in their names are one line.
 
     Attributes:
@@ -132,31 +130,20 @@ class Explanation(Rows):
         """Render as tables."""
         return tables(self)
 
-    def _repr_html_(self) -> str:
-        """Render for notebooks: as on a screen, without scripts or anything from elsewhere."""
-        from rich.console import Console
 
-        console = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH)
-        console.print(self)
-        body = console.export_html(inline_styles=True, code_format="{code}")
-        return (
-            f'<pre style="font-family: monospace; line-height: 1.2; white-space: pre">{body}</pre>'
-        )
-
-
-def explain(model: nn.Module, *, show: bool = True) -> Explanation:
-    """Print, and return, what the products of every linear layer of ``model`` are made of on its
-    device, and what the formats come to: their shares, predicted speed, bytes kept for backward.
+def explain(model: nn.Module, *, show: bool = False) -> Explanation:
+    """Return what the products of every linear layer of ``model`` are made of on its device, and what the formats come
+    to: their shares, predicted speed, bytes kept for backward. ``print(explain(model))`` shows it as tables.
 
     Layers that are alike but for numbers in their names are printed as one: ``layers.*.q_proj x32``.
 
     Args:
         model: A model, before or after ``quantize_``. Of one on the meta device, what would run on
             this machine's GPU, if there is one.
-        show: Print the tables (needs ``rich``).
+        show: Print the tables, too (needs ``rich``, as printing does).
 
     Returns:
-        The rows, for programs; notebooks show it as it is printed.
+        The rows, for programs; a prompt and notebooks show it as it is printed.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

@@ -28,6 +28,7 @@ from hybridtensor.arguments import (
 )
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
+from hybridtensor.distributed.checkpoint.untrusted.files import own_folder
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Face
@@ -370,14 +371,12 @@ def _write(
     library: ModuleType, tensors: dict[str, Tensor], metadata: dict[str, str], target: Path
 ) -> None:
     """Write a file under another name, bring it to the disk, and rename it."""
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
+    with own_folder(target) as own:
+        partial = own / target.name
         library.torch.save_file(tensors, partial, metadata=metadata)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _safetensors() -> ModuleType:

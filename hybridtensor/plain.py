@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.arguments import require_dtype, require_module
+from hybridtensor.arguments import require_dtype, require_module, told
 from hybridtensor.distributed.checkpoint.plain import as_part_of
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import everything
@@ -17,7 +17,7 @@ from hybridtensor.linear import layer_forward, sharing
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.state_dicts import drop_hooks
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
-from hybridtensor.swap import drop_apply, swap
+from hybridtensor.swap import drop_apply, swap_all
 
 
 def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -37,26 +37,40 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
     Raises:
         TypeError: If an argument is of the wrong kind.
+        ValueError: If a weight has a gradient in another dtype than it gets.
         RuntimeError: If FSDP2 shards the model, or something refers to a weight that is to be
-            swapped.
+            swapped. The model is then as before, as after every error.
     """
     require_module("plain_", model)
     if dtype is not None:
         require_dtype("plain_", dtype)
-    converted = [p for p in model.parameters() if is_converted(local(p))]
+    converted = {name: p for name, p in model.named_parameters() if is_converted(local(p))}
     managed = {id(sharded.tensor) for sharded in everything()} if converted else set()
-    for parameter in converted:
+    for name, parameter in converted.items():
         if id(part_of(parameter)) in managed:
             raise RuntimeError(
                 "plain_: FSDP2 shards this model, and would go on with the weights that it has; "
                 "load plain_state_dict(model) into a plain model"
             )
-    for parameter in converted:
+        _check_gradient(name, parameter, dtype or parameter.dtype)
+    made = []
+    for parameter in converted.values():
         values = high_precision_values(local(parameter)).to(dtype or parameter.dtype)
-        swap("plain_", parameter, with_local(parameter, values))
+        made.append((parameter, with_local(parameter, values)))
+    swap_all("plain_", made)
     for module in model.modules():
         _forget(module)
     return model
+
+
+def _check_gradient(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Raise ValueError for a gradient that a weight in ``dtype`` cannot have."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.dtype != dtype:
+        raise ValueError(
+            f"plain_: a gradient in the dtype of the weight, {told(dtype)}, or none is required, got "
+            f"{told(gradient.dtype)} of {name}; call zero_grad() before, or leave dtype out"
+        )
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,31 @@ from torch import Tensor, nn
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
+_REFERENCED = (
+    "the weight is referenced by a live graph or a weak reference and cannot be swapped; convert the model before "
+    "compiling it and outside of forward/backward"
+)
 
-def swap(who: str, parameter: nn.Parameter, new: Tensor) -> None:
+
+def swap_all(who: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Make several parameters be other tensors, all of them or none; see ``swap``."""
+    for (
+        parameter,
+        _,
+    ) in pairs:  # before anything changes: swapping back does not mend the graphs of others
+        if not _is_swappable(parameter):
+            raise RuntimeError(f"{who}: {_REFERENCED}")
+    undo: list[Callable[[], None]] = []
+    try:
+        for parameter, new in pairs:
+            undo.append(swap(who, parameter, new))
+    except BaseException:
+        for back in reversed(undo):
+            back()
+        raise
+
+
+def swap(who: str, parameter: nn.Parameter, new: Tensor) -> Callable[[], None]:
     """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the
     new weight.
 
@@ -26,31 +50,65 @@ def swap(who: str, parameter: nn.Parameter, new: Tensor) -> None:
         parameter: A weight, plain or one of ours.
         new: What it becomes, plain or one of ours.
 
+    Returns:
+        What makes it be what it was.
+
     Raises:
-        RuntimeError: If a graph or a weak reference refers to it.
+        RuntimeError: If a graph or a weak reference refers to it. It is then as before.
     """
     own = parameter.own_names() if isinstance(parameter, WrapperTensor) else set()
     kept = {n: v for n, v in parameter.__dict__.items() if n not in own and n not in new.__dict__}
+    replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
+    try:
+        _exchange(parameter, replacement)
+    except RuntimeError as error:
+        raise RuntimeError(f"{who}: {_REFERENCED} ({error})") from error
+    return functools.partial(_exchange, parameter, replacement)
+
+
+def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Have two parameters be each other; gradient and hooks of the first one stay, unless that fails."""
     hooks = {
         name: getattr(parameter, name)
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
     }
-    replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
-    replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
     grad, parameter.grad = parameter.grad, None
     try:
-        torch.utils.swap_tensors(parameter, replacement)
-    except RuntimeError as error:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError:
         parameter.grad = grad
-        raise RuntimeError(
-            f"{who}: the weight is referenced by a live graph or a weak reference and cannot be swapped; "
-            f"convert the model before compiling it and outside of forward/backward ({error})"
-        ) from error
-    parameter.grad = grad
+        raise
+    try:
+        parameter.grad = grad
+    except RuntimeError:  # of another dtype
+        torch.utils.swap_tensors(parameter, other)
+        parameter.grad = grad
+        raise
+    finally:
+        _register(parameter, hooks)
+
+
+def _register(parameter: nn.Parameter, hooks: dict[str, Any]) -> None:
+    """Give a parameter its hooks again, which went with what it was."""
     for name, registered in hooks.items():
-        if registered:  # they went with what the parameter was
+        if registered:
             setattr(parameter, name, None)
             setattr(parameter, name, registered)
+
+
+def _is_swappable(parameter: Any) -> bool:
+    """Return whether ``torch.utils.swap_tensors`` takes a parameter, which marks the graph of one that it takes."""
+    if weakref.getweakrefs(parameter):
+        return False
+    count = parameter._use_count()  # private to torch, which goes by it
+    if count == 2 and parameter.is_leaf and parameter.requires_grad:
+        edge = torch.autograd.graph.get_gradient_edge(parameter)
+        count = (
+            parameter._use_count() - 1
+        )  # unless the edge is new, it is what refers to the weight
+        del edge
+    return bool(count == 1)
 
 
 class ApplyInPlace:

@@ -46,8 +46,11 @@ def test_dequantized_faces_are_told_apart():
 
 
 def test_prints_a_table(capsys):
-    ht.explain(model())
+    found = ht.explain(model())
+    assert not capsys.readouterr().out
+    print(found)
     printed = capsys.readouterr().out
+    assert repr(found) == str(found) == printed.rstrip("\n")
     for word in (
         "mlp",
         "grad_output.columnwise",
@@ -57,7 +60,7 @@ def test_prints_a_table(capsys):
     ):
         assert word in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
-    ht.explain(nn.Linear(4, 4))
+    ht.explain(nn.Linear(4, 4), show=True)
     assert "not converted" in capsys.readouterr().out
 
 
@@ -95,7 +98,7 @@ def printed_lines(capsys):
 
 def test_224_layers_are_less_than_40_lines(capsys):
     scales = [("*.q_proj", "*.k_proj", "*.v_proj"), ("*.gate_proj", "*.up_proj")]
-    found = ht.explain(ht.quantize_(llama(), "fp8", common_scale=scales))
+    found = ht.explain(ht.quantize_(llama(), "fp8", common_scale=scales), show=True)
     lines = printed_lines(capsys)
     assert len(lines) < 40
     assert max(map(len, lines)) <= 80
@@ -112,7 +115,7 @@ def test_layers_that_differ_are_lines_of_their_own(capsys):
     layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 32)}) for _ in range(6))
     ht.quantize_(layers, "fp8", keep_bf16=["0"])
     ht.quantize_(layers[3], "mxfp8", name="3")
-    ht.explain(layers)
+    ht.explain(layers, show=True)
     lines = [" ".join(line.split()) for line in printed_lines(capsys)]
     assert "[1-2,4-5].up x4 32x32 32" in lines
     assert "3.up 32x32 33" in lines
@@ -162,7 +165,7 @@ def test_shares_of_formats_are_those_of_the_layers():
 def test_products_in_high_precision_do_not_count_as_quantized(spec, quantized, capsys):
     """Wherever it is told: in the shares of formats, in the last line, in ``check``."""
     net = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), spec)
-    found = ht.explain(net)
+    found = ht.explain(net, show=True)
     plain = found.shares["bf16"]
     assert (1 - plain.parameters, 1 - plain.products) == pytest.approx(quantized)
     assert found.coverage[:2] == pytest.approx(quantized)
@@ -174,14 +177,14 @@ def test_products_in_high_precision_do_not_count_as_quantized(spec, quantized, c
 
 
 def test_where_a_format_is_emulated_is_said(capsys):
-    ht.explain(ht.quantize_(nn.Linear(4096, 4096, device="meta"), "nvfp4"))
+    ht.explain(ht.quantize_(nn.Linear(4096, 4096, device="meta"), "nvfp4"), show=True)
     lines = printed_lines(capsys)
     assert f"  {1 / of_h200('nvfp4'):.2f}x on h200 (measured); emulated there: nvfp4" in lines
     assert "  4.00x on b200 (published, casts not counted)" in lines
 
 
 def test_speeds_of_layers_smaller_than_any_that_was_measured_are_not_told(capsys):
-    found = ht.explain(ht.quantize_(nn.Linear(64, 4096), "fp8"))
+    found = ht.explain(ht.quantize_(nn.Linear(64, 4096), "fp8"), show=True)
     printed = capsys.readouterr().out
     assert "In total" in printed
     assert "h200" not in printed
@@ -199,7 +202,7 @@ def test_speeds_of_layers_smaller_than_any_that_was_measured_are_not_told(capsys
 
 
 def test_what_part_of_a_model_is_left_out_of_a_speed_is_told(capsys):
-    ht.explain(ht.quantize_(llama(), "fp8"))
+    ht.explain(ht.quantize_(llama(), "fp8"), show=True)
     part = 32 * 2 * 4096 * 1024 / (32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096)
     printed = " ".join(capsys.readouterr().out.split())
     told = f"x on h200 (measured); without {part:.1%} narrower than 4096"
@@ -208,7 +211,7 @@ def test_what_part_of_a_model_is_left_out_of_a_speed_is_told(capsys):
 
 def test_bytes_kept_are_those_of_all_layers_over_plain_ones(capsys):
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
-    found = ht.explain(ht.quantize_(model, "fp8"))
+    found = ht.explain(ht.quantize_(model, "fp8"), show=True)
     assert found.saved_bytes_per_token == (64 + 128, 2 * (64 + 128))
     assert "Inputs kept for backward: 0.2 kB per token, 0.50 of plain layers' 0.4" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 """Weights as safetensors: what other tools read, and what is read back here."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -227,6 +228,13 @@ class TestBadInput:
             ht.export_safetensors(make("fp8", seed=1), path)
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]
+
+    def test_temporary_files_of_others_stay(self, tmp_path):
+        other = tmp_path / f".a.partial-{os.getpid()}"
+        other.write_bytes(b"half")
+        path = ht.export_safetensors(make("fp8"), tmp_path / "a")
+        assert other.read_bytes() == b"half"
+        assert sorted(tmp_path.iterdir()) == [other, path]
 
     def test_without_the_package(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "safetensors", None)

@@ -3,10 +3,15 @@
 Oracles: ``from_pretrained`` on its own; for what comes back, bitwise, the weights that were exported.
 """
 
+import contextlib
 import copy
 import json
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from experts import EXPERTS, HIDDEN, WIDTH, Experts
 from inference_models import FAMILIES, WEIGHTS, recipe, values_of
@@ -211,6 +216,35 @@ class TestWhatIsWrong:
             ht.export_pretrained(family("llama", "hf_fp8"), tmp_path / "out")
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_temporary_folders_of_others_stay(self, fails, tmp_path, monkeypatch):
+        """Processes of two containers may have one number, and write to one storage at one time."""
+        other = tmp_path / f".out.partial-{os.getpid()}"
+        other.mkdir()
+        (other / "model.safetensors").write_bytes(b"half")
+        make, save = tempfile.mkdtemp, safetensors.torch.save_file
+        ours = []
+        monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: ours.append(make(**options)) or ours[-1])
+
+        def saving(*arguments, **options):
+            assert Path(ours[0]).parent == tmp_path
+            if fails:
+                raise OSError("full")
+            save(*arguments, **options)
+
+        monkeypatch.setattr("safetensors.torch.save_file", saving)
+        model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8")
+        with pytest.raises(OSError, match="full") if fails else contextlib.nullcontext():
+            ht.export_pretrained(model, tmp_path / "out")
+        assert (other / "model.safetensors").read_bytes() == b"half"
+        assert {path.name for path in tmp_path.iterdir()} == {other.name, *([] if fails else ["out"])}
+        assert len(ours) == 1
+
+    def test_everybody_may_read_what_the_umask_lets_them(self, tmp_path):
+        folder = ht.export_pretrained(nn.Linear(4, 4), tmp_path / "out")
+        (tmp_path / "made").mkdir()
+        assert folder.stat().st_mode == (tmp_path / "made").stat().st_mode
+
     @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
     def test_flipped_bits(self, file, tmp_path):
         folder = ht.export_pretrained(family("llama", "hf_fp8", persistent=True), tmp_path / "out")
@@ -352,7 +386,7 @@ class TestWhatIsDoubtful:
         other = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), "fp8", persistent=True)
         before = faces(copy.deepcopy(other))
         folder = ht.export_pretrained(one, tmp_path / "out")
-        with pytest.raises(ValueError, match=r"1\.bias of \[32\] is required, got \[64\] in the folder"):
+        with pytest.raises(ValueError, match=r"1\.weight of \[32, 64\] is required, got \[64, 64\] in the folder"):
             ht.load_pretrained(other, folder)
         assert all(torch.equal(a, b) for n in before for a, b in zip(before[n], faces(other)[n], strict=True))
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hybridtensor as ht
+from hybridtensor.plain import high_precision_values
 
 X = torch.randn(32, 128, generator=torch.Generator().manual_seed(4))
 RECIPES = list(ht.recipes.RECIPES)
@@ -164,3 +165,76 @@ def test_a_state_dict_of_persistent_weights_is_exact_and_gives_values_to_savers(
     assert torch.equal(other[0].weight, net[0].weight)
     with pytest.raises(RuntimeError, match="a plain tensor is required where memory is read"):
         net[0].weight.untyped_storage().data_ptr()
+
+
+class TestAllOrNothing:
+    """A model that cannot be plain stays what it was, in every layer: the last one is at fault."""
+
+    @staticmethod
+    def parts(net):
+        """Return what every parameter is, and its gradient."""
+        return [(type(p), p.dtype, p.grad, p.requires_grad, dict(p.__dict__)) for p in net.parameters()]
+
+    def stays(self, net, raises, *arguments):
+        before, expected = self.parts(net), net(X)
+        seen = []
+        hook = net[0].weight.register_hook(seen.append)
+        with raises:
+            ht.plain_(net, *arguments)
+        assert self.parts(net) == before
+        expected.sum().backward()  # the graph from before
+        assert torch.equal(net(X), expected)
+        net(X).sum().backward()
+        assert len(seen) == 2
+        hook.remove()
+
+    @pytest.fixture(params=[False, True], ids=["master", "persistent"])
+    def net(self, request):
+        net = model("fp8", request.param)
+        net(X).sum().backward()
+        return net
+
+    def test_a_gradient_in_another_dtype(self, net):
+        """torch refuses it once the weight is another: the gradient was gone then, and the weight plain."""
+        net[0].weight.grad = None
+        says = r"dtype of the weight, torch\.bfloat16, or none is required, got torch\.float32 of 2\.weight; call zero_"
+        self.stays(net, pytest.raises(ValueError, match=says), torch.bfloat16)
+        net.zero_grad()
+        assert ht.plain_(net, torch.bfloat16)[2].weight.dtype == torch.bfloat16
+
+    def test_a_weight_that_is_referenced(self, net):
+        view = net[2].weight.t()
+        self.stays(net, pytest.raises(RuntimeError, match="plain_: the weight is referenced by a live graph"))
+        del view
+
+    def test_a_swap_that_fails_nevertheless(self, net, monkeypatch):
+        swap, seen = torch.utils.swap_tensors, []
+
+        def failing(one, other):
+            seen.append(one)
+            if len(seen) == 2:
+                raise RuntimeError("no")
+            swap(one, other)
+
+        monkeypatch.setattr(torch.utils, "swap_tensors", failing)
+        hooked = []
+        net[0].weight.register_hook(hooked.append)
+        before, expected = self.parts(net), net(X).detach()
+        with pytest.raises(RuntimeError, match=r"plain_: the weight is referenced .* \(no\)"):
+            ht.plain_(net)
+        assert [one is net[i].weight for one, i in zip(seen, (0, 2, 0), strict=True)] == [True] * 3
+        assert self.parts(net) == before
+        assert torch.equal(net(X), expected)
+        net(X).sum().backward()
+        assert len(hooked) == 1
+
+    def test_values_that_cannot_be_made(self, net, monkeypatch):
+        last = net[2].weight
+
+        def failing(weight):
+            if weight is last:
+                raise RuntimeError("out of memory")
+            return high_precision_values(weight)
+
+        monkeypatch.setattr("hybridtensor.plain.high_precision_values", failing)
+        self.stays(net, pytest.raises(RuntimeError, match="out of memory"))

@@ -25,6 +25,7 @@ from hybridtensor.arguments import (
     wrong,
 )
 from hybridtensor.costs import CostTable
+from hybridtensor.printed import Printed
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.torchao_compat import FqnToConfig
@@ -72,8 +73,8 @@ class CurvePoint(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(Printed):
     """What ``advise`` found.
 
     Attributes:

@@ -6,11 +6,11 @@ Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import datetime
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_int, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
-from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, sync_folder
+from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, own_folder, sync_folder
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO
 from hybridtensor.inference.names import unwrapped
@@ -84,40 +84,38 @@ def export_pretrained(
     config = everyone(
         lambda: _config(model, inference_config(model, layout, experts=experts), dtype)
     )
-    partial = _partial(target)
-    try:
-        error = _written(library, partial, tensors, shard_bytes) if first else None
+    with contextlib.ExitStack() as stack:
+        made = _written(stack, library, target, tensors, shard_bytes) if first else None
         collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done
-        everyone(lambda: _finished(who, target, config, error) if first else None)
-    finally:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
+        everyone(lambda: None if made is None else _finished(who, made, target, config))
     return target
 
 
-def _partial(target: Path) -> Path:
-    """Return the folder that becomes ``target`` once it is whole."""
-    return target.with_name(f".{target.name}.partial-{os.getpid()}")
-
-
 def _written(
-    library: ModuleType, folder: Path, tensors: Iterator[tuple[str, Tensor]], most: int
-) -> Exception | None:
-    """Make a folder with all tensors; return the error that was raised meanwhile, for other ranks wait."""
+    stack: contextlib.ExitStack,
+    library: ModuleType,
+    target: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    most: int,
+) -> Path | Exception:
+    """Make a folder with all tensors, which goes with ``stack``, and return it, or the error that was raised
+    meanwhile, for other ranks wait.
+    """
     try:
+        folder = stack.enter_context(own_folder(target)) / target.name
         folder.mkdir()
         _write_files(library, folder, tensors, most)
     except Exception as error:
         return error
-    return None
+    return folder
 
 
-def _finished(who: str, target: Path, config: dict[str, Any], error: Exception | None) -> None:
+def _finished(who: str, made: Path | Exception, target: Path, config: dict[str, Any]) -> None:
     """Write everything else and give the folder its name, or raise the error that there was."""
-    if error is not None:
-        raise error
-    _write_rest(_partial(target), config)
-    _move(who, _partial(target), target)
+    if isinstance(made, Exception):
+        raise made
+    _write_rest(made, config)
+    _move(who, made, target)
 
 
 def _check_new(who: str, target: Path) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,8 +13,8 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
-from hybridtensor.distributed.checkpoint.untrusted.files import digest_file
-from hybridtensor.inference.files import DIGESTS, INDEX, safetensors
+from hybridtensor.inference.files import safetensors
+from hybridtensor.inference.folder import Folder
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.stored import (
@@ -29,6 +26,7 @@ from hybridtensor.inference.stored import (
     stored_face,
 )
 from hybridtensor.inference.weights import named
+from hybridtensor.inference.writing import write
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.dequantize import face_values
@@ -39,64 +37,6 @@ from hybridtensor.subclasses.followers import follows_rowwise
 _WHO = "load_pretrained"
 
 
-class _Folder:
-    """The tensors of a folder, read one by one.
-
-    Args:
-        library: The package safetensors.
-        path: The folder.
-        listed: The files that were checked; None if nobody said what there is.
-    """
-
-    def __init__(self, library: ModuleType, path: Path, listed: set[str] | None) -> None:
-        self._library, self._files = library, contextlib.ExitStack()
-        self._of: dict[str, Any] = {}
-        self.used: set[str] = set()
-        for file in _files(path):
-            if listed is not None and file.name not in listed:
-                raise ValueError(
-                    f"{_WHO}: files of {DIGESTS} are required, got {file.name} besides; remove it"
-                )
-            with self._reading(file.name):
-                handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
-            twice = sorted(self._of.keys() & set(handle.keys()))
-            if twice:
-                raise ValueError(
-                    f"{_WHO}: each tensor in one file is required, got {twice[:3]} in two"
-                )
-            self._of |= dict.fromkeys(handle.keys(), handle)
-
-    def __enter__(self) -> _Folder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.close()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._of
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.used.add(name)
-        with self._reading(name):
-            tensor: Tensor = self._of[name].get_tensor(name)
-        return tensor
-
-    @contextlib.contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        """Have damage of a file end in a ValueError that names the file, or the tensor."""
-        try:
-            yield
-        except (self._library.SafetensorError, OSError, OverflowError, RuntimeError) as error:
-            raise ValueError(
-                f"{_WHO}: {what} as safetensors writes it is required, got damage: {error}"
-            ) from error
-
-    @property
-    def unused(self) -> list[str]:
-        """Names that nobody took."""
-        return sorted(self._of.keys() - self.used)
-
-
 def load_pretrained(
     model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True
 ) -> nn.Module:
@@ -105,6 +45,9 @@ def load_pretrained(
     Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
     these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of
     NVFP4 the amax is one that has the stored global scale: the one that was, if weights were bf16.
+
+    A model is loaded whole, or is as it was: everything is checked before the first write, and a write that fails is
+    undone. Links are followed inside the folder, and from a snapshot of the Hugging Face hub into its blobs.
 
     Args:
         model: A model whose names are those of the folder, or of transformers; after ``quantize_``
@@ -119,8 +62,8 @@ def load_pretrained(
     Raises:
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If there is no such folder, a file is damaged, tensors are missing or left over, or
-            a weight is stored in a format that its recipe does not have.
+        ValueError: If there is no such folder, a file is damaged, no regular file or elsewhere, tensors are missing
+            or left over, or of other shapes, or a weight is stored in a format that its recipe does not have.
         NotImplementedError: If the model is sharded.
     """
     require_module(_WHO, model)
@@ -132,12 +75,11 @@ def load_pretrained(
             "parallelize_module"
         )
     library, path = safetensors(_WHO), Path(folder)
-    listed = _check_folder(path)
     names = Names(_WHO, model, "separate")
     turned = {id(layer.weight) for layer in layers_of(model) if layer.transposed}
     state: dict[str, Tensor] = {}
     missing = []
-    with _Folder(library, path, listed) as stored:
+    with Folder(_WHO, library, path) as stored:
         for name, value in named(model):
             found = (
                 _of_stack(stored, names, name, value, id(value) in turned)
@@ -151,7 +93,7 @@ def load_pretrained(
         left = stored.unused
     if missing or left:
         _report_left_out(path, len(state), missing, left, strict=strict)
-    _copy(model, state)
+    write(_WHO, model, state)
     return model
 
 
@@ -171,22 +113,7 @@ def _report_left_out(
     )
 
 
-@torch.no_grad()
-def _copy(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Write what was read into the parameters and buffers."""
-    found = [(name, value) for name, value in named(model) if name in state]
-    for name, value in found:  # before anything changes
-        if value.shape != state[name].shape or value.is_meta:
-            where = " on the meta device; call to_empty(device=...) first" if value.is_meta else ""
-            raise ValueError(
-                f"{_WHO}: {name} of {list(value.shape)} is required, got {list(state[name].shape)} in the folder"
-                f"{where and ', and a parameter'}{where}"
-            )
-    for name, value in found:
-        value.detach().copy_(state[name].to(value.device))
-
-
-def _of_matrix(stored: _Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
+def _of_matrix(stored: Folder, names: Names, name: str, value: Tensor) -> Tensor | None:
     """Return the values or faces for a parameter or buffer; None if the folder has none."""
     (own,) = names.of_module(name)
     if not own.endswith("weight") or value.dim() != 2:
@@ -206,7 +133,7 @@ def _of_matrix(stored: _Folder, names: Names, name: str, value: Tensor) -> Tenso
 
 
 def _of_stack(
-    stored: _Folder, names: Names, name: str, value: Tensor, turned: bool
+    stored: Folder, names: Names, name: str, value: Tensor, turned: bool
 ) -> Tensor | None:
     """Return the values or faces for a stack of experts, of the parts that a folder has; None if it lacks one.
 
@@ -219,6 +146,11 @@ def _of_stack(
     """
     if name in stored:
         packed = packed_stack(name, stored)
+        if any(one.shape[:1] != value.shape[:1] for one in packed.values()):
+            raise ValueError(
+                f"{_WHO}: {name} of {value.shape[0]} experts is required, got "
+                f"{ {suffix: list(one.shape) for suffix, one in packed.items()} } in the folder"
+            )
         if len(packed) == 1:
             require_values(name, packed["weight"])
             return packed["weight"]
@@ -231,10 +163,10 @@ def _of_stack(
         return None
     faces = {own: stored_face(own, packed) for own, packed in parts.items()}
     if all(face is None for face in faces.values()):
-        whole = torch.empty(
-            value.shape[0] * rows, value.shape[1] if turned else value.shape[2], dtype=value.dtype
-        )
+        columns = value.shape[1] if turned else value.shape[2]
+        whole = torch.empty(value.shape[0] * rows, columns, dtype=value.dtype)
         for own, place in places.items():
+            _require_shape(own, (len(place), columns), parts[own]["weight"].shape)
             whole[place] = parts[own]["weight"].to(value.dtype)
         values: Tensor = whole.view(value.shape[0], rows, -1)
         return values.transpose(-2, -1) if turned else values
@@ -295,14 +227,16 @@ def _rows_together(tensors: list[Tensor]) -> Tensor:
 
 def _joined(name: str, value: Any, faces: list[Face], turned: bool) -> Tensor:
     """Return a stack of the faces of its matrices, as the parameter takes it."""
+    rows, columns = value.shape[-2:][::-1] if turned else value.shape[-2:]
+    for face in faces:
+        _require_shape(name, (rows, columns), _size(face))
     fmt = _own_format(value)
     if fmt is None:
         values = torch.stack([_values(face, value) for face in faces])
         return values.transpose(-2, -1) if turned else values
-    rows = [in_format(name, face, fmt) for face in faces]
-    row = _stack_of(rows)
-    columns = [column for face in rows if (column := _columnwise(value, face)) is not None]
-    whole = _hybrid(value, row, _stack_of(columns) if columns else None)
+    own = [in_format(name, face, fmt) for face in faces]
+    others = [column for face in own if (column := _columnwise(value, face)) is not None]
+    whole = _hybrid(value, _stack_of(own), _stack_of(others) if others else None)
     return whole.transpose(-2, -1) if value.is_transposed else whole
 
 
@@ -321,8 +255,23 @@ def _as_value(name: str, value: Any, face: Face) -> Tensor:
     fmt = _own_format(value)
     if fmt is None:
         return _values(face, value)
+    size = value.shape[::-1] if value.is_transposed else value.shape
+    _require_shape(name, size, _size(face))
     row = in_format(name, face, fmt)
     return _hybrid(value, row, _columnwise(value, row))
+
+
+def _size(face: Face) -> tuple[int, int]:
+    """Return the shape of the matrix that a face is of."""
+    return face.qdata.shape[0], face.qdata.shape[1] * face.format.elements_per_byte
+
+
+def _require_shape(name: str, needed: Sequence[int], found: Sequence[int]) -> None:
+    """Raise ValueError for a matrix of another shape, which nothing could tell once it is a face."""
+    if tuple(found) != tuple(needed):
+        raise ValueError(
+            f"{_WHO}: {name} of {list(needed)} is required, got {list(found)} in the folder"
+        )
 
 
 def _values(face: Face, value: Tensor) -> Tensor:
@@ -355,51 +304,3 @@ def _own_format(value: Any) -> Any:
         return None
     face = value.columnwise if value.is_transposed else value.rowwise
     return None if face is None or face.format.is_identity else face.format
-
-
-def _check_folder(path: Path) -> set[str] | None:
-    """Return the names of files that are what was written, or None where nobody wrote down what they are.
-
-    Raises:
-        ValueError: If the folder is not there, or a file is not what was written.
-    """
-    if not path.is_dir():
-        raise ValueError(f"{_WHO}: a folder is required, got {str(path)!r}")
-    if not (path / DIGESTS).exists():
-        return None
-    try:
-        files = json.loads((path / DIGESTS).read_text())["files"]
-        known = {
-            str(name): (int(told["size"]), str(told["sha256"])) for name, told in files.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{_WHO}: {DIGESTS} as export_pretrained writes it is required, got {error!r}"
-        ) from error
-    for name, (size, sha256) in known.items():
-        file = path / Path(name).name
-        if not file.is_file() or digest_file(file) != (size, sha256):
-            raise ValueError(
-                f"{_WHO}: {file} as it was written is required, got other bytes; export it again"
-            )
-    return set(known)
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the files with tensors."""
-    if (path / INDEX).exists():
-        try:
-            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{_WHO}: an index with a weight_map is required, got {error!r} in {INDEX}"
-            ) from error
-        files = [path / Path(str(name)).name for name in names]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.is_file()]
-    if absent or not files:
-        raise ValueError(
-            f"{_WHO}: files of safetensors are required in {path}, got none or without {absent[:5]}"
-        )
-    return files

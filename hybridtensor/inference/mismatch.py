@@ -24,6 +24,7 @@ from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.tensors import inference_tensors
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.plain import plain_
+from hybridtensor.printed import Printed
 from hybridtensor.quantizers import OneFormatQuantizer
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class LayerMismatch:
     share: float
 
 
-@dataclass(frozen=True)
-class Mismatch:
+@dataclass(frozen=True, repr=False)
+class Mismatch(Printed):
     """What ``mismatch`` found.
 
     Attributes:

@@ -60,10 +60,21 @@ def packed_stack(name: str, tensors: Tensors) -> Packed:
 
 
 def _require_one_spelling(name: str, packed: Packed) -> None:
-    """Raise ValueError for scales of a weight by two names: nothing says which of them multiply it."""
-    if "weight_scale" in packed and "weight_scale_inv" in packed:
+    """Raise ValueError for elements or scales of a weight by two names, of which nothing says which are meant, and
+    for scales alone.
+    """
+    for one, other in (("weight_scale", "weight_scale_inv"), ("weight", "weight_packed")):
+        if one in packed and other in packed:
+            raise ValueError(
+                f"load_pretrained: {name}: {one} or {other} is required, got both; remove one of them"
+            )
+    if packed and not {"weight", "weight_packed"} & packed.keys():
         raise ValueError(
-            f"load_pretrained: {name}: weight_scale or weight_scale_inv is required, got both; remove one of them"
+            f"load_pretrained: {name}: elements are required beside scales, got {sorted(packed)} alone"
+        )
+    if "weight" in packed and "weight_global_scale" in packed:
+        raise ValueError(
+            f"load_pretrained: {name}: weight_packed is required beside weight_global_scale, got weight"
         )
 
 
@@ -87,7 +98,8 @@ def _require_scales(name: str, scale: Tensor) -> None:
     elif scale.dtype == torch.float8_e4m3fn:
         bad = scale.view(torch.uint8) > 126  # NaN, or a sign
     elif scale.dtype in _VALUES:
-        bad = ~(scale.isfinite() & (scale > 0))
+        numbers = scale.float()  # as they are taken
+        bad = ~(numbers.isfinite() & (numbers > 0))
     else:
         raise ValueError(
             f"load_pretrained: {name}: scales in a floating-point dtype are required, got {told(scale.dtype)}"
@@ -120,6 +132,8 @@ def stored_face(name: str, packed: Packed) -> Face | None:
         raise ValueError(
             f"{name}: elements in float8_e4m3fn are required, got {elements.dtype} with scales"
         )
+    if elements.dim() != 2:
+        raise ValueError(f"{name}: a matrix is required, got {list(elements.shape)} with scales")
     rows, columns = elements.shape
     fmt = _format(scale, rows, columns, in_squares="weight_scale_inv" in packed)
     if fmt is None:
@@ -156,21 +170,26 @@ def _nvfp4(name: str, packed: Packed) -> Face:
         packed.get("weight_scale"),
         packed.get("weight_global_scale"),
     )
+    if codes.dim() != 2:
+        raise ValueError(f"{name}: a matrix weight_packed is required, got {list(codes.shape)}")
     rows, columns = codes.shape[0], codes.shape[1] * 2
     if (
         codes.dtype != torch.uint8
         or scale is None
         or level is None
+        or level.numel() != 1
         or scale.itemsize != 1
         or tuple(scale.shape) != (rows, columns // 16)
     ):
         raise ValueError(
             f"{name}: uint8 weight_packed {list(codes.shape)} with weight_scale {[rows, columns // 16]} and "
-            "weight_global_scale are required, got others"
+            "one weight_global_scale are required, got others"
         )
     _require_scales(name, scale.view(torch.float8_e4m3fn))
     _require_scales(name, level)
-    return Face(codes, scale.view(torch.float8_e4m3fn), amax_of(level).view(1, 1), formats.NVFP4)
+    amax = amax_of(level).view(1, 1)
+    _require_scales(name, amax)
+    return Face(codes, scale.view(torch.float8_e4m3fn), amax, formats.NVFP4)
 
 
 def amax_of(level: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridtensor.arguments import require_kind
+from hybridtensor.printed import Printed
 from hybridtensor.version import __version__
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
 from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
@@ -24,8 +25,8 @@ _VERSION = 1
 _SHOWN = 16  # rows of the table
 
 
-@dataclass(frozen=True)
-class Recording:
+@dataclass(frozen=True, repr=False)
+class Recording(Printed):
     """What was watched of a run.
 
     Attributes:

@@ -32,7 +32,7 @@ class Former:
         kept = {_memory(place) for place in places}
         self._undo: list[tuple[str, Callable[[], None]]] = []
         for entry, module in training._modules.items():
-            self._undo += [(entry, undo) for undo in _of_module(module, kept)]
+            self._undo += [(entry, undo) for undo in of_module(module, kept)]
         for entry, optimizer in training.optimizers.items():
             masters = [local(master) for master in optimizer.masters.values()]
             self._undo += [(entry, undo) for undo in _of_tensors(masters, kept)]
@@ -65,15 +65,10 @@ def _memory(tensor: Tensor) -> _Memory:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _of_module(module: nn.Module, kept: set[_Memory]) -> Iterator[Callable[[], None]]:
+def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Callable[[], None]]:
+    """Yield what gives a module its parameters, buffers and extra state again, but not memory that is kept."""
     parts = [local(t).detach() for t in (*module.parameters(), *module.buffers())]
-    tensors = [tensor for part in parts for tensor in flatten(part)[0]]
-    for part in parts:
-        if isinstance(part, HybridTensor):
-            values = part.high_precision
-            yield _slots(values)
-            tensors += [] if values.original is None else [values.original]
-    yield from _of_tensors(tensors, kept)
+    yield from of_parts(parts, kept)
     for part_of in module.modules():
         if type(part_of).get_extra_state is not nn.Module.get_extra_state:
             yield functools.partial(
@@ -81,7 +76,21 @@ def _of_module(module: nn.Module, kept: set[_Memory]) -> Iterator[Callable[[], N
             )
 
 
-def _of_tensors(tensors: list[Tensor], kept: set[_Memory]) -> Iterator[Callable[[], None]]:
+def of_parts(
+    parts: Iterable[Tensor], kept: Collection[_Memory] = ()
+) -> Iterator[Callable[[], None]]:
+    """Yield what gives tensors, plain or of ours, their bytes again, and their values in high precision."""
+    tensors = []
+    for part in parts:
+        tensors += flatten(part)[0]
+        if isinstance(part, HybridTensor):
+            values = part.high_precision
+            yield _slots(values)
+            tensors += [] if values.current is None else [local(values.current)]
+    yield from _of_tensors(tensors, kept)
+
+
+def _of_tensors(tensors: list[Tensor], kept: Collection[_Memory]) -> Iterator[Callable[[], None]]:
     others = {_memory(t): t for t in tensors if not t.is_meta and _memory(t) not in kept}
     for tensor in others.values():
         yield functools.partial(_write, tensor, tensor.to("cpu", copy=True))

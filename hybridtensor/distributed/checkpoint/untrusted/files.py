@@ -4,9 +4,13 @@ size in a folder of its own.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -77,6 +81,19 @@ def digest_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
         if sync:
             os.fsync(stream.fileno())
     return found
+
+
+@contextlib.contextmanager
+def own_folder(target: Path) -> Iterator[Path]:
+    """Make a hidden folder beside ``target`` whose name nobody else has, and remove it in the end.
+
+    What becomes ``target`` is made in it, with permissions of its own.
+    """
+    own = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -1,0 +1,172 @@
+"""A folder of safetensors that is read: which files it has, what they were when they were written, and their tensors.
+
+Links are followed inside the folder, and where the cache of the Hugging Face hub has them: its folders
+``models--NAME/snapshots/COMMIT`` hold links into ``models--NAME/blobs``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, open_file
+from hybridtensor.inference.files import DIGESTS, INDEX
+
+_CACHES = ("models--", "datasets--")
+
+
+class Folder:
+    """The tensors of a folder, read one by one.
+
+    Args:
+        who: The caller, for errors.
+        library: The package safetensors.
+        path: The folder, which may be a link.
+
+    Raises:
+        ValueError: If the folder is not there, a file is not what was written, no regular file, or elsewhere.
+    """
+
+    def __init__(self, who: str, library: ModuleType, path: Path) -> None:
+        self._who, self._library, self._files = who, library, contextlib.ExitStack()
+        self._of: dict[str, Any] = {}
+        self.used: set[str] = set()
+        if not path.is_dir():
+            raise ValueError(f"{who}: a folder is required, got {str(path)!r}")
+        path = path.resolve()
+        listed = self._check_digests(path)
+        for name in self._names(path):
+            if listed is not None and name not in listed:
+                raise ValueError(
+                    f"{who}: files of {DIGESTS} are required, got {name} besides; remove it"
+                )
+            file = _regular(who, path, name)
+            with self._reading(name):
+                handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
+            twice = sorted(self._of.keys() & set(handle.keys()))
+            if twice:
+                raise ValueError(
+                    f"{who}: each tensor in one file is required, got {twice[:3]} in two"
+                )
+            self._of |= dict.fromkeys(handle.keys(), handle)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._of
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.used.add(name)
+        with self._reading(name):
+            tensor: Tensor = self._of[name].get_tensor(name)
+        return tensor
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Have damage of a file end in a ValueError that names the file, or the tensor."""
+        try:
+            yield
+        except (self._library.SafetensorError, OSError, OverflowError, RuntimeError) as error:
+            raise ValueError(
+                f"{self._who}: {what} as safetensors writes it is required, got damage: {error}"
+            ) from error
+
+    @property
+    def unused(self) -> list[str]:
+        """Names that nobody took."""
+        return sorted(self._of.keys() - self.used)
+
+    def _check_digests(self, path: Path) -> set[str] | None:
+        """Return the names of files that are what was written, or None where nobody wrote down what they are.
+
+        Raises:
+            ValueError: If a file is not what was written.
+        """
+        if not os.path.lexists(path / DIGESTS):
+            return None
+        text = _content(self._who, path, DIGESTS)
+        try:
+            files = json.loads(text)["files"]
+            known = {
+                str(name): (int(told["size"]), str(told["sha256"])) for name, told in files.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{self._who}: {DIGESTS} as export_pretrained writes it is required, got {error!r}"
+            ) from error
+        for name, written in known.items():
+            if digest_file(_regular(self._who, path, Path(name).name)) != written:
+                raise ValueError(
+                    f"{self._who}: {path / Path(name).name} as it was written is required, got other bytes; "
+                    "export it again"
+                )
+        return set(known)
+
+    def _names(self, path: Path) -> list[str]:
+        """Return the names of the files with tensors."""
+        if os.path.lexists(path / INDEX):
+            text = _content(self._who, path, INDEX)
+            try:
+                found = sorted(set(json.loads(text)["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(
+                    f"{self._who}: an index with a weight_map is required, got {error!r} in {INDEX}"
+                ) from error
+            names = [Path(str(name)).name for name in found]
+        else:
+            names = sorted(file.name for file in path.glob("*.safetensors"))
+        absent = [name for name in names if not os.path.lexists(path / name)]
+        if absent or not names:
+            raise ValueError(
+                f"{self._who}: files of safetensors are required in {path}, got none or without {absent[:5]}"
+            )
+        return names
+
+
+def _content(who: str, folder: Path, name: str) -> bytes:
+    file = _regular(who, folder, name)
+    with open_file(file.parent, file.name) as stream:
+        return stream.read()
+
+
+def _regular(who: str, folder: Path, name: str) -> Path:
+    """Return the regular file that a name in a folder, itself no link, leads to.
+
+    Raises:
+        ValueError: If there is none, or it is neither in the folder nor among the blobs of its cache.
+    """
+    try:
+        file = (folder / name).resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # the latter for links in a circle
+        raise ValueError(
+            f"{who}: a file {name} is required in {folder}, got none, or a link to none: {error}"
+        ) from error
+    if not any(file.is_relative_to(place) for place in (folder, *_blobs(folder))):
+        raise ValueError(
+            f"{who}: {name} in {folder}, or in the blobs of its cache, is required, got a link to {file}; copy the "
+            "file into the folder"
+        )
+    if not stat.S_ISREG(file.lstat().st_mode):  # nobody waits for who writes into a pipe
+        raise ValueError(
+            f"{who}: a regular file is required, got {name} in {folder}, which is none"
+        )
+    return file
+
+
+def _blobs(folder: Path) -> list[Path]:
+    """Return where the cache that a snapshot, or a folder of it, belongs to has its files; none of other folders."""
+    snapshots = [one.parent for one in (folder, *folder.parents) if one.parent.name == "snapshots"]
+    caches = [one.parent for one in snapshots if one.parent.name.startswith(_CACHES)]
+    return [cache / "blobs" for cache in caches[:1]]

@@ -1,0 +1,66 @@
+"""What was read, written into a model: all of it, or nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridtensor.distributed.checkpoint.undo import of_module, of_parts
+from hybridtensor.inference.weights import named
+from hybridtensor.state import LayerState
+from hybridtensor.subclasses import HybridTensor
+
+
+@torch.no_grad()
+def write(who: str, model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Write tensors into the parameters and buffers of a model, which is as before if that fails.
+
+    Args:
+        who: The caller, for errors.
+        model: The model.
+        state: The tensors by name. They leave it as they are written: what was before takes their place.
+
+    Raises:
+        ValueError: If a parameter or buffer has another shape, or no memory.
+    """
+    found = [(name, value) for name, value in named(model) if name in state]
+    for name, value in found:  # before anything changes
+        if value.shape != state[name].shape or value.is_meta:
+            where = " on the meta device; call to_empty(device=...) first" if value.is_meta else ""
+            raise ValueError(
+                f"{who}: {name} of {list(value.shape)} is required, got {list(state[name].shape)} in the folder"
+                f"{where and ', and a parameter'}{where}"
+            )
+    undo: list[Callable[[], None]] = []
+    try:
+        for name, value in found:
+            undo += _former(value)
+            value.detach().copy_(state.pop(name).to(value.device))
+    except BaseException as error:
+        for back in reversed(undo):
+            try:
+                back()
+            except Exception as refused:  # the others can be set back all the same
+                error.add_note(f"{who}: the model is not as it was: {refused}")
+        raise
+
+
+def _former(value: Any) -> list[Callable[[], None]]:
+    """Return what undoes a write of a parameter or buffer: in it, in the state of its layer, and in the weights with
+    which it has a common scale, for they are quantized anew.
+    """
+    layer = value.record.layer if isinstance(value, HybridTensor) else None
+    if not isinstance(layer, LayerState):
+        return list(of_parts([value.detach()]))
+    common: Any = layer.common
+    siblings = [] if common is None else common.parts
+    amaxes = [layer.amax, common and common.amax]
+    tensors = [value.detach(), *siblings, *(amax for amax in amaxes if amax is not None)]
+    undo = [*of_parts(tensors), *of_module(layer)]
+    if common is not None:
+        undo.append(functools.partial(setattr, common, "amax", common.amax))
+    return undo

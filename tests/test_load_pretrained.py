@@ -1,0 +1,277 @@
+"""A model that is loaded whole or is as it was, and where the files may be.
+
+Oracle: the bytes of parameters, buffers and the state of quantizers before.
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+from experts import EXPERTS, HIDDEN, WIDTH, Experts
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hybridtensor as ht
+from hybridtensor.subclasses.structure import flatten
+
+KINDS = ["plain", "master", "persistent"]
+SPECS = ["fp8", "fp8_delayed", "mxfp8", "nvfp4"]
+
+
+def model(kind="persistent", spec="fp8", seed=0, last=64):
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, last))
+    return made if kind == "plain" else ht.quantize_(made, spec, persistent=kind == "persistent")
+
+
+def bits(net):
+    """Return copies of all bytes that a model has, of values in high precision and the state of quantizers too."""
+    found = {}
+    for name, value in (*net.named_parameters(), *net.named_buffers()):
+        tensors = flatten(value.detach())[0]
+        if isinstance(value, ht.HybridTensor) and value.high_precision.current is not None:
+            follows = torch.tensor([value.high_precision.follows, value.high_precision.loaded])
+            tensors = [*tensors, value.high_precision.current, follows]
+        found[name] = [t.clone().contiguous().view(-1).view(torch.uint8) for t in tensors]
+    for name, module in net.named_modules():
+        if getattr(module, "amax", None) is not None:
+            found[f"{name}.amax"] = [module.amax.clone()]
+    return found
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert all(torch.equal(a, b) for a, b in zip(one[name], other[name], strict=True)), name
+
+
+def fail_at(monkeypatch, number):
+    """Have the ``number``-th write into a plain tensor raise, and no other; return how many there were."""
+    seen, original = [], Tensor.copy_
+
+    def failing(self, *args, **kwargs):
+        seen.append(tuple(self.shape))
+        if len(seen) == number:
+            raise OSError("the device is gone")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "copy_", failing)
+    return seen
+
+
+class TestNothingIsWritten:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("spec", SPECS)
+    def test_where_the_last_weight_has_another_shape(self, kind, spec, tmp_path):
+        folder = ht.export_pretrained(model(kind, spec, seed=1), tmp_path / "out", dtype=torch.float32)
+        net = model(kind, spec, last=32)
+        before = bits(net)
+        with pytest.raises(ValueError, match=r"3\.weight of \[32, 64\] is required, got \[64, 64\] in the folder"):
+            ht.load_pretrained(net, folder)
+        same(bits(net), before)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        ("says", "change"),
+        [
+            ("finite scales above zero", {"3.weight_scale": torch.tensor([float("nan")])}),
+            ("finite scales above zero", {"3.weight_scale": torch.tensor([1e-60], dtype=torch.float64)}),
+            ("elements are required beside scales", {"3.weight": None}),
+            ("scales are required beside elements", {"3.weight_scale": None}),
+            ("weight or weight_packed is required", {"3.weight_packed": torch.zeros(64, 32, dtype=torch.uint8)}),
+            ("weight_packed is required beside", {"3.weight_global_scale": torch.ones(1)}),
+            ("got both", {"3.weight_scale_inv": torch.ones(1, 1)}),
+            ("got no", {"3.bias": None}),
+            (r"3\.bias of \[64\] is required", {"3.bias": torch.ones(1)}),
+            (r"1\.num_batches_tracked in torch\.int64", {"1.num_batches_tracked": torch.tensor(1.0)}),
+        ],
+        ids=["nan", "tiny", "no-elements", "no-scales", "packed-too", "global-too", "both", "missing", "bias", "dtype"],
+    )
+    def test_where_the_last_tensor_is_wrong(self, kind, says, change, tmp_path):
+        folder = ht.export_pretrained(model(seed=1), tmp_path / "out", dtype=torch.float32)
+        changed = {**load_file(folder / "model.safetensors"), **change}
+        (tmp_path / "bad").mkdir()
+        save_file({name: t for name, t in changed.items() if t is not None}, tmp_path / "bad" / "model.safetensors")
+        net = model(kind)
+        before = bits(net)
+        with pytest.raises(ValueError, match=says):
+            ht.load_pretrained(net, tmp_path / "bad")
+        same(bits(net), before)
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize(
+        ("stored", "size"), [("stacked", (EXPERTS + 1, HIDDEN, WIDTH)), ("separate", (EXPERTS, HIDDEN, 2 * WIDTH))]
+    )
+    def test_where_experts_are_others(self, persistent, stored, size, tmp_path):
+        """Of more experts the first ones were loaded."""
+        one = ht.quantize_(Experts(size[0], *size[1:]), "fp8_rowwise", persistent=True)
+        folder = ht.export_pretrained(one, tmp_path / "out", experts=stored)
+        net = ht.quantize_(Experts(EXPERTS, HIDDEN, WIDTH), "fp8_rowwise", persistent=persistent)
+        before = bits(net)
+        with pytest.raises(ValueError, match="is required, got"):
+            ht.load_pretrained(net, folder)
+        same(bits(net), before)
+
+    def test_where_rows_of_an_expert_could_be_spread(self, tmp_path):
+        """One row for all of them is no matrix."""
+        net = Experts(2, 64, 64)
+        tensors = {f"{e}.{name}.weight": torch.ones(64, 64) for e in range(2) for name in ("w1", "w2", "w3")}
+        save_file({**tensors, "1.w3.weight": torch.ones(1, 64)}, tmp_path / "model.safetensors")
+        before = bits(net)
+        with pytest.raises(ValueError, match=r"1\.w3\.weight of \[64, 64\] is required, got \[1, 64\] in the folder"):
+            ht.load_pretrained(net, tmp_path)
+        same(bits(net), before)
+
+
+class TestAWriteThatFails:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("spec", SPECS)
+    def test_leaves_the_model_as_it_was(self, kind, spec, tmp_path, monkeypatch):
+        """Wherever it is: after a face, between two weights, at the last tensor."""
+        folder = ht.export_pretrained(model(kind, spec, seed=1), tmp_path / "out", dtype=torch.float32)
+        for number in itertools.count(1):
+            net = model(kind, spec)
+            before = bits(net)
+            with monkeypatch.context() as patch:
+                fail_at(patch, number)
+                try:
+                    ht.load_pretrained(net, folder)
+                except OSError:
+                    same(bits(net), before)
+                else:
+                    break
+        assert number > 11  # parameters and buffers
+
+    def test_leaves_the_master_of_an_optimizer_as_it_was(self, tmp_path, monkeypatch):
+        folder = ht.export_pretrained(model(seed=1), tmp_path / "out", dtype=torch.float32)
+        net = model()
+        optimizer = ht.optim.MasterWeights(torch.optim.SGD, net.parameters(), lr=0.1)
+        net(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        before = bits(net)
+        with monkeypatch.context() as patch:
+            seen = fail_at(patch, 14)
+            with pytest.raises(OSError, match="the device is gone"):
+                ht.load_pretrained(net, folder)
+        assert len(seen) > 14  # those that set it back
+        same(bits(net), before)
+
+    def test_leaves_weights_with_a_common_scale_as_they_were(self, tmp_path, monkeypatch):
+        """A write of one of them quantizes the others anew."""
+        save_file({f"{i}.weight": 7.0 * torch.randn(64, 64) for i in range(3)}, tmp_path / "model.safetensors")
+        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        ht.quantize_(net, "fp8", persistent=True, common_scale=[["0", "1", "2"]])
+        common = net[0].weight.record.layer.common
+        before, amax = bits(net), common.amax.clone()
+        for number in itertools.count(1):
+            with monkeypatch.context() as patch:
+                fail_at(patch, number)
+                try:
+                    ht.load_pretrained(net, tmp_path)
+                except OSError:
+                    same(bits(net), before)
+                    assert torch.equal(common.amax, amax)
+                else:
+                    break
+        assert number > 3
+        assert not torch.equal(common.amax, amax)
+
+
+def hub(tmp_path, kind="models--org--net"):
+    """Write a folder into the cache of a hub, as ``snapshot_download`` leaves it; return the snapshot."""
+    written = ht.export_pretrained(model(seed=1), tmp_path / "written", shard_bytes=10_000, dtype=torch.float32)
+    snapshot = tmp_path / "hub" / kind / "snapshots" / "0a1b2c"
+    snapshot.mkdir(parents=True)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(written.iterdir())):
+        file.rename(blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", f"{number:064x}"))
+    return snapshot
+
+
+def loads(folder):
+    net = ht.load_pretrained(model(), folder)
+    assert torch.equal(net[3].weight.dequantize(), model(seed=1)[3].weight.dequantize())
+
+
+class TestLinks:
+    @pytest.mark.parametrize("kind", ["models--org--net", "datasets--org--net"])
+    @pytest.mark.parametrize("digests", [True, False])
+    def test_snapshots_of_the_hub(self, kind, digests, tmp_path):
+        snapshot = hub(tmp_path, kind)
+        assert len(list(snapshot.glob("*.safetensors"))) > 1
+        if not digests:
+            (snapshot / "digests.json").unlink()
+        loads(snapshot)
+        (tmp_path / "latest").symlink_to(snapshot)  # the folder that the caller names
+        loads(tmp_path / "latest")
+
+    def test_bytes_of_blobs_are_checked(self, tmp_path):
+        snapshot = hub(tmp_path)
+        blob = (snapshot / "model-00001-of-00002.safetensors").resolve(strict=True)
+        blob.write_bytes(blob.read_bytes()[:-1] + b"\x7f")
+        with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors as it was written is required"):
+            ht.load_pretrained(model(), snapshot)
+
+    @pytest.mark.parametrize("absolute", [True, False])
+    def test_links_inside_the_folder(self, absolute, tmp_path):
+        folder = ht.export_pretrained(model(seed=1), tmp_path / "out", dtype=torch.float32)
+        (folder / "files").mkdir()
+        for name in ("model.safetensors", "digests.json"):
+            (folder / name).rename(folder / "files" / name)
+            (folder / name).symlink_to(folder / "files" / name if absolute else f"files/{name}")
+        loads(folder)
+
+    @pytest.mark.parametrize(
+        "name", ["model-00002-of-00002.safetensors", "digests.json", "model.safetensors.index.json"]
+    )
+    @pytest.mark.parametrize(
+        "where", ["absolute", "up", "another model", "beside blobs", "nowhere", "circle", "pipe", "device"]
+    )
+    @pytest.mark.parametrize("digests", [True, False])
+    def test_everything_else_is_refused(self, name, where, digests, tmp_path):
+        """Also where the other file has the right bytes, or would never end."""
+        snapshot = hub(tmp_path)
+        link = snapshot / name
+        blob = link.resolve(strict=True)
+        if not digests:
+            (snapshot / "digests.json").unlink()
+            if name == "digests.json":
+                blob.touch()
+        link.unlink(missing_ok=True)
+        places = {
+            "absolute": tmp_path / "elsewhere" / "file", "up": snapshot.parent / "file",
+            "another model": tmp_path / "hub" / "models--org--other" / "blobs" / "file",
+            "beside blobs": snapshot.parent.parent / "blobs-of-others" / "file",
+        }  # fmt: skip
+        if where in places:
+            places[where].parent.mkdir(exist_ok=True, parents=True)
+            blob.rename(places[where])
+            link.symlink_to(places[where] if where == "absolute" else os.path.relpath(places[where], snapshot))
+        elif where == "pipe":
+            os.mkfifo(link)
+        else:
+            link.symlink_to({"nowhere": "../../blobs/none", "circle": name, "device": "/dev/zero"}[where])
+        net = model()
+        before = bits(net)
+        with pytest.raises(ValueError, match=f"load_pretrained: .*{name}"):
+            ht.load_pretrained(net, snapshot)
+        same(bits(net), before)
+
+    def test_blobs_are_those_of_a_cache_alone(self, tmp_path):
+        """A folder that is no snapshot of a hub may not reach up into one called blobs."""
+        snapshot = hub(tmp_path, "run")
+        with pytest.raises(
+            ValueError, match=r"digests\.json .* or in the blobs of its cache, is required, got a link to"
+        ):
+            ht.load_pretrained(model(), snapshot)
+
+    def test_blobs_that_are_a_link(self, tmp_path):
+        snapshot = hub(tmp_path)
+        blobs = snapshot.parent.parent / "blobs"
+        blobs.rename(tmp_path / "elsewhere")
+        blobs.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="in the blobs of its cache, is required"):
+            ht.load_pretrained(model(), snapshot)
