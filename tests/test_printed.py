@@ -29,7 +29,8 @@ def compared(net, x):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(explained, "layer"), (checked, "product"), (watched, "Nothing was measured yet"), (compared, "training")]
+    ("make", "says"),
+    [(explained, "layer"), (checked, "product"), (watched, "Nothing was measured yet"), (compared, "training")],
 )
 def test_results_are_tables(make, says, capsys):
     net = ht.quantize_(nn.Sequential(nn.Linear(128, 128)), "fp8_block")

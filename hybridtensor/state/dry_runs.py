@@ -28,7 +28,9 @@ def is_dry_run() -> bool:
     one by which stages learn what they send each other.
     """
     pipelining = _PIPELINING in sys.modules
-    if not pipelining and not _is_on_side_stream():  # where graphs are warmed up; walking takes longer
+    if (
+        not pipelining and not _is_on_side_stream()
+    ):  # where graphs are warmed up; walking takes longer
         return False
     known = _code(pipelining)
     frame = sys._getframe(1)
