@@ -23,10 +23,8 @@ _REFERENCED = (
 
 def swap_all(who: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Make several parameters be other tensors, all of them or none; see ``swap``."""
-    for (
-        parameter,
-        _,
-    ) in pairs:  # before anything changes: swapping back does not mend the graphs of others
+    # before anything changes: swapping back does not mend the graphs of others
+    for parameter, _ in pairs:
         if not _is_swappable(parameter):
             raise RuntimeError(f"{who}: {_REFERENCED}")
     undo: list[Callable[[], None]] = []
@@ -104,9 +102,8 @@ def _is_swappable(parameter: Any) -> bool:
     count = parameter._use_count()  # private to torch, which goes by it
     if count == 2 and parameter.is_leaf and parameter.requires_grad:
         edge = torch.autograd.graph.get_gradient_edge(parameter)
-        count = (
-            parameter._use_count() - 1
-        )  # unless the edge is new, it is what refers to the weight
+        # unless the edge is new, it is what refers to the weight
+        count = parameter._use_count() - 1
         del edge
     return bool(count == 1)
 

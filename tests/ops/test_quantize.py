@@ -5,6 +5,7 @@ together by hand. The kernels run on a GPU, and without one in Triton's interpre
 """
 
 import itertools
+import threading
 import warnings
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor import ops
 from hybridtensor.ops import CastRequest, Hint
-from hybridtensor.ops.cast import kernel, launches, measurement
+from hybridtensor.ops.cast import kernel, launches, measurement, operator
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
@@ -534,3 +535,32 @@ def test_more_elements_than_32_bits_count(cast, device):
     if cast.format.name != "fp8_e4m3_tensor":
         assert made[1][-128:].eq(expected[1]).all()
         assert made[3][:, -expected[3].shape[1] :].eq(expected[3]).all()
+
+
+def test_threads_get_zeros_of_their_own(monkeypatch):
+    """Amaxes that kernels raise, at addresses that they are compiled for."""
+    monkeypatch.setattr(measurement, "_ZEROS", {})
+    device, taken = torch.device("cpu"), []
+
+    def take():
+        taken.extend([measurement._one_of(device, 0) for _ in range(2000)])
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({zero.data_ptr() for zero in taken}) == len(taken) == 8000
+    assert all(zero.data_ptr() % 16 == 0 for zero in taken)
+    assert torch.cat(taken).eq(0).all()
+    assert measurement._one_of(device, 1).data_ptr() not in {zero.data_ptr() for zero in taken}
+
+
+def test_operators_return_amaxes_in_memory_of_their_own(device):
+    """Graphs count on it: torch compares where a tensor begins in its storage."""
+    x, request = random_tensor(64, 64, device=device), str(CastRequest(CASTS[0], CASTS[0]))
+    for _ in range(2):
+        made = torch.ops.hybridtensor.measure(x, request)
+        assert [(t.storage_offset(), t.untyped_storage().nbytes()) for t in made] == [(0, 4)]
+    zeros = torch.zeros(4, 4)[1:2, :1].unbind()[0]
+    assert operator._distinct((zeros, zeros), parse_request(request))[0].untyped_storage().nbytes() == 4

@@ -112,7 +112,7 @@ class Measurement:
         launch.start(matrix, take(of_row), take(of_column))
 
 
-_ZEROS: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
+_ZEROS: dict[tuple[int | None, int], list[Tensor]] = {}  # by device and stream
 _NUMBERS = 256  # that are filled at once
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
@@ -124,12 +124,16 @@ def _zero(device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or is_captured():
         return torch.zeros(1, dtype=torch.float32, device=device)
-    index = device.index
-    key = index, torch._C._cuda_getCurrentRawStream(index)
-    ready = _ZEROS.get(key)
-    if not ready:
-        with torch.inference_mode(False):
-            filled = torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)
-            ready = _ZEROS.setdefault(key, [])
+    return _one_of(device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def _one_of(device: torch.device, stream: int) -> Tensor:
+    """Return a zero that nobody else gets, filled on a stream, which the next use is on, too."""
+    ready = _ZEROS.setdefault((device.index, stream), [])
+    while True:
+        try:
+            return ready.pop()  # forward and backward may run in two threads
+        except IndexError:
+            with torch.inference_mode(False):
+                filled = torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)
             ready.extend(filled[:, :1].unbind())
-    return ready.pop()

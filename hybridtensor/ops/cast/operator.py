@@ -81,7 +81,9 @@ def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tenso
     memory.
     """
     row, column = amaxes
-    return [row] if _share_amax(request) else [row, column.clone()]
+    if not _share_amax(request):
+        return [row, column.clone()]
+    return [row.clone() if row._is_view() else row]  # one of many zeros that were filled at once
 
 
 def _share_amax(request: CastRequest) -> bool:
