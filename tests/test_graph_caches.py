@@ -9,13 +9,14 @@ import hybridtensor
 from hybridtensor.graph_caches import digest_of, tell_caches
 
 
-def test_the_tag_of_caches_has_version_and_sources(monkeypatch):
+def test_the_tag_of_caches_has_version_and_sources():
     own = f"hybridtensor {hybridtensor.__version__} {digest_of(Path(hybridtensor.__file__).parent)}"
     assert own in torch.compiler.config.cache_key_tag
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "of the user")
-    tell_caches()
-    tell_caches()
-    assert torch.compiler.config.cache_key_tag == f"of the user {own}"
+    with torch.compiler.config.patch(cache_key_tag="of the user"):
+        tell_caches()
+        tell_caches()
+        assert torch.compiler.config.cache_key_tag == f"of the user {own}"
+    assert torch.compiler.config.cache_key_tag.count(own) == 1
 
 
 def test_a_changed_source_has_another_digest(tmp_path):

@@ -269,11 +269,9 @@ class InterceptingTensor(WrapperTensor):
         handler = cls.functions.handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        return _without_torch_function(func, types, args, kwargs or {})
-
-
-# Private; as ``Tensor.__torch_function__`` does, so that torch's own code does not come here again.
-_without_torch_function: Func = torch._C._disabled_torch_function_impl
+        # Private; as ``Tensor.__torch_function__`` does, so that torch's own code does not come here again.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def _required(gathering: Gathering | None) -> Gathering:
