@@ -45,7 +45,7 @@ from hybridtensor.optim import watch_plain_optimizers
 from hybridtensor.quantizers import IdentityQuantizer
 from hybridtensor.ranks import PATIENCE, require_alike
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
-from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage
+from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage, note_left_alone
 from hybridtensor.state import LayerState
 from hybridtensor.state.contract import ADVICE, groups_of
 from hybridtensor.state.watch import watch
@@ -124,6 +124,7 @@ def quantize_(
 
 def _finish(model: nn.Module, plan: Plan, root: str) -> None:
     """Do what concerns the whole model, once its layers are converted."""
+    note_left_alone(layers_of(model, root), plan)
     _share_inputs(model, plan, root)
     watch(model)
     _give_plain_values_to_all(model)

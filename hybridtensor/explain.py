@@ -132,8 +132,8 @@ class Explanation(Printed, Rows):
 
 
 def explain(model: nn.Module, *, show: bool = False) -> Explanation:
-    """Return what the products of every linear layer of ``model`` are made of on its device, and what the formats come
-    to: their shares, predicted speed, bytes kept for backward. ``print(explain(model))`` shows it as tables.
+    """Return the formats and the backend of each product of every linear layer of ``model`` on its device, and totals:
+    share of each format, predicted speed, bytes saved for backward. ``print(explain(model))`` prints tables.
 
     Layers that are alike but for numbers in their names are printed as one: ``layers.*.q_proj x32``.
 

@@ -13,14 +13,14 @@ from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
-from hybridtensor.selection import Plan, coverage, note_left_alone
+from hybridtensor.selection import Plan, coverage
 from hybridtensor.subclasses import HybridTensor, is_converted
 
 _TOLD = 3  # matrices that an error tells of
 
 
 def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
-    """Raise if nothing is to be converted, or something cannot be; note which layers are left alone on purpose."""
+    """Raise if nothing is to be converted, or something cannot be."""
     layers = list(layers_of(model, root))
     if not plan:
         raise _nothing(model, layers)
@@ -33,7 +33,6 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
                 "persistent=True, whose faces are the weight; drop one"
             )
     _check_all_sizes(plan)
-    note_left_alone(layers, plan)
 
 
 def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:

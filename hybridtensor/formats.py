@@ -308,7 +308,7 @@ def _num_blocks(extent: int, block: int | None) -> int:
 
 
 def _without_name(fmt: Format) -> tuple[object, ...]:
-    """Return what a record says of elements and scales."""
+    """Return the fields of a format that define its elements and scales: all but the names."""
     names = ("name", "values_of")
     return tuple(
         getattr(fmt, field.name) for field in dataclasses.fields(fmt) if field.name not in names

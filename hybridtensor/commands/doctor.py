@@ -78,7 +78,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def remarks(runs: dict[str, list[str]]) -> list[str]:
-    """Return what is no problem, but good to know.
+    """Return remarks that are no problems: that all products are emulated on this device.
 
     Args:
         runs: How products run, as ``backends`` returns it.

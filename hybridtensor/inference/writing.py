@@ -50,8 +50,8 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _former(value: Any) -> list[Callable[[], None]]:
-    """Return what undoes a write of a parameter or buffer: in it, in the state of its layer, and in the weights with
-    which it has a common scale, for they are quantized anew.
+    """Return functions that undo a write of a parameter or buffer: they restore its data, the state of its layer, and
+    the weights with which it has a common scale, which a write quantizes again.
     """
     layer = value.record.layer if isinstance(value, HybridTensor) else None
     if not isinstance(layer, LayerState):

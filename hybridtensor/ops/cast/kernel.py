@@ -83,7 +83,7 @@ def _say_without_kernels(request: CastRequest) -> None:
 
 
 def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
-    """Return what ``_Key`` has of the inputs."""
+    """Return the fields of ``_Key`` that depend on the inputs of a cast, in their order."""
     row_amax, column_amax, prologue = inputs.row_amax, inputs.column_amax, inputs.prologue
     return (
         inputs.encode_scale is not None,
