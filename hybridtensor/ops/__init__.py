@@ -11,8 +11,10 @@ from hybridtensor.ops.cast import (
     Hint,
     PreparedCast,
     can_hold,
+    measure_all,
     prepare,
     quantize,
+    quantize_all,
     quantize_into,
 )
 from hybridtensor.ops.dequantize import dequantize
@@ -47,10 +49,12 @@ __all__ = [
     "dequantize",
     "empty_face",
     "high_precision",
+    "measure_all",
     "multiplies_values",
     "prepare",
     "product",
     "quantize",
+    "quantize_all",
     "quantize_groups",
     "quantize_into",
     "rowwise_values",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.kernel import cast_on_gpu
+from hybridtensor.ops.cast.multi_tensor import measure_all, quantize_all
 from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast, can_hold
 from hybridtensor.ops.cast.request import (
@@ -31,8 +32,10 @@ __all__ = [
     "Hint",
     "PreparedCast",
     "can_hold",
+    "measure_all",
     "prepare",
     "quantize",
+    "quantize_all",
     "quantize_into",
 ]
 

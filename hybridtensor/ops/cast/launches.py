@@ -38,11 +38,12 @@ class FaceOutput:
 
     Attributes:
         layouts: How they lie; none for a face that is not asked for.
+        scale_strides: Strides of the scales, the last two.
     """
 
     def __init__(self, kind: FaceKind | None, layouts: tuple[Layout, ...]) -> None:
         self._kind, self.layouts = kind, layouts
-        self._scale_strides = layouts[1].strides[-2:] if len(layouts) > 1 else _NO_STRIDES
+        self.scale_strides = layouts[1].strides[-2:] if len(layouts) > 1 else _NO_STRIDES
 
     @classmethod
     def of(cls, cast: Cast | None, other: int, contraction: int) -> FaceOutput:
@@ -88,7 +89,7 @@ class FaceOutput:
         count = len(tensors)
         if not count:
             return nothing, nothing, 0, 0, nothing, amax
-        other, along = self._scale_strides
+        other, along = self.scale_strides
         scales = take(tensors[1]) if count > 1 else nothing
         level = take(tensors[2]) if count > 2 else nothing
         return take(tensors[0]), scales, other, along, level, amax

@@ -1,0 +1,161 @@
+"""Casting a list of matrices with two launches.
+
+Oracle: each matrix by its definition, which other files compare with implementations of their own. The kernels run on a
+GPU, and without one in Triton's interpreter.
+"""
+
+import numpy as np
+import pytest
+import torch
+from casting import cast_of
+from kernels import require_kernels
+
+from hybridtensor.ops import CastInputs, CastRequest
+from hybridtensor.ops.cast import multi_tensor
+from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.multi_tensor import measure_all, quantize_all
+from hybridtensor.testing import edge_tensor, random_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in Triton's interpreter
+
+CASTS = [
+    cast_of("fp8_e4m3_tensor"),
+    cast_of("fp8_e4m3_row"),
+    cast_of("fp8_e5m2_tensor", slot=1),
+    cast_of("fp8_e4m3_1x128"),
+    cast_of("fp8_e5m2_128x128_fp32_scale"),
+    cast_of("mxfp8_e4m3"),
+    cast_of("nvfp4"),
+    cast_of("nvfp4_row_scaled"),
+    cast_of("nvfp4_16x16"),
+    cast_of("nvfp4_hadamard", stream=12),
+]
+SHAPES = [(48, 128), (128, 384), (16, 128), (160, 256)]
+
+
+@pytest.fixture
+def by_kernels(device, monkeypatch):
+    """Cast by the kernels: on a CPU in the interpreter."""
+    require_kernels(device)
+    if device == "cpu":
+
+        def split(xs, request):
+            return [i for i, x in enumerate(xs) if multi_tensor.is_whole(x)], [
+                i for i, x in enumerate(xs) if not multi_tensor.is_whole(x)
+            ]
+
+        monkeypatch.setattr(multi_tensor, "_split", split)
+    return device
+
+
+def matrices(device, dtype=torch.bfloat16):
+    made = [random_tensor(*shape, dtype=dtype, device=device) * 3**i for i, shape in enumerate(SHAPES)]
+    edges = edge_tensor(dtype, device=device).flatten().repeat(20)[: 64 * 128].view(64, 128)
+    return [*made, edges]
+
+
+def inputs_of(request, x, index, amaxes):
+    """Return what the cast of a matrix needs: tensors of its own."""
+    row, column = request[:2]
+    asked = [cast for cast in (row, column) if cast is not None]
+    device = x.device
+    return CastInputs(
+        encode_scale=torch.arange(1.0, 9.0, device=device) * (index + 1) if any(c.slot >= 0 for c in asked) else None,
+        noted_amax=torch.zeros(8, device=device) if any(c.slot >= 0 for c in asked) else None,
+        rounding=torch.tensor([-12345678912345 + index, 7], device=device),
+        first_row=3 * index,
+        row_amax=amaxes[0] if row is not None and row.measures is not None else None,
+        column_amax=amaxes[1] if column is not None and column.measures is not None else None,
+    )
+
+
+def bits(tensor):
+    flat = tensor.reshape(-1).clone()
+    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
+
+
+def same(face, other):
+    if face is None or other is None:
+        assert face is other
+        return
+    assert face.format is other.format
+    assert face.dequantized_rowwise == other.dequantized_rowwise
+    for mine, theirs in zip(face.tensors(), other.tensors(), strict=True):
+        assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        if mine.dtype == torch.bfloat16:  # values, of which NaN has many
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert torch.equal(bits(mine), bits(theirs))
+
+
+def check(xs, request):
+    """Compare with the definitions, bit for bit: amaxes, faces, and what is recorded."""
+    measured = [cast for cast in request[:2] if cast is not None and cast.measures is not None]
+    amaxes = [(None, None)] * len(xs)
+    with np.errstate(all="ignore"):
+        if measured:
+            amaxes = measure_all(xs, request)
+        inputs = [inputs_of(request, x, i, amaxes[i]) for i, x in enumerate(xs)]
+        got = quantize_all(xs, request, inputs)
+    assert len(got) == len(xs)
+    for i, x in enumerate(xs):
+        alone = inputs[i]._replace(row_amax=None, column_amax=None)
+        if alone.noted_amax is not None:
+            alone = alone._replace(noted_amax=torch.zeros_like(alone.noted_amax))
+        expected = reference_cast(request).run(x, alone)
+        for face, other in zip(got[i], expected, strict=True):
+            same(face, other)
+        if alone.noted_amax is not None:
+            assert torch.equal(inputs[i].noted_amax, alone.noted_amax)
+
+
+@pytest.mark.parametrize("way", ["both", "row", "column"])
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_each_as_if_alone(by_kernels, cast, way):
+    row = cast if way != "column" else None
+    column = cast.for_columnwise() if way != "row" else None
+    check(matrices(by_kernels), CastRequest(row, column))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(by_kernels, dtype):
+    check(matrices(by_kernels, dtype), CastRequest(cast_of("fp8_e4m3_tensor"), cast_of("mxfp8_e4m3")))
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
+def test_values(by_kernels, name):
+    """Faces that only products read may be values."""
+    cast = cast_of(name).for_values()
+    check(matrices(by_kernels), CastRequest(cast, cast.for_columnwise()))
+
+
+def test_matrices_that_kernels_cannot_read_are_cast_alone(by_kernels):
+    xs = matrices(by_kernels)
+    odd = torch.randn(8, 128, dtype=torch.bfloat16, device=by_kernels)
+    transposed = torch.randn(128, 48, dtype=torch.bfloat16, device=by_kernels).t()
+    shifted = torch.randn(16 * 128 + 8, dtype=torch.bfloat16, device=by_kernels)[8:].view(16, 128)
+    assert not any(map(multi_tensor.is_whole, (odd, transposed, shifted)))
+    cast = cast_of("fp8_e4m3_tensor")
+    check([odd, *xs[:2], transposed, shifted, *xs[2:]], CastRequest(cast, cast))
+
+
+def test_is_worked_out_once(by_kernels):
+    """The same matrices, with inputs at the same distances, use the same table."""
+    xs, cast = matrices(by_kernels), cast_of("fp8_e4m3_tensor")
+    multi_tensor._LISTS.clear()
+    request = CastRequest(cast)
+    for _ in range(3):
+        xs[0].mul_(2)
+        amaxes = measure_all(xs[:4], request)
+        quantize_all(xs[:4], request, [CastInputs(row_amax=row) for row, _ in amaxes])
+    assert len(multi_tensor._LISTS) == 2
+    quantize_all(xs[1:4], request, [CastInputs(row_amax=row) for row, _ in amaxes[1:]])
+    assert len(multi_tensor._LISTS) == 3
+
+
+def test_inputs_of_other_kinds_are_refused(by_kernels):
+    xs, cast = matrices(by_kernels), cast_of("fp8_e4m3_tensor")
+    amax = torch.ones(1, device=by_kernels)
+    for given in ([None, amax], [amax, None]):
+        with pytest.raises(ValueError, match="inputs of the same kinds"):
+            quantize_all(xs[:2], CastRequest(cast), [CastInputs(row_amax=row) for row in given])
