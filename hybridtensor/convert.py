@@ -41,6 +41,7 @@ from hybridtensor.linear.kinds import is_linear
 from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
+from hybridtensor.linear.weight_buckets import bucket_weights
 from hybridtensor.optim import watch_plain_optimizers
 from hybridtensor.quantizers import IdentityQuantizer
 from hybridtensor.ranks import PATIENCE, require_alike
@@ -127,6 +128,7 @@ def _finish(model: nn.Module, plan: Plan, root: str) -> None:
     note_left_alone(layers_of(model, root), plan)
     _share_inputs(model, plan, root)
     watch(model)
+    bucket_weights(model)
     _give_plain_values_to_all(model)
     _tell_what_is_left(model)
 
@@ -278,6 +280,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         ]
         _convert_all(of_kind, persistent, common_scales_of(of_kind))
     watch(model)
+    bucket_weights(model)
     return model
 
 
@@ -395,4 +398,5 @@ def _torchao_handler(
     check_sizes(told, config)
     _convert(layer, config, persistent)
     watch(module)
+    bucket_weights(module)
     return module

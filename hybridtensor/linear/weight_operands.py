@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
+from hybridtensor.linear.weight_buckets import add_columns_of_bucket, refresh_bucket
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_traced
@@ -37,6 +38,7 @@ class MasterOperand(Operand):
     """
 
     __slots__ = (
+        "_backward_follows",
         "_config",
         "_context",
         "_dtype",
@@ -50,9 +52,10 @@ class MasterOperand(Operand):
     def __init__(
         self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, record: AmaxRecord | None
     ) -> None:
-        self._training = any(needs)
+        self._training, self._backward_follows = any(needs), needs.input
         self._seen = seen = weight.seen()  # which measures a common scale, for the context
         self._context = context = weight.context
+        refresh_bucket(weight, seen, dtype)
         kept = weight.kept_faces(
             rowwise=True,
             columnwise=False,
@@ -75,7 +78,11 @@ class MasterOperand(Operand):
     def save(self) -> list[Tensor]:
         """See ``Operand.save``: backward needs no tensor but the weight."""
         self._row = None
-        self._record.kept.end_forward(self._config.keep_faces, trained=self._training)
+        self._record.kept.end_forward(
+            self._config.keep_faces,
+            trained=self._training,
+            backward_follows=self._backward_follows,
+        )
         return []
 
     def columnwise(self, saved: list[Tensor]) -> Face:
@@ -92,6 +99,7 @@ class MasterOperand(Operand):
             )
         seen = self._unchanged(weight)
         if weight.config == self._config:
+            add_columns_of_bucket(weight)
             column = weight.kept_faces(
                 rowwise=False,
                 columnwise=True,

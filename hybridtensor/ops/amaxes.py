@@ -20,6 +20,9 @@ from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
+_SPARE = (
+    4  # of a layer: its forwards and its weight take one each; a bucket of weights brings its own
+)
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 

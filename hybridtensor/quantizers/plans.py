@@ -62,6 +62,11 @@ class CastPlan:
         inputs = self.inputs(matrix, context)
         return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
 
+    def of_measured(self, of_row: Tensor, of_column: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return those of two amaxes that the faces are scaled by."""
+        row, column = self.measured
+        return of_row if row else None, of_column if column else None
+
     @property
     def scales_by_amax(self) -> bool:
         """Whether the faces of a matrix are all scaled by its amax, which a cast does not know from before."""
@@ -225,20 +230,28 @@ def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: 
     It is the same where none is scaled by an amax that one pass finds, or casts know better: from a
     common scale, or by what the layer remembers.
     """
-    state, direct = context.state, runs_directly(matrix)
     if context.groups is not None or not matrix.numel():
         return context
-    if state is not None and state.common_amax is not None:
+    plan = measuring_plan(quantizer, dtype, context, matrix.device)
+    if plan is None or (plan.needs.hint and not is_traced()):
         return context
-    plan = cast_plan(quantizer, True, True, dtype, context, matrix.device)
-    if plan is None:  # one face is in high precision
-        plan = cast_plan(quantizer, True, False, dtype, context, matrix.device)
-    if plan is None or not any(plan.measured) or (plan.needs.hint and not is_traced()):
-        return context
+    direct = runs_directly(matrix)
     cast = ops.prepare(matrix, plan.request, plan.inputs(matrix, context), direct=direct)
-    of_row, of_column = cast.measure(matrix)
-    row, column = plan.measured
-    return context._replace(amaxes=(of_row if row else None, of_column if column else None))
+    return context._replace(amaxes=plan.of_measured(*cast.measure(matrix)))
+
+
+def measuring_plan(
+    quantizer: Quantizer, dtype: torch.dtype, context: Context, device: torch.device
+) -> CastPlan | None:
+    """Return the cast whose measurement finds the amaxes that both faces are scaled by, or None if none is scaled by an
+    amax that one pass over the tensor finds, or that is not known already.
+    """
+    if context.state is not None and context.state.common_amax is not None:
+        return None
+    plan = cast_plan(quantizer, True, True, dtype, context, device)
+    if plan is None:  # one face is in high precision
+        plan = cast_plan(quantizer, True, False, dtype, context, device)
+    return plan if plan is not None and any(plan.measured) else None
 
 
 def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:

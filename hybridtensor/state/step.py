@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,13 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     captured = is_captured()
     for state in states:
         state.count_step(captured)
+    for subscriber in after_step:
+        subscriber(model, states)
     return model
+
+
+after_step: list[Callable[[nn.Module, list[LayerState]], None]] = []
+"""What is called at the end of each ``step_``, with the model and the states of its layers."""
 
 
 class step_after:  # noqa: N801  (used as a function)

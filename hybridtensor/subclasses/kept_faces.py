@@ -75,21 +75,58 @@ class Kept(NamedTuple):
 _NOTHING = Kept()
 
 
+class LastUse(NamedTuple):
+    """How a forward used a weight last.
+
+    Attributes:
+        trained: Whether it was one of training.
+        backward_follows: Whether a backward asks for the columnwise face.
+    """
+
+    trained: bool
+    backward_follows: bool
+
+
 class KeptFaces:
     """The faces that are kept of one weight.
 
     Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
     more than once is kept until training goes on.
+
+    Attributes:
+        awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
+        last_use: How a forward used the weight last, or None if none did since the last write.
     """
 
-    __slots__ = ("_backwards", "_evaluations", "_forwards", "_kept", "_last_forwards", "_stamp")
+    __slots__ = (
+        "_backwards",
+        "_evaluations",
+        "_forwards",
+        "_kept",
+        "_last_forwards",
+        "_stamp",
+        "_stream",
+        "awaits_column",
+        "last_use",
+    )
 
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
         self._kept: dict[Place, Kept] = {}
         self._forwards = self._backwards = self._last_forwards = self._evaluations = 0
+        self._stream: int | None = None  # of the launch that quantized several weights
+        self.awaits_column = False
+        self.last_use: LastUse | None = None
 
-    def begin_use(self, plain: Tensor, stamp: Stamp, *, forward: bool, trained: bool) -> Kept:
+    def begin_use(
+        self,
+        plain: Tensor,
+        stamp: Stamp,
+        *,
+        forward: bool,
+        trained: bool,
+        backward_follows: bool = False,
+    ) -> Kept:
         """Let go of what does not hold any more, count a forward, and return what is kept.
 
         Args:
@@ -97,23 +134,64 @@ class KeptFaces:
             stamp: What faces depend on now.
             forward: Whether a forward uses the weight, not a backward.
             trained: Whether that is one of training.
+            backward_follows: Whether a backward will ask for the columnwise face.
         """
-        if self._stamp != stamp:
-            self._stamp = stamp
-            self._kept.clear()
-            if forward and self._forwards:  # the uses so far were those between two writes
-                self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
-            self._evaluations = 0
+        self.begin(stamp, forward=forward)
+        if forward:
+            use = self.last_use
+            if (
+                use is None
+                or use.trained is not trained
+                or use.backward_follows is not backward_follows
+            ):
+                self.last_use = LastUse(trained, backward_follows)
         if forward and not trained:
             self._evaluations += 1
         elif forward and _task() == -1:  # inside of a backward it recomputes
             self._forwards, self._evaluations = self._forwards + 1, 0
+        if self._stream is not None and self._stream != stream_of(plain):
+            self._kept.clear()  # nobody waits for the other stream
+            self._stream = None
         return self._kept.get(_place(plain), _NOTHING) if self._kept else _NOTHING
 
-    def keep(self, plain: Tensor, stamp: Stamp, kept: Kept) -> None:
-        """Keep what was made, unless something else came in between, in another thread."""
+    def begin(self, stamp: Stamp, *, forward: bool) -> None:
+        """Let go of faces with another stamp."""
+        if self._stamp == stamp:
+            return
+        self._stamp, self._stream, self.awaits_column = stamp, None, False
+        self.last_use = None
+        self._kept.clear()
+        if forward and self._forwards:  # the uses so far were those between two writes
+            self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
+        self._evaluations = 0
+
+    def is_old(self, stamp: Stamp) -> bool:
+        """Return whether the weight was used before, and whatever was quantized for that does not hold any more."""
+        return self._stamp is not None and self._stamp != stamp
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the computation that used the weight last, or None if nothing did."""
+        return None if self._stamp is None else self._stamp.dtype
+
+    def keep(self, plain: Tensor, stamp: Stamp, kept: Kept, stream: int | None = None) -> None:
+        """Keep what was made, unless something else came in between, in another thread.
+
+        Args:
+            plain: The view of the weight's memory that was quantized.
+            stamp: What the faces depend on.
+            kept: What to keep.
+            stream: The CUDA stream on which they may be used, if that is not the one of this use.
+        """
         if self._stamp == stamp:
             self._kept[_place(plain)] = kept
+            self._stream = stream
+            if kept.column is not None:
+                self.awaits_column = False
+
+    def current(self, plain: Tensor, stamp: Stamp) -> Kept | None:
+        """Return what is kept of ``plain``, or None if that does not hold any more; this is no use of it."""
+        return self._kept.get(_place(plain), _NOTHING) if self._stamp == stamp else None
 
     def lifetime(self, policy: str) -> tuple[bool, bool]:
         """Return whether both faces outlast one use, so that one cast makes both, and whether they outlast the backward
@@ -126,8 +204,9 @@ class KeptFaces:
         step = policy == "always" or (policy == "auto" and self._is_reused)
         return step or (policy == "auto" and _task() != -1), step
 
-    def end_forward(self, policy: str, *, trained: bool) -> None:
+    def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
         """Let go of what a forward has used and nothing will use again."""
+        self.awaits_column = backward_follows
         again = self._is_reused or (not trained and self._evaluations > 1)
         if policy == "never" or (policy == "auto" and not again):
             for place, kept in list(self._kept.items()):
@@ -140,6 +219,7 @@ class KeptFaces:
         last write, if it has no more of them than that one.
         """
         self._backwards += 1
+        self.awaits_column = False
         forwards, last = self._forwards, self._last_forwards
         is_over = last > 1 and forwards <= last <= self._backwards
         if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
@@ -166,6 +246,11 @@ class KeptFaces:
     @property
     def _is_reused(self) -> bool:
         return self._forwards > 1 or self._last_forwards > 1
+
+
+def stream_of(plain: Tensor) -> int:
+    """Return the current CUDA stream of a tensor's device, 0 of a tensor on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(plain.device.index) if plain.is_cuda else 0
 
 
 def _place(plain: Tensor) -> Place:

@@ -17,7 +17,7 @@ from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp
-from hybridtensor.subclasses.observing import for_products
+from hybridtensor.subclasses.observing import for_products, observers
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import WeightRecord, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
@@ -151,6 +151,10 @@ class MasterWeight(InterceptingTensor):
         unseen = record.compiled_writes, record.handed
         return Seen((record.writes, of_plain, own), unseen, self.state_version)
 
+    def stamp(self, seen: Seen, dtype: torch.dtype) -> Stamp:
+        """Return what faces depend on, given ``seen()``; those in high precision have ``dtype``."""
+        return Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, dtype)
+
     def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
 
@@ -218,8 +222,14 @@ class MasterWeight(InterceptingTensor):
             context = for_products(context, dtype, row=True, column=True)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, noted)
-        stamp = Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, dtype)
-        kept = record.kept.begin_use(plain, stamp, forward=rowwise, trained=trained)
+        stamp = self.stamp(seen, dtype)
+        kept = record.kept.begin_use(
+            plain,
+            stamp,
+            forward=rowwise,
+            trained=trained,
+            backward_follows=backward_follows,
+        )
         wanted = rowwise, columnwise, trained, backward_follows
         if not torch.is_grad_enabled():  # as inside of autograd functions
             return self._completed(kept, stamp, *wanted, noted, context)
@@ -243,6 +253,8 @@ class MasterWeight(InterceptingTensor):
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
         unmeasured = noted is not None and kept.noted is None  # it was made for evaluation
+        if lasting or observers:  # not only products read the faces
+            kept = kept._replace(row=_of_elements(kept.row), column=_of_elements(kept.column))
         row_is_missing = rowwise and (kept.row is None or unmeasured)
         column_is_missing = (columnwise or both) and (kept.column is None or unmeasured)
         if not (row_is_missing or column_is_missing):
@@ -318,8 +330,7 @@ class MasterWeight(InterceptingTensor):
         """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
         of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
         """
-        seen = self.seen()
-        stamp = Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, self.dtype)
+        stamp = self.stamp(self.seen(), self.dtype)
         row = self.record.kept.rowwise(self.plain, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
@@ -393,6 +404,11 @@ class MasterWeight(InterceptingTensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self.config}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _of_elements(face: Face | None) -> Face | None:
+    """Return a face, or None if it is one of values, which only products read."""
+    return None if face is None or face.format.values_of is not None else face
 
 
 torch.serialization.add_safe_globals([MasterWeight])

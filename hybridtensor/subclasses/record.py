@@ -84,6 +84,7 @@ class WeightRecord:
         compiled_writes: Writes that compiled code made, each counted at least once.
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
+        is_held_elsewhere: Whether someone else held the memory when writes were counted last.
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
         kept: The faces that are kept.
         readers: Of a tensor that was quantized for layers; None of any other tensor.
@@ -93,12 +94,12 @@ class WeightRecord:
     __slots__ = (
         "__weakref__",
         "_holders",
-        "_shared",
         "amaxes",
         "compiled_writes",
         "first",
         "gathered",
         "handed",
+        "is_held_elsewhere",
         "kept",
         "layer",
         "readers",
@@ -118,7 +119,7 @@ class WeightRecord:
         self.first: int | None = None
         self.writes = self.compiled_writes = self.handed = 0
         self.replayed = False
-        self._shared = False
+        self.is_held_elsewhere = False
         self.kept = KeptFaces()
         self.readers: ReadBy | None = None
         self.amaxes: Tensor | Notes | None = None
@@ -182,9 +183,9 @@ class WeightRecord:
         # see ``is_shared``
         count: int = torch._C._storage_Use_Count(plain.untyped_storage()._cdata)
         shared = count > len(self._holders) + 1
-        if shared or self._shared:
+        if shared or self.is_held_elsewhere:
             self.handed += 1
-        self._shared = shared
+        self.is_held_elsewhere = shared
 
     def is_shared(self, plain: Tensor) -> bool:
         """Return whether someone else holds memory of ``plain`` now.

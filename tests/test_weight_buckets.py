@@ -1,0 +1,223 @@
+"""Buckets: weights that are quantized together have the bits, and the lives, of weights that are quantized alone.
+
+Oracle: the same program without buckets.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import ops
+from hybridtensor.linear import weight_buckets
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.testing import random_tensor
+
+RECIPES = [
+    "fp8", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "nvfp4+one_d", "fp8+pow2_scale",
+    "nvfp4+one_d+rowwise_dequantized_weight", "bf16/fp8/nvfp4", "fp8+dequantized", "fp8+keep_faces",
+    "fp8+bf16_weight_values",
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    """Layers of two shapes, one that only some steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 384, bias=False), nn.Linear(384, 256)
+        self.sometimes, self.last = nn.Linear(256, 256), nn.Linear(256, 128)
+
+    def forward(self, x, sometimes=False):
+        x = self.second(torch.relu(self.first(x)))
+        return self.last(x + self.sometimes(x) if sometimes else x)
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """How many matrices each launch casts, and how many each measures."""
+    counts = {"cast": [], "measured": []}
+
+    def counted(name, run):
+        def call(xs, *args):
+            counts[name].append(len(xs))
+            return run(xs, *args)
+
+        return call
+
+    monkeypatch.setattr(ops, "quantize_all", counted("cast", ops.quantize_all))
+    monkeypatch.setattr(ops, "measure_all", counted("measured", ops.measure_all))
+    return counts
+
+
+def built(recipe, device="cpu", **kwargs):
+    torch.manual_seed(0)
+    model = Model().to(device, torch.bfloat16)
+    ht.quantize_(model, recipe, **kwargs)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer, device, *, steps=5, call_step=True, microbatches=1):
+    """Return losses and gradients of all steps, the state, and the weights."""
+    found, generator = [], torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for _ in range(microbatches):
+            x = torch.randn(32, 256, generator=generator).to(device, torch.bfloat16).requires_grad_()
+            loss = model(x, sometimes=step % 2 == 1).float().pow(2).mean()
+            loss.backward()
+            found += [loss.detach(), x.grad]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        if call_step:
+            ht.step_(model)
+    return found + [t.clone() for t in ht.plain_state_dict(model).values()] + list(model.buffers())
+
+
+def train_alone(monkeypatch, recipe, device, **kwargs):
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_buckets, "_bucket_of", lambda weight: None)
+        patch.setattr(weight_buckets.WeightBucket, "refresh", lambda self: 0)
+        return train(*built(recipe, device), device, **kwargs)
+
+
+def same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("call_step", [True, False], ids=["step", "lazily"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits(recipe, device, monkeypatch, call_step):
+    call_step = call_step or "delayed" in recipe or "nvfp4" in recipe
+    expected = train_alone(monkeypatch, recipe, device, call_step=call_step)
+    same(train(*built(recipe, device), device, call_step=call_step), expected)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4"])
+def test_bits_of_microbatches(recipe, device, monkeypatch):
+    expected = train_alone(monkeypatch, recipe, device, microbatches=3)
+    same(train(*built(recipe, device), device, microbatches=3), expected)
+
+
+@pytest.mark.parametrize("call_step", [True, False], ids=["step", "lazily"])
+def test_one_launch_for_all_that_the_last_step_used(casts, call_step):
+    """Three layers are used in each step, the fourth in every other one."""
+    train(*built("fp8"), "cpu", steps=1, call_step=call_step)
+    if call_step:  # for the next step; the first one cast its weights itself, but for the columnwise faces
+        assert casts == {"cast": [3, 3], "measured": [3]}
+    else:
+        assert casts == {"cast": [3], "measured": []}
+    casts["cast"].clear()
+    casts["measured"].clear()
+    train(*built("fp8"), "cpu", steps=3, call_step=call_step)
+    assert casts["measured"] == ([3, 4, 3] if call_step else [3, 4])
+
+
+def test_a_bucket_ends_with_its_elements(monkeypatch, casts):
+    monkeypatch.setattr(weight_buckets, "_BUCKET", 256 * 384 + 256 * 384)
+    model, optimizer = built("fp8")
+    assert [len(list(bucket.weights())) for bucket in weight_buckets._OF_MODELS[model]] == [2, 2]
+    train(model, optimizer, "cpu", steps=2)
+    assert max(casts["cast"]) == 2
+
+
+def test_recipes_dtypes_and_plain_layers_have_buckets_of_their_own():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    model[4].bfloat16()
+    ht.quantize_(model, "fp8")
+    ht.set_config_(model[1], "mxfp8")
+    ht.set_config_(model[3], "mxfp8")
+    buckets = weight_buckets.bucket_weights(model)
+    assert [len(list(bucket.weights())) for bucket in buckets] == [3, 2, 1]
+
+
+def test_step_stops_at_its_limit(monkeypatch, casts):
+    monkeypatch.setattr(weight_buckets, "_BUCKET", 1)
+    monkeypatch.setattr(weight_buckets, "_AFTER_STEP", 256 * 384)
+    train(*built("fp8"), "cpu", steps=1)
+    assert casts["cast"] == [1, 1]
+
+
+def test_faces_go_as_those_of_one_weight_do():
+    """Rowwise faces go with their forward, columnwise ones with their backward."""
+    model, optimizer = built("fp8")
+    train(model, optimizer, "cpu", steps=2)
+    layers = [model.first, model.second, model.last]
+    kept = [layer.weight.record.kept for layer in layers]
+    assert [len(faces.faces()) for faces in kept] == [1, 1, 1]
+    out = model(random_tensor(32, 256).requires_grad_())
+    assert [len(faces.faces()) for faces in kept] == [0, 0, 0]
+    out.sum().backward()
+    assert [len(faces.faces()) for faces in kept] == [0, 0, 0]
+
+
+def test_a_write_between_step_and_forward(monkeypatch):
+    """What was quantized in ``step_`` is not used for weights that were written since."""
+
+    def run():
+        model, optimizer = built("fp8")
+        train(model, optimizer, "cpu", steps=2)
+        with torch.no_grad():
+            model.second.weight.mul_(3)
+            model.last.weight.data.add_(1)
+        return train(model, optimizer, "cpu", steps=1)
+
+    got = run()
+    monkeypatch.setattr(weight_buckets, "_bucket_of", lambda weight: None)
+    monkeypatch.setattr(weight_buckets.WeightBucket, "refresh", lambda self: 0)
+    same(got, run())
+
+
+def test_memory_that_somebody_else_holds_is_quantized_alone(casts):
+    model, optimizer = built("fp8")
+    held = [model.first.weight.master, model.second.weight.master]
+    train(model, optimizer, "cpu", steps=3)
+    assert len(held) == 2
+    assert max(casts["cast"]) <= 2
+
+
+def test_a_recipe_that_keeps_no_faces_makes_each_when_it_is_used(casts):
+    train(*built("fp8+free_faces"), "cpu", steps=3)
+    assert casts == {"cast": [], "measured": []}
+
+
+def test_copies_and_moved_models(casts):
+    model, optimizer = built("fp8")
+    train(model, optimizer, "cpu", steps=1)
+    clone = copy.deepcopy(model)
+    casts["cast"].clear()
+    train(clone, torch.optim.SGD(clone.parameters(), lr=0.1), "cpu", steps=3)
+    assert max(casts["cast"]) == 4
+    assert clone.first.weight.record is not model.first.weight.record
+    moved = model.float()
+    casts["cast"].clear()
+    x = torch.randn(32, 256)
+    for _ in range(3):
+        moved(x).sum().backward()
+        optimizer.step()
+    assert max(casts["cast"]) == 3
+
+
+def test_who_watches_gets_elements(device):
+    """What ``step_`` made for products only, values on a GPU without such elements, is not what others get."""
+    model, optimizer = built("nvfp4", device)
+    train(model, optimizer, device, steps=2)
+    weight = model.second.weight
+    row, _ = weight.faces(rowwise=True, columnwise=False, dtype=weight.dtype)
+    assert row.format.values_of is None
+    assert row.qdata.dtype == torch.uint8
+
+
+def test_weights_that_cannot_take_part():
+    model, _ = built("fp8")
+    model.first.weight.record.replayed = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.second.weight.record, "gathered", object())
+        assert [w for bucket in weight_buckets.bucket_weights(model) for w in bucket.weights()] == [
+            model.sometimes.weight, model.last.weight,
+        ]  # fmt: skip
+    assert isinstance(model.first.weight, MasterWeight)
