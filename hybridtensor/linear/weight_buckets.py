@@ -104,7 +104,7 @@ def _for_forward(weight: MasterWeight) -> _Job | None:
     use, dtype = faces.last_use, faces.dtype
     if use is None or dtype is None:
         return None
-    stamp = weight.stamp(weight.seen(), dtype)
+    stamp = Stamp.of(weight.seen(), weight.config, dtype)
     if not faces.is_old(stamp) or record.is_held_elsewhere:
         return None
     plain, config, context = weight.plain, weight.config, weight.context
@@ -137,7 +137,7 @@ def _for_backward(weight: MasterWeight) -> _Job | None:
     if dtype is None or not faces.awaits_column:
         return None
     plain, config, context = weight.plain, weight.config, weight.context
-    stamp = weight.stamp(weight.seen(), dtype)
+    stamp = Stamp.of(weight.seen(), weight.config, dtype)
     kept = faces.current(plain, stamp)
     if kept is None or kept.column is not None or weight.source is not plain:
         return None
@@ -251,7 +251,7 @@ def refresh_bucket(weight: MasterWeight, seen: Seen, dtype: torch.dtype) -> None
         dtype: Dtype of the computation.
     """
     record = weight.record
-    if record.kept.is_old(weight.stamp(seen, dtype)) and not record.is_held_elsewhere:
+    if record.kept.is_old(Stamp.of(seen, weight.config, dtype)) and not record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
             bucket.refresh()

@@ -55,6 +55,11 @@ class Stamp(NamedTuple):
     config: object
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, seen: Seen, config: object, dtype: torch.dtype) -> Stamp:
+        """Return what faces depend on, given the counts of writes; those in high precision have ``dtype``."""
+        return cls(seen.writes[0], seen.unseen, seen.scales, config, dtype)
+
 
 class Kept(NamedTuple):
     """What is kept of one view of a weight's memory.

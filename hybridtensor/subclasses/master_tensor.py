@@ -151,10 +151,6 @@ class MasterWeight(InterceptingTensor):
         unseen = record.compiled_writes, record.handed
         return Seen((record.writes, of_plain, own), unseen, self.state_version)
 
-    def stamp(self, seen: Seen, dtype: torch.dtype) -> Stamp:
-        """Return what faces depend on, given ``seen()``; those in high precision have ``dtype``."""
-        return Stamp(seen.writes[0], seen.unseen, seen.scales, self.config, dtype)
-
     def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
 
@@ -222,7 +218,7 @@ class MasterWeight(InterceptingTensor):
             context = for_products(context, dtype, row=True, column=True)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, noted)
-        stamp = self.stamp(seen, dtype)
+        stamp = Stamp.of(seen, self.config, dtype)
         kept = record.kept.begin_use(
             plain,
             stamp,
@@ -330,7 +326,7 @@ class MasterWeight(InterceptingTensor):
         """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
         of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
         """
-        stamp = self.stamp(self.seen(), self.dtype)
+        stamp = Stamp.of(self.seen(), self.config, self.dtype)
         row = self.record.kept.rowwise(self.plain, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
