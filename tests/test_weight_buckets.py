@@ -117,6 +117,12 @@ def test_one_launch_for_all_that_the_last_step_used(casts, call_step):
     assert casts["measured"] == ([3, 4, 3] if call_step else [3, 4])
 
 
+def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
+    """The second step alone uses all four; scales of all follow in each."""
+    train(*built("fp8_delayed"), "cpu", steps=3)
+    assert casts["cast"] == [3, 3, 4, 4, 3, 3]  # columnwise faces, then rowwise ones of the next step
+
+
 def test_a_bucket_ends_with_its_elements(monkeypatch, casts):
     monkeypatch.setattr(weight_buckets, "_BUCKET", 256 * 384 + 256 * 384)
     model, optimizer = built("fp8")
