@@ -12,7 +12,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.linear import weight_buckets
-from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses import MasterWeight, kept_faces, master_tensor
 from hybridtensor.testing import random_tensor
 
 RECIPES = [
@@ -121,6 +121,46 @@ def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
     """The second step alone uses all four; scales of all follow in each."""
     train(*built("fp8_delayed"), "cpu", steps=3)
     assert casts["cast"] == [3, 3, 4, 4, 3, 3]  # columnwise faces, then rowwise ones of the next step
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """Stand in for the current CUDA stream."""
+    current = [0]
+    for module in (weight_buckets, kept_faces, master_tensor):
+        monkeypatch.setattr(module, "stream_of", lambda plain: current[0])
+    return current
+
+
+def test_weights_that_another_stream_wrote_are_quantized_in_their_own_forward(casts, stream):
+    model, optimizer = built("fp8")
+    train(model, optimizer, "cpu", steps=2, call_step=False)
+    casts["cast"].clear()
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+        model.sometimes.weight.mul_(2)
+        stream[0] = 1
+        model.second.weight.mul_(2)
+        model.last.weight.mul_(2)
+    stream[0] = 0
+    x = random_tensor(32, 256)
+    model(x)
+    assert casts["cast"] == [2]  # the first one, and one that this step does not use; two are cast alone
+
+
+def test_faces_of_another_stream_are_made_again_and_columns_wait_for_none(casts, stream):
+    model, optimizer = built("fp8")
+    train(model, optimizer, "cpu", steps=2)
+    kept = model.second.weight.record.kept
+    made = kept.faces()
+    assert len(made) == 1
+    casts["cast"].clear()
+    hook = model.second.register_forward_pre_hook(lambda *_: stream.__setitem__(0, 1))
+    after = model.second.register_forward_hook(lambda *_: stream.__setitem__(0, 0))
+    model(random_tensor(32, 256).requires_grad_()).sum().backward()
+    hook.remove()
+    after.remove()
+    assert casts["cast"] == [2]  # columnwise faces of the two layers on this stream
 
 
 def test_a_bucket_ends_with_its_elements(monkeypatch, casts):

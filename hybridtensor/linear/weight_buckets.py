@@ -108,6 +108,8 @@ def _for_forward(weight: MasterWeight) -> _Job | None:
     if not faces.is_old(stamp) or record.is_held_elsewhere:
         return None
     plain, config, context = weight.plain, weight.config, weight.context
+    if record.written_on != stream_of(plain):
+        return None  # a stream that overlaps the optimizer waits for the write in the layer's own forward
     if weight.source is not plain or config.keep_faces == "never":
         return None  # rounded before, into memory of its own; or to be made when it is used
     faces.begin(stamp, forward=True)
@@ -141,6 +143,8 @@ def _for_backward(weight: MasterWeight) -> _Job | None:
     kept = faces.current(plain, stamp)
     if kept is None or kept.column is not None or weight.source is not plain:
         return None
+    if faces.used_on != stream_of(plain):
+        return None  # this stream does not wait for what that forward measured
     if config.keep_faces == "never":
         return None
     _, outlast = faces.lifetime(config.keep_faces)

@@ -100,6 +100,7 @@ class KeptFaces:
 
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
+        used_on: CUDA stream of the last forward, 0 on a CPU.
         last_use: How a forward used the weight last, or None if none did since the last write.
     """
 
@@ -113,6 +114,7 @@ class KeptFaces:
         "_stream",
         "awaits_column",
         "last_use",
+        "used_on",
     )
 
     def __init__(self) -> None:
@@ -122,6 +124,7 @@ class KeptFaces:
         self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
         self.last_use: LastUse | None = None
+        self.used_on = 0
 
     def begin_use(
         self,
@@ -143,6 +146,7 @@ class KeptFaces:
         """
         self.begin(stamp, forward=forward)
         if forward:
+            self.used_on = stream_of(plain)
             use = self.last_use
             if (
                 use is None

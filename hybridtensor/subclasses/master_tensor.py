@@ -16,7 +16,7 @@ from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp
+from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp, stream_of
 from hybridtensor.subclasses.observing import for_products, observers
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import WeightRecord, version_of
@@ -160,13 +160,20 @@ class MasterWeight(InterceptingTensor):
         if version != self._seen:
             self._seen = version
             if version:
-                self.record.compiled_writes += 1
+                record = self.record
+                record.compiled_writes += 1
+                if (
+                    record.writes == record.counted_writes
+                ):  # no handler saw it, so its stream is not known
+                    record.written_on = None
+                record.counted_writes = record.writes
 
     def note_write(self) -> None:
         """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives
         it.
         """
         self.record.note_write()
+        self.record.written_on = stream_of(self.plain)
         if not self.plain.is_inference():
             torch.autograd.graph.increment_version(self.plain)
 

@@ -81,7 +81,9 @@ class WeightRecord:
         section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
         first: Number of the first expert that this rank has of a stack; None if nobody said so.
         writes: Writes that handlers counted.
+        written_on: CUDA stream of the last write, 0 on a CPU; None where it is not known.
         compiled_writes: Writes that compiled code made, each counted at least once.
+        counted_writes: ``writes`` when a write of compiled code was looked for last.
         handed: How often the memory was handed out, used while someone else held it, or found
             written by torch's count.
         is_held_elsewhere: Whether someone else held the memory when writes were counted last.
@@ -96,6 +98,7 @@ class WeightRecord:
         "_holders",
         "amaxes",
         "compiled_writes",
+        "counted_writes",
         "first",
         "gathered",
         "handed",
@@ -108,6 +111,7 @@ class WeightRecord:
         "shard",
         "values",
         "writes",
+        "written_on",
     )
 
     def __init__(self, layer: LayerState | StateTensors | None = None) -> None:
@@ -119,6 +123,8 @@ class WeightRecord:
         self.first: int | None = None
         self.writes = self.compiled_writes = self.handed = 0
         self.replayed = False
+        self.written_on: int | None = None
+        self.counted_writes = 0
         self.is_held_elsewhere = False
         self.kept = KeptFaces()
         self.readers: ReadBy | None = None
@@ -155,6 +161,7 @@ class WeightRecord:
         DLPack) keeps it alive and ``is_shared`` sees that.
         """
         self.handed += 1
+        self.written_on = None
         return plain.detach()
 
     def add_holder(self, plain: Tensor) -> None:
