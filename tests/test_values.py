@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.ops.scaled_mm import multiplies_values
-from hybridtensor.quantizers import plans
+from hybridtensor.quantizers import Quantizer
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 SPECS = [
@@ -28,16 +28,9 @@ SPECS = [
 @contextlib.contextmanager
 def without():
     """Have no face be values."""
-    plans._PLANS.clear()
-    with patch.object(ops, "multiplies_values", lambda fmt, device: False):
+    no_values = patch.object(ops, "multiplies_values", lambda fmt, device: False)
+    with no_values, patch.object(Quantizer, "plans", property(lambda quantizer: {})):
         yield
-    plans._PLANS.clear()
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    yield
-    plans._PLANS.clear()
 
 
 @pytest.fixture

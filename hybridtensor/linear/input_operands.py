@@ -223,12 +223,14 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
     node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
     if node is None or config.keep_faces == "always":
         return False
+    of_attention = node.name().startswith(_ATTENTION)
+    if not traced and not (of_attention and x is input):
+        return False
     if not _can_be_kept(config.input, state_holds=traced):
         return False
-    of_attention = node.name().startswith(_ATTENTION)
     if traced:
         return not is_in_region(x) if of_attention else _keeps_inputs(node) and can_make_again(x)
-    return of_attention and x is input and not _saved_tensors_hooks(False)
+    return not _saved_tensors_hooks(False)
 
 
 @functools.lru_cache(maxsize=256)

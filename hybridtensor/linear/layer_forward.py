@@ -142,7 +142,7 @@ class LayerForward:
             layer = _required(layer)
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
-            if not torch.compiler.is_compiling() and not self._ran and not observers:
+            if not torch.compiler.is_dynamo_compiling() and not self._ran and not observers:
                 self._ran = True
                 if _RECIPE in layer.__dict__ and not runs_linear(layer):
                     with Uses(layer, layer.__dict__[_RECIPE].state):
@@ -153,7 +153,7 @@ class LayerForward:
         part: Any = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             state = layer.__dict__[_RECIPE].state
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 part.record.layer = state  # that of a copied layer is its own
             _require_ranks(state)
             _require_cuttable(layer, state)

@@ -7,9 +7,9 @@ after the write before; what it gets has the bits that it would make by itself.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor import ops
 from hybridtensor.dtensor import local
-from hybridtensor.ops import CastRequest, Faces
+from hybridtensor.ops import CastInputs, Faces
 from hybridtensor.ops.library import is_recorded, is_traced, runs_directly
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import MasterWeight
-from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp, stream_of
+from hybridtensor.subclasses.kept_faces import Kept, Seen, Stamp, stamp_of, stream_of
 from hybridtensor.subclasses.observing import for_products, observers
 
 _BUCKET = 2**26
@@ -62,39 +62,84 @@ class WeightBucket:
         Returns:
             How many elements that took.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with _as_tensors():
             jobs = [job for weight in self.weights() if (job := _for_forward(weight)) is not None]
             _run(jobs)
-        return sum(job.plain.numel() for job in jobs)
+        return sum([job.plain.numel() for job in jobs])
 
     def add_columns(self) -> None:
         """Make the columnwise faces that backwards will ask for, of weights whose forward is over."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _as_tensors():
             _run([job for weight in self.weights() if (job := _for_backward(weight)) is not None])
 
 
-class _Job(NamedTuple):
+@contextlib.contextmanager
+def _as_tensors() -> Iterator[None]:
+    """Record no gradients, and keep attributes of weights from passing through torch functions."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+class _Job:
     """A cast of one weight.
 
-    Attributes:
+    Args:
         weight: The weight.
-        plain: Its plain tensor.
         stamp: What its faces depend on.
-        context: Which tensor it is, with what the faces are scaled by if that is known.
+        context: Which tensor it is.
         plan: The cast.
-        measuring: What is measured before, or None.
         kept: What is kept of the weight.
+        measuring: What is measured before, or None.
         records: How many amaxes the cast records, in new memory; 0 for none.
+
+    Attributes:
+        plain: The plain tensor of the weight.
+        kind: Casts of one kind are done together.
     """
 
-    weight: MasterWeight
-    plain: Tensor
-    stamp: Stamp
-    context: Context
-    plan: CastPlan
-    measuring: CastPlan | None
-    kept: Kept
-    records: int = 0
+    __slots__ = (
+        "_context",
+        "_stamp",
+        "_weight",
+        "kept",
+        "kind",
+        "measuring",
+        "plain",
+        "plan",
+        "records",
+    )
+
+    def __init__(
+        self,
+        weight: MasterWeight,
+        stamp: Stamp,
+        context: Context,
+        plan: CastPlan,
+        kept: Kept,
+        measuring: CastPlan | None = None,
+        records: int = 0,
+    ) -> None:
+        self._weight, self._stamp, self._context = weight, stamp, context
+        self.plain, self.plan, self.measuring = weight.plain, plan, measuring
+        self.kept, self.records = kept, records
+        self.kind = plan, measuring, records, kept.noted is None
+
+    def inputs(self) -> CastInputs:
+        """Return what the cast needs beside the weight: what it is scaled by, where it records amaxes."""
+        context, kept = self._context, self.kept
+        state = context.state
+        if state is not None and state.amax is not kept.noted:
+            state = state._replace(amax=kept.noted)
+        if state is not context.state or kept.amaxes != context.amaxes:
+            context = context._replace(state=state, amaxes=kept.amaxes)
+        return self.plan.inputs(self.plain, context)
+
+    def keep(self, made: Faces) -> None:
+        """Keep the faces that were made."""
+        plain, kept = self.plain, self.kept
+        row, column = made
+        kept = Kept(row or kept.row, column or kept.column, kept.amaxes, kept.noted)
+        self._weight.record.kept.keep(plain, self._stamp, kept, stream_of(plain))
 
 
 def _for_forward(weight: MasterWeight) -> _Job | None:
@@ -104,31 +149,29 @@ def _for_forward(weight: MasterWeight) -> _Job | None:
     use, dtype = faces.last_use, faces.dtype
     if use is None or dtype is None:
         return None
-    stamp = Stamp.of(weight.seen(), weight.config, dtype)
+    plain, config = weight.plain, weight.config
+    stamp = stamp_of(weight.seen(), config, dtype)
     if not faces.is_old(stamp) or record.is_held_elsewhere:
         return None
-    plain, config, context = weight.plain, weight.config, weight.context
     if record.written_on != stream_of(plain):
         return None  # a stream that overlaps the optimizer waits for the write in the layer's own forward
     if weight.source is not plain or config.keep_faces == "never":
         return None  # rounded before, into memory of its own; or to be made when it is used
     faces.begin(stamp, forward=True)
     outlast, _ = faces.lifetime(config.keep_faces)
-    both = use.backward_follows and outlast
+    both, context = use.backward_follows and outlast, weight.context
     if use.trained and not outlast:
         context = for_products(context, dtype, row=True, column=True)
     plan = cast_plan(config.weight, True, both, dtype, context, plain.device)
-    if plan is None or not _can_run(plan.request):
+    if plan is None or not plan.suits_lists:
         return None
     measuring = measuring_plan(config.weight, dtype, context, plain.device)
-    if measuring is not None and not _can_run(measuring.request):
+    if measuring is not None and not measuring.suits_lists:
         return None
     state, records = context.state, 0
-    if state is not None and state.amax is not None:
-        if use.trained and config.weight.delayed_rules("weight"):
-            records = len(state.slots)
-        context = context._replace(state=state._replace(amax=None))
-    return _Job(weight, plain, stamp, context, plan, measuring, Kept(), records)
+    if use.trained and plan.needs.delayed and state is not None and state.amax is not None:
+        records = len(state.slots)
+    return _Job(weight, stamp, context, plan, Kept(), measuring, records)
 
 
 def _for_backward(weight: MasterWeight) -> _Job | None:
@@ -138,8 +181,8 @@ def _for_backward(weight: MasterWeight) -> _Job | None:
     dtype = faces.dtype
     if dtype is None or not faces.awaits_column:
         return None
-    plain, config, context = weight.plain, weight.config, weight.context
-    stamp = Stamp.of(weight.seen(), weight.config, dtype)
+    plain, config = weight.plain, weight.config
+    stamp = stamp_of(weight.seen(), config, dtype)
     kept = faces.current(plain, stamp)
     if kept is None or kept.column is not None or weight.source is not plain:
         return None
@@ -147,79 +190,42 @@ def _for_backward(weight: MasterWeight) -> _Job | None:
         return None  # this stream does not wait for what that forward measured
     if config.keep_faces == "never":
         return None
-    _, outlast = faces.lifetime(config.keep_faces)
+    context, (_, outlast) = weight.context, faces.lifetime(config.keep_faces)
     if not outlast:
         context = for_products(context, dtype, row=True, column=True)
     plan = cast_plan(config.weight, False, True, dtype, context, plain.device)
-    if (
-        plan is None
-        or not _can_run(plan.request)
-        or (any(plan.measured) and kept.amaxes[1] is None)
-    ):
+    if plan is None or not plan.suits_lists or (any(plan.measured) and kept.amaxes[1] is None):
         return None
-    context = context._replace(amaxes=kept.amaxes)
-    if context.state is not None:
-        context = context._replace(state=context.state._replace(amax=kept.noted))
-    return _Job(weight, plain, stamp, context, plan, None, kept)
-
-
-def _can_run(request: CastRequest) -> bool:
-    """Return whether matrices of a list can be cast so: from themselves, by amaxes of what is not rotated."""
-    casts = [cast for cast in (request.row, request.column) if cast is not None]
-    return request.source is None and not any(
-        cast.measures is not None and cast.format.hadamard for cast in casts
-    )
+    return _Job(weight, stamp, context, plan, kept)
 
 
 def _run(jobs: list[_Job]) -> None:
     """Measure and cast weights, those of one kind together, and keep the faces."""
-    kinds: dict[tuple[object, ...], list[_Job]] = {}
+    kinds: dict[object, list[_Job]] = {}
     for job in jobs:
-        measuring = None if job.measuring is None else job.measuring.request
-        key = job.plan.run_request, measuring, job.records, job.kept.noted is None
-        kinds.setdefault(key, []).append(job)
+        kinds.setdefault(job.kind, []).append(job)
     for alike in kinds.values():
         first, plains = alike[0], [job.plain for job in alike]
-        request = first.plan.run_request
         if first.measuring is not None:
             found = ops.measure_all(plains, first.measuring.request)
-            alike = [_with_amaxes(job, *each) for job, each in zip(alike, found, strict=True)]
+            for job, each in zip(alike, found, strict=True):
+                job.kept = job.kept._replace(amaxes=first.measuring.of_measured(*each))
         if first.records:
-            alike = _with_records(alike)
-        inputs = [job.plan.inputs(job.plain, job.context) for job in alike]
-        for job, made in zip(alike, ops.quantize_all(plains, request, inputs), strict=True):
-            _keep(job, made)
+            _make_records(alike)
+        inputs = [job.inputs() for job in alike]
+        made = ops.quantize_all(plains, first.plan.run_request, inputs)
+        for job, faces in zip(alike, made, strict=True):
+            job.keep(faces)
 
 
-def _with_amaxes(job: _Job, of_row: Tensor, of_column: Tensor) -> _Job:
-    if job.measuring is None:
-        return job
-    amaxes: Amaxes = job.measuring.of_measured(of_row, of_column)
-    return job._replace(
-        context=job.context._replace(amaxes=amaxes), kept=job.kept._replace(amaxes=amaxes)
-    )
-
-
-def _with_records(jobs: list[_Job]) -> list[_Job]:
-    """Return casts that record amaxes, each in its part of new memory."""
+def _make_records(jobs: list[_Job]) -> None:
+    """Have casts record amaxes, each in its part of new memory."""
     size = jobs[0].records
     room = -(-size // _ALIGNED) * _ALIGNED
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
-    done = []
     for index, job in enumerate(jobs):
-        noted, state = memory.as_strided((size,), (1,), index * room), job.context.state
-        context = job.context
-        if state is not None:
-            context = context._replace(state=state._replace(amax=noted))
-        done.append(job._replace(context=context, kept=job.kept._replace(noted=noted)))
-    return done
-
-
-def _keep(job: _Job, made: Faces) -> None:
-    row, column = made
-    before = job.kept
-    kept = before._replace(row=row or before.row, column=column or before.column)
-    job.weight.record.kept.keep(job.plain, job.stamp, kept, stream_of(job.plain))
+        noted = memory.as_strided((size,), (1,), index * room)
+        job.kept = job.kept._replace(noted=noted)
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
@@ -255,7 +261,7 @@ def refresh_bucket(weight: MasterWeight, seen: Seen, dtype: torch.dtype) -> None
         dtype: Dtype of the computation.
     """
     record = weight.record
-    if record.kept.is_old(Stamp.of(seen, weight.config, dtype)) and not record.is_held_elsewhere:
+    if record.kept.is_old(stamp_of(seen, weight.config, dtype)) and not record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
             bucket.refresh()

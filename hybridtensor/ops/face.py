@@ -81,9 +81,9 @@ class Face(NamedTuple):
     @classmethod
     def of(cls, tensors: list[Tensor], kind: FaceKind) -> Face:
         """Return the face that ``tensors`` hold; undoes ``tensors()``."""
-        scale = tensors[1] if len(tensors) > 1 else None
-        tensor_scale = tensors[2] if len(tensors) > 2 else None
-        return cls(tensors[0], scale, tensor_scale, kind[0], kind[1])
+        count, (fmt, dtype) = len(tensors), kind
+        scale = tensors[1] if count > 1 else None
+        return cls(tensors[0], scale, tensors[2] if count > 2 else None, fmt, dtype)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are there: elements, scales, tensor scales."""

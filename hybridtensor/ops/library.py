@@ -45,10 +45,13 @@ def implement(name: str, cuda: Callable[..., Any]) -> None:
 def is_traced() -> bool:
     """Return whether what runs now becomes a graph of ``torch.compile``.
 
-    Up to torch 2.11 ``is_compiling`` is false while AOTAutograd runs what Dynamo left whole, such
-    as a layer's torch function; the tracing context is there in both.
+    Dynamo takes ``is_dynamo_compiling`` for true, and the rest cannot be traced; the tracing context is there while
+    AOTAutograd and export run what Dynamo left whole, such as a layer's torch function. ``is_compiling`` takes three
+    times as long.
     """
-    return torch.compiler.is_compiling() or getattr(_local, "tracing_context", None) is not None
+    return (
+        torch.compiler.is_dynamo_compiling() or getattr(_local, "tracing_context", None) is not None
+    )
 
 
 def runs_directly(x: torch.Tensor) -> bool:
@@ -56,7 +59,7 @@ def runs_directly(x: torch.Tensor) -> bool:
     called as it is.
     """
     return (
-        not torch.compiler.is_compiling()  # first: the rest cannot be traced
+        not torch.compiler.is_dynamo_compiling()  # first: the rest cannot be traced
         and getattr(_local, "tracing_context", None) is None
         and type(x) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()

@@ -22,6 +22,8 @@ from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.swizzle import swizzle_32_4_4
 
 Version = tuple[int, int]
+Multiply = Callable[[Face, Face, Tensor | None, torch.dtype, bool], Tensor]
+"""Multiplies two faces, and adds a bias, to a dtype; the flag is ``fast_accum``. The result is contiguous."""
 
 
 class NativeKind(NamedTuple):
@@ -44,7 +46,7 @@ class NativeKind(NamedTuple):
     first: Version
     end: Version
     bf16_only: bool
-    multiply: Callable[[Face, Face, Tensor | None, torch.dtype, bool], Tensor]
+    multiply: Multiply
     in_graphs: bool = False
 
 
@@ -117,19 +119,21 @@ def _multiply_whole(
     they add nothing.
     """
     left, right = a.qdata, b.qdata
-    columns = right.shape[0]
+    rows, contraction, columns = *left.shape, right.shape[0]
     # cuBLASLt: leading dimensions in multiples of 16 bytes
-    pad_k, pad_n = -left.shape[1] % 16, -columns % 16
+    pad_k, pad_n = -contraction % 16, -columns % 16
     scale_a, scale_b = _scales(a), _scales(b)
     if b.format.block == _PER_ROW:
         scale_b = (F.pad(scale_b, (0, 0, 0, pad_n), value=1.0) if pad_n else scale_b).t()
-    fused_bias = bias if out_dtype == torch.bfloat16 and not pad_n else None
-    out = torch._scaled_mm(
-        pad(left, 0, pad_k), pad(right, pad_n, pad_k).t(), scale_a, scale_b,
-        bias=fused_bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
-    )  # fmt: skip
-    out = out[:, :columns] if pad_n else out
-    return out if bias is None or fused_bias is not None else out + bias.to(out_dtype)
+    if pad_k or rows == 1 or not left.is_contiguous():
+        left = pad(left, 0, pad_k)
+    if pad_k or pad_n or columns == 1 or not right.is_contiguous():
+        right = pad(right, pad_n, pad_k)
+    fused = bias if out_dtype == torch.bfloat16 and not pad_n else None
+    out = torch._scaled_mm(left, right.t(), scale_a, scale_b, fused, None, out_dtype, fast_accum)
+    if pad_n:
+        out = out[:, :columns].contiguous()
+    return out if bias is None or fused is not None else out + bias.to(out_dtype)
 
 
 def _multiply_blocks(
@@ -144,7 +148,8 @@ def _multiply_blocks(
         bias=F.pad(bias, (0, right.shape[0] - columns)) if inside and bias is not None else None,
         output_dtype=torch.bfloat16 if inside else torch.float32,
     )  # fmt: skip
-    out = out if out.shape == (rows, columns) else out[:rows, :columns]
+    if out.shape != (rows, columns):
+        out = out[:rows, :columns]
     return scale_and_round(out, None, None, None if inside else bias, out_dtype)
 
 
@@ -229,7 +234,8 @@ def _scales(face: Face) -> Tensor:
     if face.scale is None:
         raise ValueError("scaled_mm: two quantized operands are required for a native product")
     scale = face.scale
-    if scale.storage_offset() * scale.itemsize % 16:  # of one expert: cuBLASLt reads whole vectors
+    offset = scale.storage_offset()
+    if offset and offset * scale.itemsize % 16:  # of one expert: cuBLASLt reads whole vectors
         scale = torch.empty_strided(
             scale.shape, scale.stride(), dtype=scale.dtype, device=scale.device
         ).copy_(scale)

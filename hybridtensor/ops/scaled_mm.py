@@ -18,8 +18,8 @@ from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
 from hybridtensor.ops.flops import count_as_product
 from hybridtensor.ops.groups import matrix_of
-from hybridtensor.ops.library import define, is_traced, runs_directly
-from hybridtensor.ops.native_mm import NativeKind, native_kind
+from hybridtensor.ops.library import autocasts, define, is_traced, runs_directly
+from hybridtensor.ops.native_mm import Multiply, NativeKind, native_kind
 
 
 class Backend(NamedTuple):
@@ -109,13 +109,13 @@ def _multiply(
         zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
         return zeros if bias is None else zeros + bias.to(out_dtype)
     device_type = left.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+    if autocasts(device_type):
         with torch.autocast(device_type, enabled=False):
             return _multiply(a, b, bias, out_dtype, fast_accum)
     kind = _native(a.format, b.format, out_dtype, left.device)
     if kind is None:
         return multiply_emulated(a, b, bias, out_dtype)
-    return kind.multiply(a, b, bias, out_dtype, fast_accum).contiguous()  # where it was padded
+    return kind.multiply(a, b, bias, out_dtype, fast_accum)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -182,14 +182,47 @@ def scaled_mm(
     Raises:
         ValueError: If K differs, the devices differ, or the formats' product is not defined.
     """
-    _check_operands(left, right, bias)
     if runs_directly(left.qdata):
-        return _multiply(left, right, bias, out_dtype, fast_accum)
+        return _multiply_directly(left, right, bias, out_dtype, fast_accum)
+    _check_operands(left, right, bias)
     if is_traced() and _is_known_to_compilers(left, right, out_dtype):
         return _multiply(left, right, bias, out_dtype, fast_accum)
     operands = left.tensors(), left.format.name, right.tensors(), right.format.name
     out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
     return out
+
+
+_MULTIPLY: dict[tuple[object, ...], Multiply] = {}
+_MOST_KINDS = 4096
+
+
+def _multiply_directly(
+    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Multiply by the function that was chosen, after checks, for the first operands of this kind."""
+    a, b = left.qdata, right.qdata
+    device = a.device
+    key = (
+        left.format,
+        right.format,
+        a.shape,
+        b.shape,
+        device,
+        b.device,
+        None if bias is None else bias.device,
+        out_dtype,
+    )
+    multiply = _MULTIPLY.get(key)
+    if multiply is None:
+        _check_operands(left, right, bias)
+        if len(_MULTIPLY) >= _MOST_KINDS:
+            _MULTIPLY.clear()
+        kind = _native(left.format, right.format, out_dtype, device)
+        empty = 0 in (*a.shape, *b.shape)
+        multiply = _MULTIPLY[key] = _multiply if kind is None or empty else kind.multiply
+    if autocasts(device.type):
+        return _multiply(left, right, bias, out_dtype, fast_accum)
+    return multiply(left, right, bias, out_dtype, fast_accum)
 
 
 def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:

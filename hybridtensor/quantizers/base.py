@@ -5,6 +5,7 @@ argument of the call.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hybridtensor.formats import Format, work_out
 from hybridtensor.ops import Cast, CastRequest, Faces
-from hybridtensor.quantizers.plans import cast_plan, check_blocks
+from hybridtensor.quantizers.plans import Plans, cast_plan, check_blocks
 from hybridtensor.state import Context, DelayedRule
 
 ALONE = Context()
@@ -35,6 +36,11 @@ class Quantizer(ABC):
 
     stochastic: ClassVar[bool] = False
     """Whether elements are rounded at random."""
+
+    @functools.cached_property
+    def plans(self) -> Plans:
+        """The casts that were decided, no fields: what equal quantizers have need not be one."""
+        return {}
 
     quantize: ClassVar[Callable[..., object]]
     update_: ClassVar[Callable[..., object]]

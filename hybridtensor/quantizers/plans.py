@@ -40,6 +40,7 @@ class CastPlan:
         run_request: The same, as values where products read these at once and the device does not multiply elements.
         needs: What the cast needs beside the matrix.
         measured: Whether the rowwise and the columnwise face are scaled by amaxes that one pass over the matrix finds.
+        suits_lists: Whether matrices of a list can be cast so: from themselves, by amaxes of what is not rotated.
     """
 
     def __init__(self, request: CastRequest, context: Context, device: torch.device) -> None:
@@ -48,6 +49,11 @@ class CastPlan:
         self.needs = _Needs(request)
         row, column = request.row, request.column if request.source is None else None
         self.measured = _is_measured(row), _is_measured(column)
+        self.suits_lists = request.source is None and not any(
+            cast.measures is not None and cast.format.hadamard
+            for cast in (row, column)
+            if cast is not None
+        )
         self._whole: set[object] = set()  # extents that are whole blocks
 
     def run(self, x: Tensor, context: Context) -> Faces:
@@ -95,17 +101,22 @@ class CastPlan:
             ValueError: If the features of the matrix, or both axes of a weight, are not of whole blocks, or the layer's
                 state has no counter for random rounding, or is on another device.
         """
-        needs, state = self.needs, context.state
+        needs, state, after = self.needs, context.state, context.after
         if needs.whole_blocks:
             self._check_whole_blocks(matrix, context)
-        common = None if state is None or context.role != "weight" else state.common_amax
         row_amax, column_amax = context.amaxes
-        if common is not None:
-            row_amax = common if needs.row_of_tensor else row_amax
-            column_amax = common if needs.column_of_tensor else column_amax
-        if not needs.state and row_amax is None and column_amax is None and context.after is None:
-            return NO_INPUTS
-        if state is not None and needs.state:
+        if state is not None and state.common_amax is not None and context.role == "weight":
+            row_amax = state.common_amax if needs.row_of_tensor else row_amax
+            column_amax = state.common_amax if needs.column_of_tensor else column_amax
+        if not needs.state:
+            if row_amax is column_amax is after is None:
+                return NO_INPUTS
+            row_amax, column_amax = (
+                row_amax if needs.row else None,
+                column_amax if needs.column else None,
+            )
+            return CastInputs(None, None, None, 0, row_amax, column_amax, None, after)
+        if state is not None:
             state.require_on(matrix.device, context)
         rounding, first_row = None, 0
         if needs.draws:
@@ -119,7 +130,7 @@ class CastPlan:
             row_amax=row_amax if needs.row else None,
             column_amax=column_amax if needs.column else None,
             hint=_hint(context) if needs.hint else None,
-            after=context.after,
+            after=after,
         )
 
     def _check_whole_blocks(self, matrix: Tensor, context: Context) -> None:
@@ -132,7 +143,8 @@ class CastPlan:
 
 
 _NO_AMAXES = (None, None)
-_PLANS: dict[tuple[object, ...], CastPlan | None] = {}
+Plans = dict[tuple[object, ...], "CastPlan | None"]
+"""The casts of a quantizer, by what they depend on."""
 _NEW = CastPlan.__new__(CastPlan)  # stands for a plan that is not there
 _MOST_PLANS = 4096
 
@@ -157,9 +169,8 @@ def cast_plan(
     """
     state, groups = context.state, context.groups
     # A plan holds no tensor: only Dynamo, which would guard the table, must not see it.
-    traced = torch.compiler.is_compiling()
+    traced = torch.compiler.is_dynamo_compiling()
     key = (
-        quantizer,
         rowwise,
         columnwise,
         dtype,
@@ -171,16 +182,16 @@ def cast_plan(
         state is None or state.encode_scale is None,
         None if groups is None else groups.first,
     )
-    if not traced and (known := _PLANS.get(key, _NEW)) is not _NEW:
+    if not traced and (known := quantizer.plans.get(key, _NEW)) is not _NEW:
         return known
     request = quantizer.request(
         rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
     )
     plan = None if request is None else CastPlan(request, context, device)
     if not traced:
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        if len(quantizer.plans) >= _MOST_PLANS:
+            quantizer.plans.clear()
+        quantizer.plans[key] = plan
     return plan
 
 

@@ -38,27 +38,14 @@ class Seen(NamedTuple):
     scales: int | tuple[int | None, int] | None
 
 
-class Stamp(NamedTuple):
-    """What faces depend on beside the memory they were made from; faces with another stamp are old.
+Stamp = tuple[int, tuple[int, int], object, object, torch.dtype]
+"""What faces depend on beside the memory they were made from, so that faces with another stamp are old: writes that
+handlers counted, those that nothing saw, the version of scales, the recipe, the dtype of faces in high precision."""
 
-    Attributes:
-        writes: Writes that handlers of operators counted.
-        unseen: Writes of compiled code, and those that others may have made.
-        state_version: Counter of changes of the layer's state, and of a common scale.
-        config: The recipe.
-        dtype: Dtype of faces in high precision.
-    """
 
-    writes: int
-    unseen: tuple[int, int]
-    state_version: int | tuple[int | None, int] | None
-    config: object
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, seen: Seen, config: object, dtype: torch.dtype) -> Stamp:
-        """Return what faces depend on, given the counts of writes; those in high precision have ``dtype``."""
-        return cls(seen.writes[0], seen.unseen, seen.scales, config, dtype)
+def stamp_of(seen: Seen, config: object, dtype: torch.dtype) -> Stamp:
+    """Return the stamp of faces; a plain tuple, made in every use of a weight."""
+    return seen.writes[0], seen.unseen, seen.scales, config, dtype
 
 
 class Kept(NamedTuple):
@@ -181,7 +168,7 @@ class KeptFaces:
     @property
     def dtype(self) -> torch.dtype | None:
         """Dtype of the computation that used the weight last, or None if nothing did."""
-        return None if self._stamp is None else self._stamp.dtype
+        return None if self._stamp is None else self._stamp[-1]
 
     def keep(self, plain: Tensor, stamp: Stamp, kept: Kept, stream: int | None = None) -> None:
         """Keep what was made, unless something else came in between, in another thread.
@@ -242,7 +229,7 @@ class KeptFaces:
         """Return the rowwise face that is kept of ``plain`` and still holds, of whatever dtype; this
         is no use of it.
         """
-        if self._stamp is None or self._stamp._replace(dtype=stamp.dtype) != stamp:
+        if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
         row = self._kept.get(_place(plain), _NOTHING).row
         return None if row is None or row.format.values_of is not None else row

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.amaxes import AmaxRecord, Notes
-from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.ops.library import is_captured, is_recorded, is_traced
 from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
-from hybridtensor.state import Context
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp, stream_of
+from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp, stamp_of, stream_of
 from hybridtensor.subclasses.observing import for_products, observers
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.record import WeightRecord, version_of
@@ -138,9 +138,12 @@ class MasterWeight(InterceptingTensor):
     def seen(self) -> Seen:
         """Count writes that no handler saw, measure a common scale again that they changed, and return the counts."""
         record, plain = self.record, self.plain
-        common = getattr(record.layer, "common", None)
-        if common is not None:
-            common.renew()
+        layer: Any = record.layer
+        version = common = None
+        if type(layer) is LayerState:  # in a graph its tensors, which have no version
+            version, common = layer.version, layer.common
+            if common is not None:
+                common.renew()
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # which attributes of a tensor would pass through
@@ -148,8 +151,11 @@ class MasterWeight(InterceptingTensor):
         if own != self._seen:
             self._count_graph_writes(own)
         record.count_others(plain, of_plain)
-        unseen = record.compiled_writes, record.handed
-        return Seen((record.writes, of_plain, own), unseen, self.state_version)
+        return Seen(
+            (record.writes, of_plain, own),
+            (record.compiled_writes, record.handed),
+            version if common is None else (version, common.version),
+        )
 
     def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
@@ -172,10 +178,7 @@ class MasterWeight(InterceptingTensor):
         """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives
         it.
         """
-        self.record.note_write()
-        self.record.written_on = stream_of(self.plain)
-        if not self.plain.is_inference():
-            torch.autograd.graph.increment_version(self.plain)
+        note_writes([self])
 
     def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, **use: Any) -> Faces:
         """Return the faces asked for; see ``kept_faces``."""
@@ -225,7 +228,7 @@ class MasterWeight(InterceptingTensor):
             context = for_products(context, dtype, row=True, column=True)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, noted)
-        stamp = Stamp.of(seen, self.config, dtype)
+        stamp = stamp_of(seen, self.config, dtype)
         kept = record.kept.begin_use(
             plain,
             stamp,
@@ -251,7 +254,7 @@ class MasterWeight(InterceptingTensor):
         context: Context,
     ) -> Kept:
         """Return what is kept, with what is missing."""
-        dtype = stamp.dtype
+        dtype = stamp[-1]
         outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
@@ -333,7 +336,7 @@ class MasterWeight(InterceptingTensor):
         """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
         of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
         """
-        stamp = Stamp.of(self.seen(), self.config, self.dtype)
+        stamp = stamp_of(self.seen(), self.config, self.dtype)
         row = self.record.kept.rowwise(self.plain, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
@@ -407,6 +410,24 @@ class MasterWeight(InterceptingTensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self.config}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def note_writes(weights: list[MasterWeight]) -> None:
+    """Do ``note_write`` for weights that one operator wrote, as optimizers write all of them."""
+    captured, streams = is_captured(), dict[torch.device, int]()
+    plains = []
+    for weight in weights:
+        plain, record = weight.plain, weight.record
+        record.note_write(captured)
+        device = plain.device
+        stream = streams.get(device)
+        if stream is None:
+            stream = streams[device] = stream_of(plain)
+        record.written_on = stream
+        if not plain.is_inference():
+            plains.append(plain)
+    if plains:
+        torch.autograd.graph.increment_version(plains)
 
 
 def _of_elements(face: Face | None) -> Face | None:

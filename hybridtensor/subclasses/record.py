@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridtensor.ops.amaxes import Notes
-from hybridtensor.ops.library import is_captured
 from hybridtensor.state import LayerState, Section, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.kept_faces import KeptFaces
 
 # The private counter by which autograd notices writes; its getter is faster than the attribute.
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Gathered(Protocol):
@@ -148,11 +149,11 @@ class WeightRecord:
     # -- writes
     # -------------------------------------------------------------------------------------------------------
 
-    def note_write(self) -> None:
-        """Take note of a write, which no face outlives."""
+    def note_write(self, captured: bool) -> None:
+        """Take note of a write, which no face outlives, and which a CUDA graph may have ``captured``."""
         self.writes += 1
         self.kept.clear()
-        self.replayed = self.replayed or is_captured()
+        self.replayed = self.replayed or captured
 
     def hand_out(self, plain: Tensor) -> Tensor:
         """Return an alias of ``plain`` for someone who may write it in ways that nothing counts.
@@ -183,16 +184,16 @@ class WeightRecord:
             plain: The plain tensor.
             version: Torch's counter of writes to it.
         """
-        holder = self._holders[id(plain)]
+        holders = self._holders
+        holder = holders[id(plain)]
         if holder.version != version:
             holder.version = version
             self.handed += 1
         # see ``is_shared``
-        count: int = torch._C._storage_Use_Count(plain.untyped_storage()._cdata)
-        shared = count > len(self._holders) + 1
+        shared = _use_count(plain.untyped_storage()._cdata) > len(holders) + 1
         if shared or self.is_held_elsewhere:
             self.handed += 1
-        self.is_held_elsewhere = shared
+            self.is_held_elsewhere = shared
 
     def is_shared(self, plain: Tensor) -> bool:
         """Return whether someone else holds memory of ``plain`` now.
@@ -202,8 +203,7 @@ class WeightRecord:
         ``tests/subclasses/test_record.py`` fails where it counts otherwise.
         """
         storage = plain.untyped_storage()
-        count: int = torch._C._storage_Use_Count(storage._cdata)
-        return count > len(self._holders) + 1
+        return _use_count(storage._cdata) > len(self._holders) + 1
 
 
 def version_of(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
 from hybridtensor.ops import library
-from hybridtensor.subclasses import record
+from hybridtensor.subclasses import master_tensor
 from hybridtensor.subclasses.operators import master as operators
 from hybridtensor.subclasses.quantizing import face_tensors
 from hybridtensor.testing import random_tensor
@@ -136,7 +136,7 @@ def test_after_a_write_in_a_cuda_graph_no_face_is_kept(monkeypatch):
     """Replays write the memory without telling anybody, as numpy does."""
     w = weight()
     alias = w.detach()
-    monkeypatch.setattr(record, "is_captured", lambda: True)
+    monkeypatch.setattr(master_tensor, "is_captured", lambda: True)
     w.add_(1.0)
     monkeypatch.undo()
     for tensor in (w, alias, w.view(-1).view(6, 8)):

@@ -47,7 +47,7 @@ def takes_faces(layer: nn.Linear) -> bool:
 
 def _require_common_scales(layer: nn.Linear, mesh: DeviceMesh) -> None:
     """Raise ValueError where ranks that send each other bytes have delayed scales of their own."""
-    recipe = None if torch.compiler.is_compiling() else recipe_of(layer)
+    recipe = None if torch.compiler.is_dynamo_compiling() else recipe_of(layer)
     if recipe is None or recipe.state.encode_scale is None:
         return
     groups = recipe.state.ranks.groups

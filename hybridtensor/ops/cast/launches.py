@@ -69,11 +69,7 @@ class FaceOutput:
 
     def face(self, tensors: list[Tensor]) -> Face | None:
         """Return the face that the tensors hold, or None if it is not asked for."""
-        kind, count = self._kind, len(tensors)
-        if kind is None:
-            return None
-        scale = tensors[1] if count > 1 else None
-        return Face(tensors[0], scale, tensors[2] if count > 2 else None, *kind)
+        return None if self._kind is None else Face.of(tensors, self._kind)
 
     def arguments(
         self, tensors: list[Tensor], amax: Address, nothing: Address, take: Take

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtensor.subclasses.master_tensor import MasterWeight
+from hybridtensor.subclasses.master_tensor import MasterWeight, note_writes
 from hybridtensor.subclasses.observing import note_read, observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, written_by
 from hybridtensor.subclasses.operators.common import (
@@ -63,14 +63,13 @@ def _unwrap(value: object) -> object:
     if isinstance(value, MasterWeight):
         return value.plain
     if isinstance(value, (list, tuple)):
-        return [_unwrap(item) for item in value]
+        return [item.plain if type(item) is MasterWeight else _unwrap(item) for item in value]
     return value
 
 
 def _run(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return func(
-        *(_unwrap(a) for a in args), **{name: _unwrap(value) for name, value in kwargs.items()}
-    )
+    unwrapped = [_unwrap(a) for a in args]
+    return func(*unwrapped, **{name: _unwrap(value) for name, value in kwargs.items()})
 
 
 @table.register(*VIEWS)
@@ -106,8 +105,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in place and note the write on every master weight that the schema says is written."""
     _run(func, args, kwargs)
     written = list(written_by(func, args, kwargs))
-    for weight in _weights(written):
-        weight.note_write()
+    note_writes([weight for weight in written if isinstance(weight, MasterWeight)])
     return written[0] if func._schema.returns else None
 
 
@@ -115,8 +113,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
 def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run on the plain tensors, as optimizers of other libraries step weights, and note the writes."""
     out = _run(func, args, kwargs)
-    for weight in _weights(list(written_by(func, args, kwargs))):
-        weight.note_write()
+    note_writes(list(_weights(list(written_by(func, args, kwargs)))))
     weights = {id(weight.plain): weight for weight in _weights((*args, *kwargs.values()))}
     return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), out)
 
@@ -127,8 +124,7 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     may be any argument.
     """
     out = _run(func, args, kwargs)
-    for weight in _weights((*args, *kwargs.values())):
-        weight.note_write()
+    note_writes(list(_weights((*args, *kwargs.values()))))
     if func is _SCATTER:
         for part in _weights(args[0]):
             _check_part(part)
