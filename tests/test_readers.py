@@ -18,7 +18,7 @@ from tests.test_values import without
 SPECS = {
     **dict.fromkeys(("fp8", "fp8+pow2_scale"), (True, True)),
     **dict.fromkeys(("mxfp8", "mxfp8/bf16/mxfp8"), (False, False)),  # values, which casts make again
-    "fp8_delayed": (False, True),  # gate and up have a scale each
+    "fp8_delayed": (True, True),
     # Faces in high precision are values; of the others casts gain nothing
     **dict.fromkeys(("fp8_high_precision_backward", "fp8_dequantized_backward", "bf16/mxfp8/fp8"), (False, False)),
     **dict.fromkeys(("fp8_rowwise", "fp8_block", "nvfp4", "nvfp4_row_scaled_fwd_mxfp8_bwd"), (False, False)),

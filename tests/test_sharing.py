@@ -101,13 +101,150 @@ def test_faces_are_saved_once(device):
     assert len(set(apart)) - len(set(together)) >= 2 * 2  # elements and scales of two siblings
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
-def test_what_belongs_to_a_layer_is_not_shared(recipe, casts):
+RANDOM = ht.NVFP4Quantizer(rounding="stochastic")
+
+
+@pytest.mark.parametrize(
+    "input", [RANDOM, ht.HybridQuantizer(ht.DelayedFloat8Quantizer(), RANDOM)], ids=["all", "half"]
+)
+def test_random_numbers_of_a_layer_are_not_shared(input, casts):
+    recipe = ht.HybridConfig(input, ht.NVFP4Quantizer(), ht.IdentityQuantizer())
     model, x = Attention(recipe), torch.randn(64, SIZE, dtype=torch.bfloat16)
     expected = step(copy.deepcopy(model), x, apart=True)
     for got, value in zip(step(copy.deepcopy(model), x), expected, strict=True):
         assert got.equal(value)
-    assert len(casts) == (6 if recipe == "fp8_delayed" else 4)
+    assert len(casts) == 6
+
+
+# -- delayed scales, which layers have in common as long as they read the same inputs
+
+DELAYED = ["fp8_delayed", "fp8_delayed+dequantized", "fp8_delayed/fp8_delayed/bf16", "fp8_delayed/fp8/mxfp8"]
+
+
+def x_of(seed, device="cpu"):
+    x = torch.randn(64, SIZE, generator=torch.Generator().manual_seed(seed))
+    return (x * 2.0**seed).to(device, torch.bfloat16)
+
+
+def trained(model, seeds, **how):
+    """Return losses and gradients of steps, and the state after them."""
+    found = []
+    for seed in seeds:
+        found += step(model, x_of(seed, model.layers[0].weight.device), **how)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.875)
+        ht.step_(model)
+    return [*found, *(value.clone() for layer in model.layers for value in layer.quantization_state.buffers())]
+
+
+def assert_same(mine, expected):
+    assert len(mine) == len(expected)
+    assert all(map(torch.equal, mine, expected))
+
+
+@pytest.mark.parametrize("recipe", DELAYED)
+def test_delayed_scales_are_shared_from_step_to_step(recipe, casts, device):
+    model = Attention(recipe, device=device)
+    expected = trained(copy.deepcopy(model), range(4), apart=True)
+    assert len(casts) == 4 * 3
+    casts.clear()
+    assert_same(trained(model, range(4)), expected)
+    assert len(casts) == 4
+
+
+def test_microbatches_and_evaluation_share_delayed_scales(casts):
+    model = Attention("fp8_delayed")
+
+    def train(model, **how):
+        found = []
+        for seed in range(3):
+            for part in range(2):
+                found += step(model, x_of(2 * seed + part), **how)
+            with torch.no_grad():
+                found.append(model(x_of(9), **how))
+            ht.step_(model, skipped=seed == 1)
+        return found
+
+    expected = train(copy.deepcopy(model), apart=True)
+    casts.clear()
+    assert_same(train(model), expected)
+    assert len(casts) == 3 * (2 + 3)  # evaluation records nothing, of which nothing is shared
+
+
+def apart_once(model):
+    """One step in which the second layer reads another input."""
+    first, second, third = model.layers
+    x, other = (x_of(seed).requires_grad_() for seed in (5, 6))
+    (first(x.view_as(x)).sum() + second(other.view_as(other)).sum() + third(x.view_as(x)).sum()).backward()
+    model.zero_grad()
+    ht.step_(model)
+
+
+def one_alone(model):
+    """One step that only the third layer takes."""
+    x = x_of(5).requires_grad_()
+    model.layers[2](x).sum().backward()
+    model.zero_grad()
+    ht.step_(model)
+
+
+def written(model):
+    model.layers[1].quantization_state.encode_scale.mul_(2.0)
+
+
+def loaded(model):
+    state = model.state_dict()
+    name = next(name for name in state if "layers.2" in name and name.endswith("encode_scale"))
+    model.load_state_dict(state | {name: state[name] * 0.5})
+
+
+def compiled(model):
+    layer = model.layers[0]
+    run = torch.compile(lambda x: torch.nn.functional.linear(x, layer.weight), backend="aot_eager")
+    run(x_of(5).requires_grad_()).sum().backward()
+    torch._dynamo.reset()
+    model.zero_grad()
+    ht.step_(model)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("differ", [apart_once, one_alone, written, loaded, compiled], ids=lambda f: f.__name__)
+def test_layers_whose_scales_differ_share_no_longer(differ, casts):
+    model = Attention("fp8_delayed")
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        trained(one, range(2), apart=one is twin)
+        differ(one)
+    casts.clear()
+    assert_same(trained(model, range(2, 4)), trained(twin, range(2, 4), apart=True))
+    assert len(casts) > 2 + 2 * 3
+
+
+def by_state_dict(model):
+    made = Attention("fp8_delayed")
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_state_dict], ids=["copy", "pickle", "loaded"]
+)
+def test_copies_and_loaded_models_share_delayed_scales(way, casts):
+    model = Attention("fp8_delayed")
+    trained(model, range(2))
+    made = way(model)
+    casts.clear()
+    assert_same(trained(made, range(2, 4)), trained(model, range(2, 4), apart=True))
+    assert len(casts) == 2 + 2 * 3
+
+
+def test_memory_of_amaxes_does_not_grow():
+    """What is recorded for all weights at once, and for several layers, comes back to one of them, or goes."""
+    model = Attention("fp8_delayed")
+    for seed in range(30):
+        trained(model, [seed % 4])
+    assert max(len(layer.quantization_state._record._spare) for layer in model.layers) <= 12
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from hybridtensor.linear.products import Backward, output
 from hybridtensor.linear.two_parts import asked_for
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
+from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
@@ -141,10 +142,9 @@ def multiplied(
     training = needs.input or needs.weight or needs.bias
     state = weight.state
     if training and state is not None and state.step_amax is not None:
-        if isinstance(input, HybridTensor) and input.record.amaxes is not None:
-            state = state._replace(amax=input.record.amaxes)
-        else:
-            state = state.provisional()
+        before = input.record.amaxes if isinstance(input, HybridTensor) else None
+        of_graph = isinstance(before, Notes)
+        state = state._replace(amax=before) if of_graph else state.provisional()
     context = Context("input", state, record=training, section=weight.record.section, groups=groups)
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:

@@ -29,12 +29,13 @@ from hybridtensor.linear.operands import (
 )
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
+from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import can_make_again, is_in_region, make_again
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
 from hybridtensor.subclasses.observing import for_products
@@ -54,6 +55,7 @@ class KeptInput(Operand):
         context: Which tensor this is.
         sharing: What layers that read the same input share of its columnwise face.
         again: Whether a graph makes the input again instead of keeping it.
+        noted: See ``Operand``.
     """
 
     __slots__ = ("_after", "_again", "_config", "_context", "_dtype", "_sharing", "_x")
@@ -67,8 +69,9 @@ class KeptInput(Operand):
         context: Context,
         sharing: SharedFace,
         again: bool,
+        noted: Tensor | Notes | None,
     ) -> None:
-        super().__init__(row, None)
+        super().__init__(row, None, noted)
         self._x: Tensor | None = x
         self._after: Tensor | None = None
         self._config, self._dtype, self._context = config, dtype, context
@@ -111,6 +114,7 @@ class ShardedInput(Operand):
         config: The recipe.
         dtype: Dtype of the computation.
         context: Which tensor this is.
+        noted: See ``Operand``.
     """
 
     __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_shape", "_sharing")
@@ -122,8 +126,9 @@ class ShardedInput(Operand):
         config: HybridConfig,
         dtype: torch.dtype,
         context: Context,
+        noted: Tensor | Notes | None,
     ) -> None:
-        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"))
+        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"), noted)
         self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing
         self._shape = face.source.shape
         self._config, self._dtype, self._context = config, dtype, context
@@ -190,22 +195,51 @@ def input_operand(
     free = needs.weight and _backward_has(cast_from, input, config)
     kept = free or (needs.weight and config.save_original_input)
     columnwise = needs.weight and not kept
+    how = (config.input, columnwise, dtype)
     if config.input.repeatable:
-        how = (config.input, columnwise, dtype)
         read = reading(cast_from, weight.record, how, context.groups)
     else:
-        read = Reading()
+        read = _reading_by_state(cast_from, weight, how, context)
     if read.faces is None:
         at_once = for_products(context, dtype, row=True, column=False)
         if kept:
             at_once = measured_in_backward(at_once, config.input)
+        if read.noted is not None and at_once.state is not None:
+            at_once = at_once._replace(state=at_once.state._replace(amax=read.noted))
         read.faces = config.input.faces(
             input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=at_once
         )
     row, column = read.faces
     if kept:
-        return KeptInput(row, input, config, dtype, context, read.columnwise, free)
-    return Operand(row, column)
+        return KeptInput(row, input, config, dtype, context, read.columnwise, free, read.noted)
+    return Operand(row, column, read.noted)
+
+
+def _reading_by_state(
+    input: Tensor, weight: Weight, how: tuple[object, ...], context: Context
+) -> Reading:
+    """Return what layers share of an input that is quantized by delayed scales, where they have the same scales.
+
+    What is measured of it is recorded by itself, for each of them to commit.
+    """
+    state, layer = context.state, weight.record.layer
+    stochastic = weight.recipe.input.stochastic  # each layer has random numbers of its own
+    if (
+        state is None
+        or not isinstance(layer, LayerState)
+        or context.groups is not None
+        or stochastic
+    ):
+        return Reading()
+    record = state.step_amax if context.record else None
+    if record is not None and not isinstance(record, AmaxRecord):
+        return Reading()  # a graph
+    read, lineage = Reading(), layer.lineage
+    if lineage is not None:
+        read = reading(input, weight.record, (*how, lineage, state.slots, record is None))
+    if read.faces is None and record is not None and state.encode_scale is not None:
+        read.noted = record.provisional()
+    return read
 
 
 def _backward_has(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
@@ -290,14 +324,15 @@ def brought_along(
     row = rowwise_face(
         as_matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
     )
+    noted = input.record.amaxes if isinstance(input, HybridTensor) else None
     if context.groups is not None:
         return _of_tokens(input, row._replace(groups=context.groups), needs, dtype, config, context)
     if not needs.weight:
-        return Operand(row, None)
+        return Operand(row, None, noted)
     column = take_face(input, "columnwise", name="input", gemm="grad_weight")
     if isinstance(column, ShardedFace):
-        return ShardedInput(row, column, config, dtype, context)
-    return Operand(row, columnwise_face(as_matrix(column), dtype, "grad_weight"))
+        return ShardedInput(row, column, config, dtype, context, noted)
+    return Operand(row, columnwise_face(as_matrix(column), dtype, "grad_weight"), noted)
 
 
 def _of_tokens(

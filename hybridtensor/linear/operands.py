@@ -62,12 +62,15 @@ class Operand:
     Args:
         row: The rowwise face.
         column: The columnwise face, or None if backward will not use it.
+        noted: Where the amaxes of the faces were recorded when they were made, if that is of no single forward.
     """
 
-    __slots__ = ("_column", "_kind", "_row")
+    __slots__ = ("_column", "_kind", "_noted", "_row")
 
-    def __init__(self, row: Face | None, column: Face | None) -> None:
-        self._row, self._column = row, column
+    def __init__(
+        self, row: Face | None, column: Face | None, noted: Tensor | Notes | None = None
+    ) -> None:
+        self._row, self._column, self._noted = row, column, noted
         self._kind: FaceKind | None = None
 
     def rowwise(self) -> Face:
@@ -91,8 +94,10 @@ class Operand:
         return column.tensors()
 
     def noted(self) -> Tensor | Notes | None:
-        """Return where the amaxes of a weight's faces were recorded when they were made, or None."""
-        return None
+        """Return where the amaxes of the faces were recorded when they were made, or None where the forward records
+        them itself.
+        """
+        return self._noted
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Begin what ``columnwise`` will wait for, if anything, once the gradient is there."""

@@ -163,7 +163,7 @@ class Backward(NamedTuple):
             done: What one of them has to depend on in a graph, or None.
         """
         if self.context.state is not None:
-            self.context.state.commit(self.weight.noted())
+            self.context.state.commit(self.weight.noted(), self.input.noted())
         if done is None:
             return gradients
         last = next(i for i in (2, 1, 0) if gradients[i] is not None)  # the smallest that is there

@@ -20,7 +20,7 @@ from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
 from hybridtensor.quantizers import CastPlan, cast_plan, tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.observing import observers
@@ -150,10 +150,23 @@ def _is_watched(layer: nn.Module) -> bool:
     )
 
 
+def _scale_alike(weights: list[Weight]) -> bool:
+    """Return whether the layers have the same delayed scales of their input, and round it alike."""
+    layers = [weight.record.layer for weight in weights]
+    if weights[0].recipe.input.stochastic or not all(
+        isinstance(layer, LayerState) for layer in layers
+    ):
+        return False
+    first, *others = [
+        (layer.lineage, layer.slots) for layer in layers if isinstance(layer, LayerState)
+    ]
+    return first[0] is not None and all(other == first for other in others)
+
+
 def _common_recipe(weights: list[Weight]) -> HybridConfig | None:
     """Return the recipe by which all quantize their input, or None."""
     config = weights[0].recipe
-    if len(weights) > 1 and not config.input.repeatable:
+    if len(weights) > 1 and not config.input.repeatable and not _scale_alike(weights):
         return None
     same = all(weight.recipe.input == config.input for weight in weights)
     keeps = any(weight.recipe.save_original_input for weight in weights)

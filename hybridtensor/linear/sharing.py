@@ -37,12 +37,14 @@ class Reading:
     Attributes:
         faces: What it was quantized to in forward, or None.
         columnwise: What it is quantized to in backward.
+        noted: Where its amaxes are recorded for all of the layers, by delayed scaling; or None.
     """
 
-    __slots__ = ("columnwise", "faces")
+    __slots__ = ("columnwise", "faces", "noted")
 
     def __init__(self) -> None:
         self.faces: Faces | None = None
+        self.noted: Tensor | None = None
         self.columnwise = SharedFace()
 
 

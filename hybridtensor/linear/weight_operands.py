@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.linear.weight_buckets import add_columns_of_bucket, refresh_bucket
 from hybridtensor.ops import Face
-from hybridtensor.ops.amaxes import AmaxRecord, Notes
+from hybridtensor.ops.amaxes import AmaxRecord
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import StateTensors
@@ -42,7 +42,6 @@ class MasterOperand(Operand):
         "_config",
         "_context",
         "_dtype",
-        "_noted",
         "_record",
         "_seen",
         "_training",
@@ -66,14 +65,9 @@ class MasterOperand(Operand):
             context=context,
             seen=seen,
         )
-        super().__init__(kept.row, None)
-        self._noted = kept.noted
+        super().__init__(kept.row, None, kept.noted)
         self._weight: MasterWeight | None = weight
         self._dtype, self._config, self._record = dtype, weight.config, weight.record
-
-    def noted(self) -> Tensor | Notes | None:
-        """See ``Operand.noted``."""
-        return self._noted
 
     def save(self) -> list[Tensor]:
         """See ``Operand.save``: backward needs no tensor but the weight."""

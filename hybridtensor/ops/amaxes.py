@@ -20,9 +20,8 @@ from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
-_SPARE = (
-    4  # of a layer: its forwards and its weight take one each; a bucket of weights brings its own
-)
+_SPARE = 8
+"""Zeros that a layer keeps for the forwards of the next step: what a bucket of weights was recorded in would add up."""
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
@@ -52,10 +51,13 @@ class AmaxRecord:
     Attributes:
         total: fp32 ``[S]``, zeros at first: what was recorded, but for what is committed and not folded in yet.
         address: int64 ``[1]`` on the same device: where ``total`` is.
+        of_inputs: What the layer's inputs of this step were measured into, one for each backward; other layers that
+            read the same input have the same.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._committed: list[Tensor] = []
+        self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         with torch.inference_mode(False), torch.no_grad():
             if device.type == "meta":
@@ -99,14 +101,18 @@ def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
     """
     if is_captured():
         return
+    folded: dict[int, tuple[AmaxRecord, Tensor]] = {}  # layers may have one in common
     with torch.no_grad():
         while pending := [record for record in records if record._committed]:
             measured = [record._committed.pop() for record in pending]
             torch._foreach_maximum_([record.total for record in pending], measured)
-            if reuse:
-                torch._foreach_zero_(measured)
-                for record, amax in zip(pending, measured, strict=True):
-                    record._spare.append(amax)
+            pairs = zip(pending, measured, strict=True)
+            folded.update({id(amax): (record, amax) for record, amax in pairs})
+        spare = [pair for pair in folded.values() if reuse and len(pair[0]._spare) < _SPARE]
+        if spare:
+            torch._foreach_zero_([amax for _, amax in spare])
+            for record, amax in spare:
+                record._spare.append(amax)
 
 
 class _Memory:

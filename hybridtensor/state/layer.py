@@ -16,7 +16,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,21 @@ from hybridtensor.state.dry_runs import is_dry_run
 from hybridtensor.state.ranks import ALL_RANKS
 from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, same_tensor
 from hybridtensor.state.tensors import CommonAmax, StateTensors
+
+
+class Lineage(NamedTuple):
+    """What delayed scales of inputs follow from.
+
+    Attributes:
+        inputs: Equal where all inputs so far were the same.
+        versions: Of the tensors, when that was said.
+    """
+
+    inputs: object
+    versions: tuple[int, int] | None
+
+
+_NOTHING = "nothing"  # of scales that begin
 
 STATE = "quantization_state"
 """Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
@@ -89,6 +104,7 @@ class LayerState(nn.Module):
         self.replayed = False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
+        self._lineage: Lineage | None = None
         for buffer in ("rounding", "encode_scale", "amax_history", "layout"):
             self.register_buffer(buffer, None)
 
@@ -149,7 +165,47 @@ class LayerState(nn.Module):
             return None
         if not self.recording or is_dry_run():
             return nowhere(record.address.device)
+        self.__dict__["_lineage"] = None  # a graph records what nobody sees
         return record.address
+
+    @property
+    def lineage(self) -> object | None:
+        """What the delayed scales of the layer's input follow from: of layers that have it equal, they are equal. None
+        where that is not known.
+        """
+        known: Lineage | None = self.__dict__["_lineage"]
+        if known is None or known.versions is None or self.replayed:
+            return None
+        return known.inputs if known.versions == self._versions() else None
+
+    def follow(self, inputs: object | None) -> None:
+        """Say what the delayed scales of the input follow from now; None where that is not known."""
+        lineage = None if inputs is None else Lineage(inputs, self._versions())
+        self.__dict__["_lineage"] = lineage
+
+    def _follow_content(self) -> None:
+        """Say that the delayed scales of the input are what was loaded."""
+        scale, history = self.encode_scale, self.amax_history
+        if scale is not None and history is not None and not (scale.is_meta or history.is_meta):
+            own = [index for index, slot in enumerate(self.slots) if slot.startswith("input")]
+            content = repr([scale[own].tolist(), history[own].tolist()])
+            self.follow(hashlib.sha256(content.encode()).hexdigest())
+
+    def measured_inputs(self) -> frozenset[int] | None:
+        """Return which inputs were measured since the last step, by where their amaxes are; None where one was not
+        recorded by itself. It is asked once per step.
+        """
+        record: AmaxRecord | None = self.__dict__["_record"]
+        if record is None:
+            return frozenset()
+        of_inputs, record.of_inputs = record.of_inputs, []
+        found = [id(amax) for amax in of_inputs if amax is not None]
+        return frozenset(found) if len(found) == len(of_inputs) else None
+
+    def _versions(self) -> tuple[int, int] | None:
+        """Return torch's counters of writes of the scales and of their history."""
+        scale, history = self._buffers["encode_scale"], self._buffers["amax_history"]
+        return None if scale is None or history is None else (scale._version, history._version)
 
     def note_backward(self, recorded: bool) -> None:
         """Remember that a backward of the layer ran."""
@@ -251,6 +307,7 @@ class LayerState(nn.Module):
         self.amax_history = torch.zeros(count, length, dtype=fp32, device=device)
         self._record = AmaxRecord(count, self.encode_scale.device)
         self.layout = torch.tensor([self._layout()], device=device)
+        self.follow(_NOTHING)
 
     def _layout(self) -> int:
         """Return 64 bits that are equal for equal slots and rules."""
@@ -269,6 +326,7 @@ class LayerState(nn.Module):
             tensor.fill_(value)
         self.version += 1
         self._left = None
+        self.follow(_NOTHING)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -286,10 +344,11 @@ class LayerState(nn.Module):
         """Copy all but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        others = ("ranks", "hints", "_record")
+        others = ("ranks", "hints", "_record", "_lineage")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
         new.__dict__.update(copy.deepcopy(own, memo), ranks=self.ranks, hints={})
         new._take_record(self.amax)
+        new.follow(self.lineage)
         return new
 
     def _take_record(self, amax: Tensor | None, device: torch.device | None = None) -> None:
@@ -302,7 +361,8 @@ class LayerState(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to this process: the ranks, hints, where amaxes are recorded."""
-        own = {name: v for name, v in self.__dict__.items() if name not in ("ranks", "_record")}
+        others = ("ranks", "_record", "_lineage")
+        own = {name: v for name, v in self.__dict__.items() if name not in others}
         return own | {"hints": {}, "amax": None if self.amax is None else self.amax.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -317,7 +377,9 @@ class LayerState(nn.Module):
             | state
             | {"_buffers": buffers}
         )  # type: ignore[no-untyped-call]
+        self._lineage = None
         self._take_record(amax)
+        self._follow_content()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights.
@@ -355,6 +417,7 @@ class LayerState(nn.Module):
         elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):
             super()._load_from_state_dict(state_dict, prefix, *args)
             self._to_fp32()
+            self._follow_content()
         self.version += 1
 
     def _fits(self, layout: Tensor | None, prefix: str, errors: list[str]) -> bool:
@@ -410,6 +473,8 @@ def forget_amaxes(states: Iterable[LayerState]) -> None:
     """Drop the amaxes of a step that was left out, and have faces of weights measured again."""
     kept = [state for state in states if state.amax is not None]
     fold_amaxes(kept)
+    for state in kept:
+        state.measured_inputs()
     if kept:
         torch._foreach_zero_([required(state.amax) for state in kept])
     for state in kept:

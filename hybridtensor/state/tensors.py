@@ -58,16 +58,21 @@ class StateTensors(NamedTuple):
             return self._replace(amax=self.step_amax)
         return self
 
-    def commit(self, of_weight: Tensor | Notes | None = None) -> None:
+    def commit(
+        self, of_weight: Tensor | Notes | None = None, of_input: Tensor | Notes | None = None
+    ) -> None:
         """Record for the step what a forward and its backward measured; a graph does so itself.
 
         Args:
             of_weight: fp32 ``[S]``, what was measured before of the weight's faces that they used, or None.
+            of_input: The same of the input, which other layers may have read, too; None if only they did.
         """
-        if isinstance(self.step_amax, AmaxRecord):
-            for amax in (self.amax, of_weight):
+        record = self.step_amax
+        if isinstance(record, AmaxRecord):
+            for amax in (self.amax, of_weight, of_input):
                 if isinstance(amax, Tensor):
-                    self.step_amax.commit(amax)
+                    record.commit(amax)
+            record.of_inputs.append(of_input if isinstance(of_input, Tensor) else None)
 
     def require_on(self, device: torch.device, who: object) -> None:
         """Raise ValueError unless all is on a device: a kernel would read another one's memory.

@@ -123,6 +123,34 @@ def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
     assert torch.equal(shard.columnwise.qdata, expected.columnwise.qdata.split(16, 1)[rank])
 
 
+class Siblings(nn.Module):
+    """Two layers, each of which reads an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x, other):
+        return self.first(x).sum() + self.second(other).sum()
+
+
+def other_inputs_on_another_rank(rank):
+    """Two layers read one input here, and two inputs there: where they share it, they have the scale of both."""
+    model = ht.quantize_(Siblings(), "fp8_delayed")
+    first, second = (layer.quantization_state for layer in (model.first, model.second))
+    slot = first.slots.index("input")
+    for seed in range(3):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16().requires_grad_()
+        x = x.view_as(x)
+        model(x, x * 4 if rank else x).backward()
+        ht.step_(model)
+        assert (first.lineage == second.lineage) is (rank == 0)
+        if rank == 0:
+            assert torch.equal(first.encode_scale[slot], second.encode_scale[slot])
+            assert torch.equal(first.amax_history[slot], second.amax_history[slot])
+            assert first.amax_history[slot, -1] == 4 * x.abs().max()
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -132,6 +160,7 @@ def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
         different_scales_raise_on_every_rank,
         a_group_is_kept_for_recipes_to_come,
         random_rounding_does_not_depend_on_the_number_of_ranks,
+        other_inputs_on_another_rank,
     ],
     ids=lambda f: f.__name__,
 )
