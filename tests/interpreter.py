@@ -26,6 +26,8 @@ def use():
     repair(interpreter)
     patch_once(interpreter)
     remember_dtypes(interpreter)
+    remember_types(interpreter.tl.core)
+    ask_less(interpreter)
     # What it checks is dropped again where Triton does not debug
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -91,3 +93,76 @@ def remember_dtypes(interpreter):
         return known[scalar]
 
     interpreter._get_np_dtype = dtype_of
+
+
+def remember_types(core):
+    """Have one type of each kind of block, and of it the shape that its tensors show; types of tuples when asked for."""
+    made, begin, to_ir = {}, core.block_type.__init__, core.block_type.to_ir
+
+    def one_of_each(cls, element_ty, shape):
+        key = element_ty.name, getattr(element_ty, "address_space", None), tuple(map(core._unwrap_if_constexpr, shape))
+        if key not in made:
+            made[key] = object.__new__(cls)
+        return made[key]
+
+    def begin_once(self, element_ty, shape):
+        if not hasattr(self, "numel"):
+            begin(self, element_ty, shape)
+            self.shown = core.constexpr(self.numel), core.tuple([core.constexpr(size) for size in self.shape])
+
+    def ir_once(self, builder):
+        if not hasattr(self, "ir"):
+            self.ir = to_ir(self, builder)
+        return self.ir
+
+    core.block_type.__new__, core.block_type.__init__, core.block_type.to_ir = one_of_each, begin_once, ir_once
+    of_scalars = core.constexpr(1), core.tuple([])
+
+    def begin_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.shown if type.is_block() else of_scalars
+
+    core.tensor.__init__ = begin_tensor
+
+    def begin_tuple(self, args, type=None):
+        self.values = [*args]
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def type_of_tuple(self):
+        if "_type" not in self.__dict__:
+            self._type = core._type_for_tuple_values(self.values)
+        return self._type
+
+    core.tuple.__init__ = begin_tuple
+    core.tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "_type", type))
+
+
+def ask_less(interpreter):
+    """Let operands through that are alike already, and call what kernels call without two functions in between."""
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+
+    def check_unlike(lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type is rhs.type:
+            if not (div_or_mod or lhs.dtype.is_ptr()):
+                return lhs, rhs
+        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_unlike(lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return broadcast(lhs, rhs)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_unlike, broadcast_unlike
+
+    def patch(obj, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)  # not one that looks whether ``_semantic`` is given
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
