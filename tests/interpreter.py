@@ -100,14 +100,16 @@ def remember_types(core):
     made, begin, to_ir = {}, core.block_type.__init__, core.block_type.to_ir
 
     def one_of_each(cls, element_ty, shape):
-        key = element_ty.name, getattr(element_ty, "address_space", None), tuple(map(core._unwrap_if_constexpr, shape))
+        key = element_ty.name, getattr(element_ty, "address_space", None), *shape
         if key not in made:
-            made[key] = object.__new__(cls)
+            unwrapped = *key[:2], *map(core._unwrap_if_constexpr, shape)
+            made[key] = made.setdefault(unwrapped, object.__new__(cls))
         return made[key]
 
     def begin_once(self, element_ty, shape):
         if not hasattr(self, "numel"):
             begin(self, element_ty, shape)
+            self.numbers = {}  # see ask_less
             self.shown = core.constexpr(self.numel), core.tuple([core.constexpr(size) for size in self.shape])
 
     def ir_once(self, builder):
@@ -136,18 +138,44 @@ def remember_types(core):
 
     core.tuple.__init__ = begin_tuple
     core.tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "_type", type))
+    unwrap = core._unwrap_if_constexpr
+
+    def unwrap_numbers_first(o):
+        if o.__class__ is core.constexpr:
+            return o.value
+        return o if o.__class__ in (int, core.tensor) else unwrap(o)
+
+    core._unwrap_if_constexpr = unwrap_numbers_first
 
 
 def ask_less(interpreter):
-    """Let operands through that are alike already, and call what kernels call without two functions in between."""
+    """Let operands through that are alike already, keep what a number is beside a block of a type, and call what
+    kernels call without two functions in between.
+    """
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
-    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    check, broadcast, of_scalars = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, {}
 
-    def check_unlike(lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        if isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type is rhs.type:
-            if not (div_or_mod or lhs.dtype.is_ptr()):
-                return lhs, rhs
-        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    def check_unlike(lhs, rhs, *ways, **named_ways):
+        if isinstance(lhs, tensor):
+            if not isinstance(rhs, tensor):
+                return beside(lhs, rhs, False, ways, named_ways)
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr() and not named_ways and len(ways) < 3:
+                return (lhs, rhs) if lhs.type is rhs.type else broadcast_unlike(lhs, rhs)
+        elif isinstance(rhs, tensor):
+            return beside(rhs, lhs, True, ways, named_ways)[::-1]
+        return check(lhs, rhs, *ways, **named_ways)
+
+    def beside(operand, number, first, ways, named_ways):
+        of_type, key = operand.type, (number.__class__, number, first, ways, *named_ways.items())
+        known = of_type.numbers if of_type.is_block() else of_scalars.setdefault(of_type.name, {})
+        if key in known:
+            data, dtype, type_ = known[key]
+            return operand, tensor(interpreter.TensorHandle(data, dtype), type_)
+        made, other = check(*((number, operand) if first else (operand, number)), *ways, **named_ways)[:: 1 - 2 * first]
+        if made is operand and isinstance(number, (int, float)):  # which had to become nothing else
+            data = np.broadcast_to(other.handle.data.reshape(-1)[:1], other.handle.data.shape)  # nobody writes to it
+            known[key] = data, other.handle.dtype, other.type
+        return made, other
 
     def broadcast_unlike(lhs, rhs):
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
