@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import io
 import multiprocessing
 import sys
@@ -110,6 +111,7 @@ def run(body, size, path, *args, device="cpu", expected=None):
 
 
 def _work(rank, size, device, body, path, queue, args):
+    gc.freeze()  # see standing_ranks
     try:
         join(rank, size, f"{path}/store", device)
         body(rank, *args)

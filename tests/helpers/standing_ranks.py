@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import traceback
 import warnings
 from pathlib import Path
@@ -72,7 +73,10 @@ def crash_of(rank, store):
 
 
 def serve(rank, size, path, device, pipe):
-    """Run what comes through ``pipe`` until None comes."""
+    """Run what comes through ``pipe`` until None comes. What is imported stays, and nobody looks through it again: the
+    garbage collector does not, and a model's first step, which asks for who wraps it, does not.
+    """
+    gc.freeze()
     faulthandler.enable(crash_of(rank, path).open("w"))
     join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
