@@ -15,8 +15,8 @@ import torch
 
 # Where tests share what takes long to start or compile: each in one worker; of a folder, each file, if there are many
 TOGETHER = (
-    "tests/distributed/", "tests/test_convergence.py", "tests/test_advise_benchmark.py", "tests/test_compile_graphs.py",
-    "tests/models/test_sharded.py",
+    "tests/distributed/", "tests/test_convergence.py", "tests/test_advise.py", "tests/test_advise_benchmark.py",
+    "tests/test_compile_graphs.py", "tests/models/test_sharded.py",
 )  # fmt: skip
 FEW_WORKERS = 4
 DEVICES = ["cpu"]

@@ -1,6 +1,6 @@
 """``advise``: a recipe for each layer. Oracles: gradients of the model in high precision, exhaustive search."""
 
-import copy
+import functools
 import itertools
 import random
 
@@ -51,16 +51,26 @@ def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
 
+@functools.cache
+def advised(place=None, **options):
+    """Return the advice for one of these models, which several tests look at."""
+    return advise(model_of(place), **options)
+
+
+@functools.cache
+def exact(place):
+    return gradients(model_of(place))
+
+
 def gradients(model):
     model.zero_grad()
     sum(loss(model, batch) for batch in batches()).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def error(model, recipe):
-    exact = gradients(copy.deepcopy(model))
-    got = gradients(ht.quantize_(copy.deepcopy(model), recipe))
-    return float((got - exact).norm() / exact.norm())
+def error(place, recipe):
+    got = gradients(ht.quantize_(model_of(place), recipe))
+    return float((got - exact(place)).norm() / exact(place).norm())
 
 
 def advise(model, **options):
@@ -69,13 +79,12 @@ def advise(model, **options):
 
 @pytest.mark.parametrize("place", few(PLACES, 2))
 def test_a_layer_with_outliers_keeps_a_wider_format(place):
-    model = model_of(place)
-    budget = 8 * advise(model, budget="fp8").budget  # for which most products can be in NVFP4
-    formats = {(row.layer, row.gemm): row.format for row in advise(model, budget=budget).table}
+    budget = 8 * advised(place, budget="fp8").budget  # for which most products can be in NVFP4
+    formats = {(row.layer, row.gemm): row.format for row in advised(place, budget=budget).table}
     large = [(layer, "output") for layer, gemm in formats if gemm == "output" and layer.endswith(("up", "down"))]
     assert {formats[product] for product in large if product[0] != place} == {"nvfp4"}
     assert formats[place, "output"] != "nvfp4"
-    same = {(row.layer, row.gemm): row.format for row in advise(model_of(), budget=budget).table}
+    same = {(row.layer, row.gemm): row.format for row in advised(budget=budget).table}
     assert same[place, "output"] == "nvfp4"
 
 
@@ -84,11 +93,10 @@ def test_errors_are_those_of_gradients(place):
     """Of recipes that are the same everywhere, and of the advised one, within a third; before noise in outputs and in
     gradients of inputs was run through the model, they were up to twice as large.
     """
-    model = model_of(place)
-    advice = advise(model, budget="fp8")
+    advice = advised(place, budget="fp8")
     for point in advice.curve:
         if point.name not in ("", "bf16"):
-            found = error(model, advice.recipe if point.name == "advised" else point.name)
+            found = error(place, advice.recipe if point.name == "advised" else point.name)
             assert 0.67 < found / point.error**0.5 < 1.2, point.name
 
 
@@ -117,15 +125,14 @@ def test_a_model_that_draws_is_measured_by_the_same_draws():
     """Another dropout would count as an error a hundred times that of FP8."""
     drops = nn.Sequential(nn.Dropout(0.3), model_of())
     state = torch.get_rng_state()
-    found, expected = (ht.advise(m, batches(), loss=loss, hardware="b200").budget for m in (drops, model_of()))
-    assert found < 3 * expected
+    assert advise(drops).budget < 3 * advised().budget
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_less_error_than_random_recipes_of_equal_cost():
-    model = model_of("blocks.2.down")
-    advice = advise(model, budget="fp8")
-    mine, draws = error(model, advice.recipe), random.Random(0)
+    place = "blocks.2.down"
+    advice = advised(place, budget="fp8")
+    mine, draws = error(place, advice.recipe), random.Random(0)
     alike = {}
     for i, row in enumerate(advice.table):
         alike.setdefault(row.share, []).append(i)
@@ -140,12 +147,12 @@ def test_less_error_than_random_recipes_of_equal_cost():
         for i in range(0, len(formats), 3):
             spec = "/".join(formats[i : i + 3])
             rules[advice.table[i].layer] = None if spec == "bf16/bf16/bf16" else ht.HybridConfig.parse(spec)
-        assert error(model, FqnToConfig(rules)) > mine
+        assert error(place, FqnToConfig(rules)) > mine
 
 
 @pytest.mark.parametrize("budget", ["fp8", "fp8_rowwise", "mxfp8"])
 def test_within_the_budget_and_cheaper(budget):
-    advice = advise(model_of(), budget=budget)
+    advice = advised(budget=budget)
     uniform = next(point for point in advice.curve if point.name == budget)
     assert advice.budget == uniform.error
     assert advice.error <= uniform.error
@@ -174,8 +181,7 @@ def test_no_error_allowed_and_none_possible():
 
 
 def test_recipes_serialize_and_train():
-    model = model_of("blocks.0.up")
-    advice = advise(model, budget="fp8")
+    model, advice = model_of("blocks.0.up"), advised("blocks.0.up", budget="fp8")
     again = config_from_dict(config_to_dict(advice.recipe))
     assert dict(again.fqn_to_config) == dict(advice.recipe.fqn_to_config)
     ht.quantize_(model, again)
@@ -243,7 +249,7 @@ def test_compiled_models_have_the_names_of_plain_ones():
 def test_tables_are_shown(capsys):
     from rich.console import Console
 
-    Console(width=200).print(advise(model_of()))
+    Console(width=200).print(advised())
     shown = capsys.readouterr().out
     assert "Advised for b200 (published" in shown
     for word in ("advised", "nvfp4", "time / BF16", "share of error"):
