@@ -335,26 +335,25 @@ def in_a_group_of_their_own(rank, recipe, kind, transposed, persistent):
         assert torch.equal(mine, theirs)
 
 
+GROUPED = [
+    ("mxfp8", Stored, True),
+    ("fp8_delayed", Stored, True),
+    ("mxfp8", Experts, False),
+    ("mxfp8", Looped, False),
+    ("nvfp4_fwd_mxfp8_bwd", Stored, True),
+    ("fp8", Looped, True),
+    ("bf16/mxfp8/fp8", Looped, True),
+    ("fp8_block", OneByOne, False),
+    # faces in high precision are transposed in forward, while their memory is not there
+    ("fp8+high_precision", Stored, True),
+    ("fp8+high_precision", Experts, False),
+    ("fp8+high_precision", OneByOne, False),
+    ("nvfp4_fwd_mxfp8_bwd", OneByOne, True),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(
-    ("recipe", "kind", "transposed"),
-    [
-        ("mxfp8", Stored, True),
-        ("fp8_delayed", Stored, True),
-        ("nvfp4_fwd_mxfp8_bwd", Stored, True),
-        ("mxfp8", Experts, False),
-        ("mxfp8", Looped, False),
-        ("fp8", Looped, True),
-        ("bf16/mxfp8/fp8", Looped, True),
-        ("fp8_block", OneByOne, False),
-        ("nvfp4_fwd_mxfp8_bwd", OneByOne, True),
-        # faces in high precision are transposed in forward, while their memory is not there
-        ("fp8+high_precision", Stored, True),
-        ("fp8+high_precision", Experts, False),
-        ("fp8+high_precision", OneByOne, False),
-    ],
-)
-def test_gathered_again_for_backward(two, recipe, kind, transposed, persistent):
+@pytest.mark.parametrize(("case", "persistent"), in_turn(GROUPED, [False, True]))
+def test_gathered_again_for_backward(two, case, persistent):
     """Experts in an FSDP2 group of their own, which has one face at a time, as those that are not sharded."""
-    two.run(in_a_group_of_their_own, recipe, kind, transposed, persistent)
+    two.run(in_a_group_of_their_own, *case, persistent)
