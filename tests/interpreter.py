@@ -96,7 +96,7 @@ def remember_dtypes(interpreter):
 
 
 def remember_types(core):
-    """Have one type of each kind of block, and of it the shape that its tensors show; types of tuples when asked for."""
+    """Have one type of each kind of block, which knows the shape that its tensors show; types of tuples when asked."""
     made, begin, to_ir = {}, core.block_type.__init__, core.block_type.to_ir
 
     def one_of_each(cls, element_ty, shape):
