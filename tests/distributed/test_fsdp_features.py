@@ -376,7 +376,7 @@ def nested_and_prefetching(rank, recipes):
         shard(model, mesh_of(rank, 2))
         model[0].set_modules_to_forward_prefetch([model[1], model[2]])
         model[2].set_modules_to_backward_prefetch([model[1], model[0]])
-        train(rank, model, twin)
+        train(rank, model, twin, steps=3)
 
 
 def test_nested_wraps_and_prefetching(two):

@@ -35,7 +35,7 @@ def make(spec, width=64, hidden=128):
     return ht.quantize_(model, spec, persistent=True)
 
 
-def train(rank, model, twin, steps=3):
+def train(rank, model, twin, steps=2):
     same_draws(rank, model, twin)
     optimizers = [ht.optim.MasterWeights(torch.optim.AdamW, m.parameters(), lr=0.05) for m in (model, twin)]
     for step in range(steps):

@@ -31,7 +31,7 @@ from hybridtensor.state import TrainingRanks
 from hybridtensor.state.watch import layer_states
 from hybridtensor.subclasses import MasterWeight, observing
 
-WIDTH, TOKENS, STEPS = 32, 16, 3
+WIDTH, TOKENS, STEPS = 32, 16, 2
 
 
 def of_loop(rank, ranks):

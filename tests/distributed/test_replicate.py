@@ -35,7 +35,7 @@ def like_plain_models(rank, how):
         parallel = wrapped(model, how, rank)
         same_draws(rank, model, twin)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, twin)]
-        for step in range(3):
+        for step in range(2):
             losses = []
             for m, o in zip((parallel, twin), optimizers, strict=True):
                 o.zero_grad()

@@ -27,7 +27,7 @@ from tensor_parallel import (
     tp_mesh,
     whole,
 )
-from tiers import few
+from tiers import few, in_turn
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,9 +56,9 @@ RECIPES = [name for name in sorted(ht.recipes.RECIPES) if not ht.recipes.from_na
 RECIPES += ["fp8_rowwise+dequantized", "fp8+high_precision", "mxfp8/fp8/bf16"]
 
 
-def like_the_parts(rank, recipes, bias):
+def like_the_parts(rank, cases):
     mesh = tp_mesh()
-    for recipe in recipes:
+    for recipe, bias in cases:
         twin = Halves(recipe, bias=bias)
         y, dx, _ = step(twin, data(1), data(2))
         twin(data(1)).backward(data(2))
@@ -72,9 +72,9 @@ def like_the_parts(rank, recipes, bias):
                 assert torch.equal(grad, expected[name]), (recipe, first, name)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_bitwise_the_parts_as_layers(two, bias):
-    two.run(like_the_parts, RECIPES, bias)
+def test_bitwise_the_parts_as_layers(two):
+    """With a bias and without."""
+    two.run(like_the_parts, in_turn(RECIPES, [False, True]))
 
 
 ROUNDED = 2.0**-8  # a bf16 number, to nearest

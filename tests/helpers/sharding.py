@@ -80,8 +80,9 @@ def assert_faces_equal(mine, expected):
         assert same_bits(one, other)
 
 
-def train(rank, model, twin, *, steps=3, cls=torch.optim.AdamW, lr=0.05, grad_input=False):
-    """Train both on the same batch, sharded over ranks or whole, and compare after every step.
+def train(rank, model, twin, *, steps=2, cls=torch.optim.AdamW, lr=0.05, grad_input=False):
+    """Train both on the same batch, sharded over ranks or whole, and compare after every step: the second one has what
+    the first one wrote, as have all others.
 
     Every rank sees the whole batch, so that the mean of the gradients is that of the twin.
     """
