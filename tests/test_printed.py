@@ -1,10 +1,8 @@
 """Results are printed as tables: by ``print``, at a prompt, and in notebooks."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from processes import call_program
 from torch import nn
 
 import hybridtensor as ht
@@ -58,4 +56,4 @@ def test_rich_is_imported_when_something_is_printed():
         "found = ht.explain(ht.quantize_(torch.nn.Sequential(torch.nn.Linear(8, 8)), 'fp8'))\n"
         "assert 'rich' not in sys.modules\nstr(found)\nassert 'rich' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    call_program(code)
