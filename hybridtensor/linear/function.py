@@ -39,6 +39,9 @@ from hybridtensor.subclasses.observing import note_operand, note_product, observ
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_unsafe_view = (
+    torch.ops.aten._unsafe_view.default
+)  # an overload: choosing one takes twice as long as the view
 
 
 class _Call(NamedTuple):
@@ -313,7 +316,7 @@ def with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return ``out`` in a shape, and as no view: what a custom autograd function returns as a view
     cannot be written in place, nor have FSDP2's hooks.
     """
-    return torch.ops.aten._unsafe_view(out, shape)  # type: ignore[no-any-return]
+    return _unsafe_view(out, shape)  # type: ignore[no-any-return]
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:

@@ -130,8 +130,7 @@ class _Job:
         state = context.state
         if state is not None and state.amax is not kept.noted:
             state = state._replace(amax=kept.noted)
-        if state is not context.state or kept.amaxes != context.amaxes:
-            context = context._replace(state=state, amaxes=kept.amaxes)
+        context = context._replace(state=state, amaxes=kept.amaxes)
         return self.plan.inputs(self.plain, context)
 
     def keep(self, made: Faces) -> None:

@@ -63,7 +63,8 @@ class CastPlan:
             return ops.quantize_groups(x, context.groups, self.request, inputs)
         matrix = x if x.dim() == 2 else tokens(x)
         direct = runs_directly(matrix)
-        if not direct and is_traced() and context.role != "weight" and context.amaxes == _NO_AMAXES:
+        unknown = context.amaxes[0] is None and context.amaxes[1] is None
+        if not direct and is_traced() and context.role != "weight" and unknown:
             context = _measured_by_the_graph(matrix, self.request, context)
         inputs = self.inputs(matrix, context)
         return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
@@ -142,7 +143,6 @@ class CastPlan:
             self._whole.add(extents)
 
 
-_NO_AMAXES = (None, None)
 Plans = dict[tuple[object, ...], "CastPlan | None"]
 """The casts of a quantizer, by what they depend on."""
 _NEW = CastPlan.__new__(CastPlan)  # stands for a plan that is not there

@@ -266,7 +266,10 @@ class MasterWeight(InterceptingTensor):
         if not (row_is_missing or column_is_missing):
             return kept
         amaxes = kept.amaxes
-        if backward_follows and not both and amaxes == (None, None):
+        unknown = (
+            amaxes[0] is None and amaxes[1] is None
+        )  # comparing tensors takes longer than all else here
+        if backward_follows and not both and unknown:
             amaxes = self.amaxes(dtype, context)
         if not lasting:
             context = for_products(context, dtype, row=True, column=True)
