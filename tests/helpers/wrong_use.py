@@ -52,6 +52,7 @@ METHODS_OF_OTHERS = {
         "named_modules",
         "count_step",
         "kept_faces",
+        "follow",
         "note_backward",
         "delayed_rules",
         "draws",
