@@ -1,7 +1,7 @@
 """What a product costs by its formats: tables of times relative to the same product in BF16.
 
 A table is measured on a device, or follows from the peak rates that its maker publishes; each row says which. The
-named tables are figures that this library's benchmarks measured on an H200, and NVIDIA's rates of a B200;
+named tables are figures that this library's benchmarks measured on an H200 and an H100, and NVIDIA's rates of a B200;
 ``measure`` makes one of the present device.
 """
 
@@ -134,10 +134,18 @@ class CostTable:
         return f"{self.name} ({self.how}{note})"
 
 
-_LINEAR = (
-    "geometric mean of five layers, forward and backward with casts, eager: "
-    "benchmarks/results/linear_nvidia_h200.json"
-)
+def _measured(name: str, device: str, results: str, times: dict[str, float]) -> CostTable:
+    """Return the table of a Hopper GPU, which has no products of MXFP8 and NVFP4."""
+    source = (
+        "geometric mean of five layers, forward and backward with casts, eager: "
+        f"benchmarks/results/{results}"
+    )
+    native = ("bf16", "fp8", "fp8_rowwise", "fp8_block")
+    rows = [Row(word, times[word], word in native, source) for word in times]
+    mixed = Row(MIXED, times["mxfp8"], False, f"as mxfp8, which is emulated there, too: {source}")
+    return CostTable(name, device, "measured", True, (*rows, mixed), _LEAST_FEATURES)
+
+
 _B200 = "NVIDIA HGX B200 data sheet, dense peak of one GPU: BF16 2.25, FP8 4.5, FP4 9 PFLOPS"
 _LEAST_FEATURES = 4096
 """Of the layers that were measured; that large ones come near peak rates is known of no smaller ones, either."""
@@ -145,21 +153,31 @@ _EMULATED = "values are multiplied in BF16: its rate at best; " + _B200
 
 TABLES = MappingProxyType(
     {
-        "h200": CostTable(
+        "h200": _measured(
             "h200",
             "NVIDIA H200",
-            "measured",
-            True,
-            (
-                Row("bf16", 1.0, True, _LINEAR),
-                Row("fp8", 0.623, True, _LINEAR),
-                Row("fp8_rowwise", 0.638, True, _LINEAR),
-                Row("fp8_block", 0.712, True, _LINEAR),
-                Row("mxfp8", 1.063, False, _LINEAR),
-                Row("nvfp4", 1.259, False, _LINEAR),
-                Row(MIXED, 1.063, False, "as mxfp8, which is emulated there, too: " + _LINEAR),
-            ),
-            _LEAST_FEATURES,
+            "linear_nvidia_h200.json",
+            {
+                "bf16": 1.0,
+                "fp8": 0.623,
+                "fp8_rowwise": 0.638,
+                "fp8_block": 0.712,
+                "mxfp8": 1.063,
+                "nvfp4": 1.259,
+            },
+        ),
+        "h100": _measured(
+            "h100",
+            "NVIDIA H100 80GB HBM3",
+            "linear_nvidia_h100_80gb_hbm3.json",
+            {
+                "bf16": 1.0,
+                "fp8": 0.650,
+                "fp8_rowwise": 0.682,
+                "fp8_block": 0.734,
+                "mxfp8": 1.086,
+                "nvfp4": 1.302,
+            },
         ),
         "b200": CostTable(
             "b200",
@@ -207,7 +225,7 @@ def word_of(formats: Iterable[Format]) -> str:
 
 
 def table(device: str) -> CostTable:
-    """Return the table called ``device``: ``"h200"`` (measured) or ``"b200"`` (published peak rates).
+    """Return the table called ``device``: ``"h200"`` and ``"h100"`` (measured), ``"b200"`` (published peak rates).
 
     Raises:
         ValueError: If there is none, with the nearest, and how to measure one.

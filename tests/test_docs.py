@@ -69,14 +69,15 @@ def test_saved_table():
     ]
 
 
-def test_linear_table():
-    rows = results("linear_nvidia_h200")["rows"]
+@pytest.mark.parametrize("name", ["linear_nvidia_h200", "linear_nvidia_h100_80gb_hbm3"])
+def test_linear_table(name):
+    rows = results(name)["rows"]
     speeds = {}
     for row in rows:
         speeds.setdefault(row["recipe"], {})[row["tokens x out x in"]] = row["speed over BF16"]
-    assert table("linear_nvidia_h200") == [
-        [name, *(f"{of[shape]:.2f}x" for shape in ("geometric mean", "16384x4096x4096", "16384x14336x4096"))]
-        for name, of in speeds.items()
+    assert table(name) == [
+        [recipe, *(f"{of[shape]:.2f}x" for shape in ("geometric mean", "16384x4096x4096", "16384x14336x4096"))]
+        for recipe, of in speeds.items()
     ]
 
 

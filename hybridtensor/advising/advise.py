@@ -154,7 +154,8 @@ def advise(
         batches: What it is run with: a few that are like those of training.
         formats: Specs of which each product may have one, without state (delayed scales).
         budget: The error that is allowed: that of a spec everywhere, or a number of the same measure.
-        hardware: The name of a table of costs (``"h200"``, ``"b200"``), a table; None measures the present GPU.
+        hardware: The name of a table of costs (``"h200"``, ``"h100"``, ``"b200"``), or a table; None measures the
+            present GPU.
         loss: ``(model, batch)`` to a scalar. By default the model is called with the batch (a dictionary gives
             its arguments) and returns it, or something that has it as ``loss``.
 
