@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpointing import bits, folder, forge, load, make, saved
 
 from hybridtensor.distributed import checkpoint
+from hybridtensor.distributed.checkpoint.untrusted import metadata as reading
 
 
 class Hostile:
@@ -126,29 +128,52 @@ class TestPickles:
             "slots": b"N}(\x8c\x07save_idNu\x86b",
         }
         assert "no metadata but StorageMeta" in self.refused(tmp_path, record + fields["own"] + b".")
-        assert "its own fields, not ['__init__']" in self.refused(tmp_path, record + fields["other"] + b".")
         assert "fields by name" in self.refused(tmp_path, record + fields["slots"] + b".")
         assert "built once" in self.refused(tmp_path, record + fields["own"] * 2 + b".")
-        assert "records with their fields" in self.refused(tmp_path, record + b".")
+        assert "no REDUCE of" in self.refused(tmp_path, record[:-2] + b")R.")
+        assert "without arguments" in self.refused(tmp_path, record[:-2] + b"N\x85\x81.")
+        # Within metadata, whose fields are looked at
+        metadata = b"\x80\x04c" + f"{DCP}.metadata\nMetadata\n".encode() + b")\x81}("
+        metadata += b"\x8c\x13state_dict_metadata}\x8c\x0cstorage_data}"
+        for end, told in (
+            (b"ub.", None),
+            (b"\x8c\x08__init__Nub.", "Metadata with its own fields"),
+            (b"\x8c\x0cstorage_meta" + record[2:] + fields["other"] + b"ub.", "StorageMeta with its own fields"),
+            (b"\x8c\x0cstorage_meta" + record[2:] + b"ub.", "StorageMeta with its fields"),
+            (b"\x8c\x07versionK\x01ub.", "the version of"),
+        ):
+            (tmp_path / ".metadata").write_bytes(metadata + end)
+            if told is None:
+                assert checkpoint.SafeReader(tmp_path).read_metadata().storage_data == {}
+            else:
+                assert told in self.refused(tmp_path, metadata + end)
 
     @pytest.mark.parametrize(
         ("bomb", "told"),
         [
-            (b"\x80\x04Nr\xff\xff\xff\xff.", "no metadata but NoneType"),
+            (b"\x80\x04Nr\xff\xff\xff\xff.", "memos in their order"),
             (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "expected 1099511627776 bytes"),
             (b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b".", "expected 1099511627776 bytes"),
             (b"\x80\x04X\xff\xff\xff\xffab.", "expected 4294967295 bytes"),
-            (b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "no metadata but list"),
+            (b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "100 levels at most"),
             (b"\x80\x04" + b"(" * 10**5 + b".", "it has no end"),
             (b"\x80\x04)" + b"\x94h\x00\x86" * 99 + b".", "no metadata but tuple"),
             (b"\x80\x04}(\x8c\x01a\x94" + b"2\x86\x94" * 99 + b"Nu.", "opcode DUP"),
-            (b"\x80\x04}(\x8c\x01a\x94" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, 99)) + b"Nu.", "names"),
+            (b"\x80\x04}(\x8c\x01a\x94" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, 99)) + b"Nu.", "parts"),
+            (b"\x80\x04}(" + b"".join(b"\x8a\x09%c" % n + b"\0" * 7 + b"\1N" for n in range(99)) + b"u.", "names"),
+            (b"\x80\x04(N" + b"".join(b"q%c]h%cah%ca" % (n, n, n) for n in range(99)) + b"t.", "parts at most"),
+            (b"\x80\x04]\x94h\0a.", "no part of itself"),
+            (b"\x80\x04N.N.", "more behind it"),
             (b"", "exhausted"),
             (b"\x80\x04.", "it has no end"),
+            (b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN.", "frames of whole opcodes"),
+            (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "frames of whole opcodes"),
+            (b"\x80\x04" + b"\x95\x0b" + b"\0" * 7 + b"\x95\2" + b"\0" * 7 + b"N.", "opcode FRAME"),
+            (b"\x80\x04N\x80\x04.", "opcode PROTO"),
             (b"\x80\x040.", "opcode POP"),
             (b"\x80\x04\x8a\xff" + b"\x7f" * 255 + b".", "no metadata but int"),
         ],
-        ids=range(13),
+        ids=range(21),
     )  # fmt: skip
     def test_bombs_are_refused_at_once(self, bomb, told, tmp_path):
         tracemalloc.start()
@@ -175,7 +200,7 @@ class TestPickles:
             metadata.state_dict_metadata["model.2.weight"].chunks = entry.chunks
 
         changes = {
-            "two tables": lambda m, e: setattr(m, "storage_data", [1]),
+            "the storage_data of": lambda m, e: setattr(m, "storage_data", [1]),
             "names in a path": lambda m, e: m.planner_data.update({"a": (1.5,)}),
             "a path by name": lambda m, e: m.planner_data.update({"a": "abc"}),
             "entries by name|keys that are names": lambda m, e: m.state_dict_metadata.update({3: e}),
@@ -186,7 +211,7 @@ class TestPickles:
             "all bytes of": lambda m, e: setattr(e.properties, "dtype", torch.complex128),
             "a place of": lambda m, e: m.state_dict_metadata.update(a=m.state_dict_metadata["optimizer.values"]),
             "alone": shared,
-            "the name of a file": lambda m, e: setattr(first(m), "relative_path", 3),
+            "the relative_path of": lambda m, e: setattr(first(m), "relative_path", 3),
             "a place in a file": lambda m, e: setattr(first(m), "offset", -1),
             "transformed": lambda m, e: setattr(first(m), "transform_descriptors", ("zstd",)),
         }  # fmt: skip
@@ -297,6 +322,81 @@ def repickled(data):
         target.writestr(name, data(content) if name.endswith("data.pkl") else content)
 
     return change
+
+
+class TestUnpickler:
+    """Python's, with a list of our own: what it does without, and after, the look that pickles get."""
+
+    @pytest.mark.parametrize(
+        "forged",
+        [
+            b"cos\nsystem\n.", b"ctorch\nTensor\n.", b"cbuiltins\ngetattr\n.", b"ctorch.nn\nSize\n.",
+            b"\x8c\x05torch\x8c\x06Tensor\x93.", b"\x8c\x05torch\x8c\x0cSize.__new__\x93.",
+            b"c__builtin__\nset\n.", b"cpickle\nUnpickler\n.", b"NQ.", b"P1\n.", b"\x82\x01.",
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_it_refuses_by_itself(self, forged):
+        with pytest.raises((ValueError, pickle.UnpicklingError), match=r"not on the list|persistent|extension"):
+            reading._Unpickler(io.BytesIO(b"\x80\x04" + forged)).load()
+
+    def test_lists_of_others_are_neither_used_nor_changed(self, tmp_path):
+        saved(tmp_path, 1)
+        with torch.serialization.safe_globals([Hostile, (Hostile, "torch.Size")]):
+            assert not checkpoint.verify(tmp_path)[1]
+            forge(folder(tmp_path, 1), ".metadata", b"\x80\x02c" + f"{__name__}\nHostile\n.".encode())
+            assert "a pickle that asks for" in checkpoint.verify(tmp_path)[1][0]
+
+    def test_frames_hide_nothing(self, tmp_path):
+        """Where one ends within an opcode, Python's unpickler skips the rest of the opcode."""
+        hidden = b"\0\0c" + f"{DCP}.metadata\nMetadata\n".encode() + b"(N}X\5\0\0\0ownedK\x01stb0."
+        text = b"X" + len(hidden).to_bytes(2, "little") + b"\0\0" + hidden
+        data = b"\x80\x04\x95" + (4).to_bytes(8, "little") + b"]" + text + b"a."
+        assert [op.name for op, _, _ in pickletools.genops(data)][2:] == ["EMPTY_LIST", "BINUNICODE", "APPEND", "STOP"]
+        (tmp_path / ".metadata").write_bytes(data)
+        with pytest.raises(ValueError, match="frames of whole opcodes"):
+            checkpoint.SafeReader(tmp_path).read_metadata()
+        assert not hasattr(dcp.metadata.Metadata, "owned")
+
+    @pytest.mark.parametrize(
+        ("forged", "told"),
+        [
+            # The one member of an enumeration that all of the process has
+            (f"c{DCP}.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R}}\x8c\x07_value_K\x05sb.", "no BUILD of REDUCE"),
+            ("cpathlib\nPosixPath\n\x8c\x01a\x85R}\x8c\x04_strK\x05sb.", "no BUILD of REDUCE"),
+            # Fields that are called as methods
+            (f"c{DCP}.metadata\nStorageMeta\n)\x81}}\x8c\x06appendctorch\nSize\nsb)a.", "no APPEND of BUILD"),
+            (f"c{DCP}.metadata\nStorageMeta\n)\x81}}\x8c\x06extendctorch\nSize\nsb(Ne.", "no APPENDS of BUILD"),
+            (f"c{DCP}.metadata\nStorageMeta\n)\x81\x8c\x01aNs.", "no SETITEM of NEWOBJ"),
+            ("ctorch\nSize\n)R(\x8c\x01aNu.", "no SETITEMS of REDUCE"),
+        ],
+        ids=range(6),
+    )
+    def test_only_lists_dictionaries_and_records_are_added_to(self, forged, told, tmp_path):
+        (tmp_path / ".metadata").write_bytes(b"\x80\x04" + forged.encode("latin1"))
+        with pytest.raises(ValueError, match=told):
+            checkpoint.SafeReader(tmp_path).read_metadata()
+        assert dcp.metadata._MEM_FORMAT_ENCODING(0).value == 0
+
+    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+    def test_all_protocols_are_read(self, protocol, tmp_path):
+        saved(tmp_path, 1)
+        metadata = checkpoint.SafeReader(folder(tmp_path, 1)).read_metadata()
+        metadata.planner_data |= {"a" * 70_000: ("a",), "\ud800\n": ("b", 300, 70_000)}  # of more than a frame
+        pickled = pickle.dumps(metadata, protocol)
+        for data in (pickled, pickletools.optimize(pickled), pickle._dumps(metadata, protocol)):
+            (tmp_path / ".metadata").write_bytes(data)
+            found = checkpoint.SafeReader(tmp_path).read_metadata()
+            found.storage_meta = metadata.storage_meta
+            assert found == metadata
+
+    @pytest.mark.parametrize("name", ["_StorageInfo", "_MemoryFormat"])
+    def test_records_that_torch_lacks_are_told_of(self, name, tmp_path, monkeypatch):
+        saved(tmp_path, 1)
+        monkeypatch.setattr(reading, name, object)
+        with pytest.raises(NotImplementedError, match=r"lacks _StorageInfo or") as raised:
+            checkpoint.SafeReader(folder(tmp_path, 1)).read_metadata()
+        assert f"torch 2.11 to 2.13 is required to read metadata, torch {torch.__version__}" in str(raised.value)
 
 
 class TestItems:

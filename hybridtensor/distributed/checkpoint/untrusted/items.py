@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.checkpoint.untrusted.numpy_values import NumpyReader
-from hybridtensor.distributed.checkpoint.untrusted.opcodes import PickleMachine
+from hybridtensor.distributed.checkpoint.untrusted.scan import Scan
 
-_PICKLE, _DATA = "data.pkl", "data"
-_DEEPEST, _LARGEST = 100, 10**7
-_ITEMSIZES = {
-    "BFloat16Storage": 2, "BoolStorage": 1, "ByteStorage": 1, "CharStorage": 1, "ComplexDoubleStorage": 16,
-    "ComplexFloatStorage": 8, "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "IntStorage": 4,
-    "LongStorage": 8, "ShortStorage": 2, "UntypedStorage": 1,
-}  # fmt: skip
+_PICKLE = "data.pkl"
+_DEEPEST = 100
 
 
 def read_value(stream: IO[bytes]) -> Any:
@@ -30,15 +25,30 @@ def read_value(stream: IO[bytes]) -> Any:
     Raises:
         ValueError: If it is damaged, or holds what cannot be read without running code.
     """
+    return _load(stream, NumpyReader())
+
+
+def read_tensor(stream: IO[bytes]) -> Tensor:
+    """Return a tensor that was stored, on the host.
+
+    Raises:
+        ValueError: If it is damaged, or no tensor.
+    """
+    loaded = _load(stream)
+    if type(loaded) is not Tensor or loaded.layout != torch.strided or not loaded.is_cpu:
+        raise ValueError(f"a plain tensor is required, got {type(loaded).__name__}")
+    return loaded
+
+
+def _load(stream: IO[bytes], arrays: NumpyReader | None = None) -> Any:
     check_archive(stream)
     stream.seek(0)
-    arrays = NumpyReader()
     try:
-        with torch.serialization.safe_globals(arrays.stand_ins()):
+        with torch.serialization.safe_globals(arrays.stand_ins() if arrays else []):
             loaded = torch.load(stream, map_location="cpu", weights_only=True)
-        return arrays.with_arrays(loaded)
+        return arrays.with_arrays(loaded) if arrays else loaded
     except Exception as error:  # damaged pickles raise whatever they like
-        raise ValueError(f"{_first_line(error)}") from error
+        raise ValueError(_first_line(error)) from error
 
 
 def pickled(value: object, name: str, who: str) -> io.BytesIO:
@@ -94,23 +104,6 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
             yield f"[{number}]", part
 
 
-def read_tensor(stream: IO[bytes]) -> Tensor:
-    """Return a tensor that was stored, on the host.
-
-    Raises:
-        ValueError: If it is damaged, or no tensor.
-    """
-    check_archive(stream)
-    stream.seek(0)
-    try:
-        loaded = torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{_first_line(error)}") from error
-    if type(loaded) is not Tensor or loaded.layout != torch.strided or not loaded.is_cpu:
-        raise ValueError(f"a plain tensor is required, got {type(loaded).__name__}")
-    return loaded
-
-
 def _first_line(error: Exception) -> str:
     """Return the reason that torch's reader of pickles gives, without its advice to read them otherwise."""
     text, _, reason = str(error).partition("WeightsUnpickler error: ")
@@ -138,105 +131,8 @@ def check_archive(stream: IO[bytes]) -> None:
             pickled = [record for record in records if record.filename.endswith(f"/{_PICKLE}")]
             if len(pickled) != 1:
                 raise ValueError("an archive with one pickle is required")
-            _ValueMachine(sizes).check(archive.read(pickled[0]))
+            Scan(None, sizes).run(archive.read(pickled[0]))
     except ValueError:
         raise
     except Exception as error:  # damaged archives raise whatever they like
         raise ValueError(f"a damaged archive: {type(error).__name__}: {error}") from error
-
-
-class _Node:
-    """Stands for anything that a pickle makes."""
-
-    __slots__ = ("parts", "text")
-
-    def __init__(self, parts: list[Any], text: str | None = None) -> None:
-        self.parts, self.text = parts, text
-
-
-class _ValueMachine(PickleMachine):
-    """Makes nothing, and finds how large and how deep what a pickle says would be.
-
-    Args:
-        sizes: Bytes of each file of the archive.
-    """
-
-    def __init__(self, sizes: dict[str, int]) -> None:
-        super().__init__()
-        self._sizes = sizes
-
-    def check(self, data: bytes) -> None:
-        """Raise ValueError if it is too large or deep, or a part of itself."""
-        limit = _LARGEST + len(data)
-        if _extent(self.read(data)) > limit:
-            raise ValueError(f"values of {limit} parts at most are read")
-
-    def tuple_of(self, values: list[Any]) -> object:
-        """See ``PickleMachine``; so are the others."""
-        return _Node(values)
-
-    def new_list(self) -> object:
-        """See ``PickleMachine``."""
-        return _Node([])
-
-    def new_dict(self) -> object:
-        """See ``PickleMachine``."""
-        return _Node([])
-
-    def append(self, values: list[Any], target: Any) -> None:
-        """See ``PickleMachine``."""
-        target.parts.extend(values)
-
-    def set_items(self, items: list[tuple[Any, Any]], target: Any) -> None:
-        """See ``PickleMachine``."""
-        target.parts.extend(part for item in items for part in item)
-
-    def named(self, module: Any, name: Any) -> object:
-        """See ``PickleMachine``; torch's reader decides on the name."""
-        return _Node([], f"{module}.{name}")
-
-    def call(self, function: Any, arguments: Any) -> object:
-        """See ``PickleMachine``."""
-        return _Node([function, arguments])
-
-    def new(self, kind: Any, arguments: Any) -> object:
-        """See ``PickleMachine``."""
-        return _Node([kind, arguments])
-
-    def build(self, state: Any, target: Any) -> None:
-        """See ``PickleMachine``."""
-        target.parts.append(state)
-
-    def persistent(self, key: Any) -> object:
-        """See ``PickleMachine``: the memory of a tensor, which lies in a file of the archive."""
-        kind, storage, name, _, elements = key.parts
-        itemsize = _ITEMSIZES[storage.text.rpartition(".")[2]]
-        if kind != "storage" or type(elements) is not int or elements < 0:
-            raise ValueError("the memory of a tensor is required")
-        if elements * itemsize > self._sizes[f"{_DATA}/{name}"]:
-            raise ValueError("a tensor in its own memory is required")
-        return _Node([])
-
-
-def _extent(root: Any) -> int:
-    """Return how many parts a value has, those that are in it several times counted as often."""
-    known: dict[int, tuple[int, int]] = {}  # by id: extent and depth
-    above: set[int] = set()
-    waiting: list[Any] = [root]
-    while waiting:
-        value = waiting[-1]
-        parts = value.parts if isinstance(value, _Node) else []
-        missing = [part for part in parts if isinstance(part, _Node) and id(part) not in known]
-        if missing:
-            above.add(id(value))
-            if any(id(part) in above for part in missing):
-                raise ValueError("a value that is no part of itself is required")
-            waiting.extend(missing)
-            continue
-        inner = [known.get(id(part), (1, 0)) for part in parts]
-        extent, depth = 1 + sum(n for n, _ in inner), 1 + max((d for _, d in inner), default=0)
-        if depth > _DEEPEST:
-            raise ValueError(f"a value of {_DEEPEST} levels at most is required")
-        known[id(value)] = extent, depth
-        waiting.pop()
-    return known[id(root)][0]

@@ -84,10 +84,7 @@ class NumpyReader:
             (_DType, "numpy.dtype"),
             (_ArrayType, "numpy.ndarray"),
             (_no_bytes, "builtins.bytes"),  # which pickles call for bytes without any
-            (
-                _Array,
-                "hybridtensor.array",
-            ),  # torch's reader gives states to registered classes only
+            (_Array, "hybridtensor.array"),  # states are for registered classes only
             *((_scalar, f"{module}.scalar") for module in _MODULES),
             *((self._reconstruct, f"{module}._reconstruct") for module in _MODULES),
         ]
