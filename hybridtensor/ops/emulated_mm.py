@@ -6,6 +6,8 @@ Shape letters: ``M`` rows of the left operand, ``N`` columns of the right one, `
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,6 @@ from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.references.blocks import spread
 
-_PARTIAL_SUM = 128  # block length of the formats whose scales multiply partial sums
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -61,8 +62,12 @@ def sum_factor(face: Face) -> Tensor | None:
 def _sum_of_blocks(a: Face, b: Face, left: Tensor, right: Tensor) -> Tensor:
     """Return the sum of the blocks' partial products, each times its fp32 scales."""
     total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
-    for start in range(0, left.shape[1], _PARTIAL_SUM):
-        stop = min(start + _PARTIAL_SUM, left.shape[1])
+    contraction = left.shape[1]
+    ends = {contraction}
+    for fmt in (a.format, b.format):
+        if fmt.scales_partial_sums and fmt.block[1] is not None:
+            ends.update(range(fmt.block[1], contraction, fmt.block[1]))
+    for start, stop in itertools.pairwise([0, *sorted(ends)]):
         part = _mm_float32(left[:, start:stop], right[:, start:stop].t())
         factor = _outer(block_factor(a, start, stop), block_factor(b, start, stop))
         total += part if factor is None else part * factor

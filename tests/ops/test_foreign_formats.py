@@ -40,6 +40,8 @@ FORMATS = {
     for fmt in (
         foreign("1x64", "fp8_e4m3_1x128", block=(1, 64)),
         foreign("64x64", "fp8_e4m3_128x128", block=(64, 64)),
+        foreign("1x48_fp32", "fp8_e4m3_1x128_fp32_scale", block=(1, 48)),
+        foreign("32x32_fp32", "fp8_e4m3_128x128_fp32_scale", block=(32, 32)),
         foreign("max_240", "fp8_e4m3_tensor", max=240.0),
         foreign("row_max_240", "fp8_e4m3_row", max=240.0),
         foreign("mxfp8_64", "mxfp8_e4m3", block=(1, 64)),

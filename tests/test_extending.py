@@ -1,0 +1,162 @@
+"""What docs/extending.md says is enough, done step by step for a format, a word, an operator, a layout, an integration.
+
+Oracle: for values float64 and gfloat's codec, which share no code; for the rest what the built-in ones do.
+"""
+
+from dataclasses import dataclass
+
+import gfloat
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gfloat import formats
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor.formats import REGISTRY, Format, register_format
+from hybridtensor.inference import layouts
+from hybridtensor.ops import Cast
+from hybridtensor.ops.library import define
+from hybridtensor.quantizers.base import OneFormatQuantizer
+from hybridtensor.recipes import spec
+from hybridtensor.subclasses import MasterWeight
+from hybridtensor.testing import random_tensor
+
+BLOCK = 48  # no kernel has it
+FORMAT = Format("extended_e4m3_1x48", torch.float8_e4m3fn, 448.0, (1, BLOCK), torch.float32)
+
+
+@dataclass(frozen=True)
+class ExtendedQuantizer(OneFormatQuantizer):
+    """FP8 with a scale per 48 elements."""
+
+    @property
+    def format(self):
+        return FORMAT
+
+    def cast(self, context):
+        return Cast(FORMAT)
+
+
+@pytest.fixture(autouse=True)
+def _extended(monkeypatch):
+    """Steps 1, 3 and 4: a record, a quantizer, a word; the definition of blocks in step 2 is there."""
+    register_format(FORMAT)
+    monkeypatch.setitem(spec.WORDS, "extended", lambda role, gemm: ExtendedQuantizer())
+    yield
+    del REGISTRY[FORMAT.name]
+
+
+def expected_values(x):
+    """Return the values of a face ``[other, contraction]``, by gfloat and float64."""
+    info = formats.format_info_ocp_e4m3
+    rows = x.double().numpy()
+    found = np.zeros_like(rows)
+    for start in range(0, rows.shape[1], BLOCK):
+        block = rows[:, start : start + BLOCK]
+        encode = (np.float32(448.0) / np.abs(block).max(axis=1, keepdims=True).astype(np.float32)).astype(np.float32)
+        scale = (np.float32(1.0) / encode).astype(np.float32)
+        scaled = (block.astype(np.float32) * encode).astype(np.float64)
+        codes = gfloat.round_ndarray(info, scaled, sat=True)
+        found[:, start : start + BLOCK] = (codes.astype(np.float32) * scale).astype(np.float32)
+    return torch.from_numpy(found).float()
+
+
+def test_a_format_has_values_by_its_record_alone(device):
+    x = random_tensor(40, 120, dtype=torch.float32)  # a partial block at the end
+    made = ExtendedQuantizer().quantize(x.to(device))
+    assert torch.equal(made.rowwise.dequantize().cpu(), expected_values(x))
+    assert torch.equal(made.columnwise.dequantize().cpu(), expected_values(x.t().contiguous()).t())
+
+
+def test_a_word_trains_compiles_and_is_saved(device):
+    config = ht.HybridConfig.parse("extended/fp8/extended+save_original_input")
+    assert ht.HybridConfig.parse(str(config)) == config
+    net = nn.Sequential(nn.Linear(96, 64), nn.SiLU(), nn.Linear(64, 96)).to(device)
+    ht.quantize_(net, config)
+    x = random_tensor(32, 96, dtype=torch.float32).to(device).requires_grad_()
+    out = net(x)
+    out.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    of_input, of_weight = (expected_values(t.detach().cpu()) for t in (x, net[0].weight.dequantize()))
+    first = F.linear(of_input.double(), of_weight.double(), net[0].bias.detach().cpu().double())
+    torch.testing.assert_close(net[0](x).detach().cpu().double(), first, rtol=1e-5, atol=1e-5)
+    told = str(ht.explain(net))
+    assert FORMAT.name in told
+    twin = ht.quantize_(nn.Sequential(nn.Linear(96, 64), nn.SiLU(), nn.Linear(64, 96)).to(device), config)
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(twin(x), net(x))
+
+
+@pytest.fixture(scope="module")
+def operator():
+    def reference(x, factor):
+        return (x.float() * factor).to(x.dtype)
+
+    schema = "extended_scale(Tensor x, float factor) -> Tensor"
+    return define(schema, reference=reference, fake=lambda x, factor: torch.empty_like(x))
+
+
+def test_an_operator_of_the_namespace_passes_opcheck(operator):
+    x = random_tensor(8, 16)
+    torch.library.opcheck(operator, (x, 0.5), test_utils=("test_schema", "test_faketensor"))
+    assert torch.equal(operator(x, 0.5), x * 0.5)
+
+
+def test_an_aten_operator_is_answered_by_its_table(monkeypatch):
+    func = torch.ops.aten.logit.default
+    monkeypatch.delitem(MasterWeight.ops.handlers, func, raising=False)
+    weight = MasterWeight(torch.full((4, 8), 0.25), ht.HybridConfig.parse("fp8"))
+    with pytest.raises(NotImplementedError, match=r"aten\.logit"):
+        torch.logit(weight)
+    monkeypatch.setitem(MasterWeight.ops.handlers, func, lambda func, args, kwargs: func(args[0].plain, **kwargs))
+    assert torch.equal(torch.logit(weight), torch.logit(weight.plain))
+
+
+def test_a_layout_is_a_row(monkeypatch):
+    def pack(face):
+        return {"weight": face.qdata, "weight_scale": face.scale.contiguous()}
+
+    row = layouts.Layout("extended", (FORMAT,), pack, {"quant_method": "extended"})
+    net = ht.quantize_(nn.Sequential(nn.Linear(96, 64, bias=False)), "extended")
+    with pytest.raises(ValueError, match="no layout holds it"):
+        dict(ht.inference_tensors(net))
+    monkeypatch.setitem(layouts.LAYOUTS, "extended", row)
+    sent = dict(ht.inference_tensors(net, layout="extended"))
+    assert sent.keys() == {"0.weight", "0.weight_scale"}
+    values = sent["0.weight"].float() * sent["0.weight_scale"].repeat_interleave(BLOCK, dim=1)
+    assert torch.equal(values, expected_values(net[0].weight.dequantize()))
+
+
+class Callback:
+    """An integration of a loop that knows three moments."""
+
+    def setup(self, model, optimizer):
+        ht.quantize_(model, "fp8_delayed", keep_bf16=["head"])
+        self.after = ht.step_after(optimizer(model.parameters()), model)
+        return self.after
+
+    def save(self, model):
+        return model.state_dict()
+
+    def end(self, model):
+        self.after.remove()
+        return ht.plain_(model)
+
+
+def test_an_integration_takes_public_names_alone():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 8)})
+    made, callback = [], Callback()
+    callback.setup(model, lambda p: made.append(torch.optim.SGD(p, lr=0.1)) or made[0])
+    x = random_tensor(16, 64, dtype=torch.float32)
+    for _ in range(2):
+        model["head"](model["body"](x)).square().mean().backward()
+        made[0].step()
+    state = model["body"].quantization_state
+    assert state.amax_history.any()
+    assert any("quantization_state" in name for name in callback.save(model))
+    plain = callback.end(model)
+    assert type(plain["body"].weight) is nn.Parameter
+    assert not any("quantization_state" in name for name in plain.state_dict())
