@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
-from hybridtensor.ops.amaxes import AmaxRecord, fold, nowhere
+from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.state.dry_runs import is_dry_run
 from hybridtensor.state.ranks import ALL_RANKS
 from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, same_tensor
@@ -154,13 +154,18 @@ class LayerState(nn.Module):
 
         Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
         """
-        record: AmaxRecord | None = self.__dict__["_record"]
-        return None if record is None else record.amax
+        return None if self.record is None else self.record.amax
+
+    @property
+    def record(self) -> AmaxRecord | None:
+        """What amaxes are recorded in; None without delayed scales."""
+        found: AmaxRecord | None = self.__dict__["_record"]
+        return found
 
     @property
     def amax_address(self) -> Tensor | None:
         """int64 ``[1]``, by which compiled graphs record amaxes; None without delayed scales."""
-        record: AmaxRecord | None = self.__dict__["_record"]
+        record = self.record
         if record is None:
             return None
         if not self.recording or is_dry_run():
@@ -190,17 +195,6 @@ class LayerState(nn.Module):
             own = [index for index, slot in enumerate(self.slots) if slot.startswith("input")]
             content = repr([scale[own].tolist(), history[own].tolist()])
             self.follow(hashlib.sha256(content.encode()).hexdigest())
-
-    def measured_inputs(self) -> frozenset[int] | None:
-        """Return which inputs were measured since the last step, by where their amaxes are; None where one was not
-        recorded by itself. It is asked once per step.
-        """
-        record: AmaxRecord | None = self.__dict__["_record"]
-        if record is None:
-            return frozenset()
-        of_inputs, record.of_inputs = record.of_inputs, []
-        found = [id(amax) for amax in of_inputs if amax is not None]
-        return frozenset(found) if len(found) == len(of_inputs) else None
 
     def _versions(self) -> tuple[int, int] | None:
         """Return torch's counters of writes of the scales and of their history."""
@@ -460,27 +454,6 @@ class LayerState(nn.Module):
         if self.rounding is not None:
             kept.append("stochastic rounding")
         return ", ".join(kept)
-
-
-def fold_amaxes(states: Iterable[LayerState]) -> None:
-    """Have ``amax`` of all layers at once, in few launches for each device, at the end of a step."""
-    records = [state._record for state in states if state._record is not None]
-    for device in dict.fromkeys(record.total.device for record in records):
-        fold([record for record in records if record.total.device == device], reuse=True)
-
-
-def forget_amaxes(states: Iterable[LayerState]) -> None:
-    """Drop the amaxes of a step that was left out, and have faces of weights measured again."""
-    kept = [state for state in states if state.amax is not None]
-    fold_amaxes(kept)
-    for state in kept:
-        state.measured_inputs()
-    if kept:
-        torch._foreach_zero_([required(state.amax) for state in kept])
-    for state in kept:
-        own = state.__dict__  # Module.__setattr__ would look through parameters and buffers first
-        own["version"] += 1
-        own["recorded"] = own["unrecorded"] = False
 
 
 def weight_of_state(name: str) -> str | None:

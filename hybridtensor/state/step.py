@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, require_alike
+from hybridtensor.state.commit import (
+    as_siblings,
+    fold_amaxes,
+    forget_amaxes,
+    next_lineages,
+    share_amaxes,
+)
 from hybridtensor.state.contract import ADVICE, progress_of
-from hybridtensor.state.layer import LayerState, fold_amaxes, forget_amaxes, required
+from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.stages import pipeline_size
@@ -152,9 +158,9 @@ class step_after:  # noqa: N801  (used as a function)
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers that the same ranks train, all in one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
-    lineages = _lineages(states)
+    lineages = next_lineages(states)
     fold_amaxes(states)
-    _share_amaxes(states)
+    share_amaxes(states)
     groups = _groups(model, states, ranks)
     for group in groups:
         _check_same_scales(model, states, group)
@@ -164,7 +170,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         for group in groups:
             amaxes = progress_of(model).reduce(amaxes, group)
         if groups and not is_captured():
-            amaxes = _as_siblings(of_device, lineages, amaxes)
+            amaxes = as_siblings(of_device, lineages, amaxes)
         if not isinstance(
             model, LayerState
         ):  # on its own it follows the rule, in which an Inf counts
@@ -172,50 +178,6 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         update_scales(of_device, amaxes if groups else None)
     for state in states:
         state.follow(lineages[state])
-
-
-def _lineages(states: list[LayerState]) -> dict[LayerState, object | None]:
-    """Return what the scales of the layers' inputs follow from after this step: the same for layers that had the same
-    scales, and then read the same inputs only.
-    """
-    found: dict[LayerState, object | None] = {}
-    after: dict[object, object] = {}
-    for state in states:
-        before, inputs = state.lineage, state.measured_inputs()
-        if before is None or inputs is None:
-            found[state] = None if before is None else object()
-        else:
-            found[state] = after.setdefault((before, inputs), object()) if inputs else before
-    return found
-
-
-def _as_siblings(
-    states: list[LayerState], lineages: dict[LayerState, object | None], amaxes: Tensor
-) -> Tensor:
-    """Give the inputs of layers with the same scales the largest of their amaxes: they may differ where the layers read
-    other inputs on another rank.
-
-    Args:
-        states: The layers, all on one device.
-        lineages: What their scales follow from.
-        amaxes: Their amaxes one after the other, fp32, reduced over ranks.
-    """
-    leaders, first = list[int](), dict[tuple[object, str], int]()
-    for state in states:
-        for slot in state.slots:
-            of_input = slot.startswith("input") and lineages[state] is not None
-            key: object = lineages[state] if of_input else state
-            leaders.append(first.setdefault((key, slot), len(leaders)))
-    if len(first) == len(leaders):
-        return amaxes
-    index = _index(tuple(leaders), amaxes.device)
-    return torch.zeros_like(amaxes).scatter_reduce_(0, index, amaxes, "amax")[index]
-
-
-@functools.lru_cache(maxsize=64)
-def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _groups(
@@ -238,19 +200,6 @@ def _groups(
             f"{dist.get_world_size()} ranks and no mesh, for layer {states[0].name}; call set_mesh_(stage, mesh) first"
         )
     return []
-
-
-def _share_amaxes(states: list[LayerState]) -> None:
-    """Give layers whose weights have a common scale the largest of their amaxes of the step."""
-    by_scale: dict[int, list[LayerState]] = {}
-    for state in states:
-        if state.common is not None:
-            by_scale.setdefault(id(state.common), []).append(state)
-    for siblings in by_scale.values():
-        for slot in (slot for slot in siblings[0].slots if slot.startswith("weight")):
-            amaxes = [required(s.amax)[s.slots.index(slot)] for s in siblings if slot in s.slots]
-            largest = torch.stack(amaxes).amax()
-            torch._foreach_copy_(amaxes, [largest] * len(amaxes))
 
 
 def _rules(state: LayerState) -> str:

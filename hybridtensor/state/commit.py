@@ -1,0 +1,100 @@
+"""Commit the amaxes that the layers of a model recorded in a step, and know which scales follow from the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.amaxes import fold
+from hybridtensor.state.layer import LayerState, required
+
+
+def fold_amaxes(states: Iterable[LayerState]) -> None:
+    """Have ``amax`` of all layers at once, in few launches for each device, at the end of a step."""
+    records = [state.record for state in states if state.record is not None]
+    for device in dict.fromkeys(record.total.device for record in records):
+        fold([record for record in records if record.total.device == device], reuse=True)
+
+
+def forget_amaxes(states: Iterable[LayerState]) -> None:
+    """Drop the amaxes of a step that was left out, and have faces of weights measured again."""
+    kept = [state for state in states if state.record is not None]
+    fold_amaxes(kept)
+    if kept:
+        torch._foreach_zero_([required(state.amax) for state in kept])
+    for state in kept:
+        _measured_inputs(state)
+        own = state.__dict__  # Module.__setattr__ would look through parameters and buffers first
+        own["version"] += 1
+        own["recorded"] = own["unrecorded"] = False
+
+
+def _measured_inputs(state: LayerState) -> frozenset[int] | None:
+    """Return which inputs a layer measured since the last step, by where their amaxes are; None where one was not
+    recorded by itself. It is asked once per step.
+    """
+    if state.record is None:
+        return frozenset()
+    of_inputs, state.record.of_inputs = state.record.of_inputs, []
+    found = [id(amax) for amax in of_inputs if amax is not None]
+    return frozenset(found) if len(found) == len(of_inputs) else None
+
+
+def share_amaxes(states: list[LayerState]) -> None:
+    """Give layers whose weights have a common scale the largest of their amaxes of the step."""
+    by_scale: dict[int, list[LayerState]] = {}
+    for state in states:
+        if state.common is not None:
+            by_scale.setdefault(id(state.common), []).append(state)
+    for siblings in by_scale.values():
+        for slot in (slot for slot in siblings[0].slots if slot.startswith("weight")):
+            amaxes = [required(s.amax)[s.slots.index(slot)] for s in siblings if slot in s.slots]
+            largest = torch.stack(amaxes).amax()
+            torch._foreach_copy_(amaxes, [largest] * len(amaxes))
+
+
+def next_lineages(states: list[LayerState]) -> dict[LayerState, object | None]:
+    """Return what the scales of the layers' inputs follow from after this step: the same for layers that had the same
+    scales, and then read the same inputs only.
+    """
+    found: dict[LayerState, object | None] = {}
+    after: dict[object, object] = {}
+    for state in states:
+        before, inputs = state.lineage, _measured_inputs(state)
+        if before is None or inputs is None:
+            found[state] = None if before is None else object()
+        else:
+            found[state] = after.setdefault((before, inputs), object()) if inputs else before
+    return found
+
+
+def as_siblings(
+    states: list[LayerState], lineages: dict[LayerState, object | None], amaxes: Tensor
+) -> Tensor:
+    """Give the inputs of layers with the same scales the largest of their amaxes: they may differ where the layers read
+    other inputs on another rank.
+
+    Args:
+        states: The layers, all on one device.
+        lineages: What their scales follow from.
+        amaxes: Their amaxes one after the other, fp32, reduced over ranks.
+    """
+    leaders, first = list[int](), dict[tuple[object, str], int]()
+    for state in states:
+        for slot in state.slots:
+            of_input = slot.startswith("input") and lineages[state] is not None
+            key: object = lineages[state] if of_input else state
+            leaders.append(first.setdefault((key, slot), len(leaders)))
+    if len(first) == len(leaders):
+        return amaxes
+    index = _index(tuple(leaders), amaxes.device)
+    return torch.zeros_like(amaxes).scatter_reduce_(0, index, amaxes, "amax")[index]
+
+
+@functools.lru_cache(maxsize=64)
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
