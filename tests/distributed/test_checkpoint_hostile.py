@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpointing import bits, folder, forge, load, make, saved
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hybridtensor.distributed import checkpoint
 from hybridtensor.distributed.checkpoint.untrusted import metadata as reading
@@ -160,7 +161,7 @@ class TestPickles:
             (b"\x80\x04)" + b"\x94h\x00\x86" * 99 + b".", "no metadata but tuple"),
             (b"\x80\x04}(\x8c\x01a\x94" + b"2\x86\x94" * 99 + b"Nu.", "opcode DUP"),
             (b"\x80\x04}(\x8c\x01a\x94" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, 99)) + b"Nu.", "parts"),
-            (b"\x80\x04}(" + b"".join(b"\x8a\x09%c" % n + b"\0" * 7 + b"\1N" for n in range(99)) + b"u.", "names"),
+            (b"\x80\x04}(" + b"".join(b"\x8a\x09%c" % n + b"\0" * 7 + b"\1N" for n in range(99)) + b"u.", "numbers below"),
             (b"\x80\x04(N" + b"".join(b"q%c]h%cah%ca" % (n, n, n) for n in range(99)) + b"t.", "parts at most"),
             (b"\x80\x04]\x94h\0a.", "no part of itself"),
             (b"\x80\x04N.N.", "more behind it"),
@@ -171,7 +172,7 @@ class TestPickles:
             (b"\x80\x04" + b"\x95\x0b" + b"\0" * 7 + b"\x95\2" + b"\0" * 7 + b"N.", "opcode FRAME"),
             (b"\x80\x04N\x80\x04.", "opcode PROTO"),
             (b"\x80\x040.", "opcode POP"),
-            (b"\x80\x04\x8a\xff" + b"\x7f" * 255 + b".", "no metadata but int"),
+            (b"\x80\x04\x8a\xff" + b"\x7f" * 255 + b".", "numbers below"),
         ],
         ids=range(21),
     )  # fmt: skip
@@ -182,6 +183,20 @@ class TestPickles:
         tracemalloc.stop()
         assert re.search(told, text), text
         assert peak < 400 * len(bomb) + (1 << 20)
+
+    @pytest.mark.parametrize("field", ["fqn", "offset", "index"])
+    def test_keys_do_not_collide(self, field, tmp_path):
+        """Numbers that are equal modulo 2 ** 61 - 1 have one hash, by which a dictionary takes for ever."""
+        saved(tmp_path, 1)
+        path = folder(tmp_path, 1)
+        metadata = checkpoint.SafeReader(path).read_metadata()
+        info = next(iter(metadata.storage_data.values()))
+        for number in (i * (2**61 - 1) for i in range(1, 200)):
+            value = torch.Size([number % 2**63]) if field == "offset" else number
+            key = MetadataIndex(**{"fqn": "a", field: value})
+            metadata.storage_data[key] = info
+        (tmp_path / "other").mkdir()
+        assert "numbers below 2 ** 60" in self.refused(tmp_path / "other", pickle.dumps(metadata))
 
     def test_metadata_that_is_not_of_its_types_is_refused(self, tmp_path):
         saved(tmp_path, 1)

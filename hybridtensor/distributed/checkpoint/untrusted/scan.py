@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _DEEPEST, _LARGEST = 100, 10**7
+_MOST = (
+    2**60
+)  # numbers that are equal modulo 2 ** 61 - 1 have one hash: dictionaries of them take for ever
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _LEAVES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"}
 _PUTS, _GETS = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}
@@ -100,6 +103,8 @@ class Scan:
             if start >= self._frame > 0:
                 self._end_frame(start)
             if name in _LEAVES:
+                if name == "LONG1" and self._uses is not None and abs(argument) >= _MOST:
+                    raise ValueError("numbers below 2 ** 60 are required: larger ones share hashes")
                 self._stack.append(argument)
             elif name in _PUTS:
                 index = len(self._memo) if argument is None else argument
