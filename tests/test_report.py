@@ -1,9 +1,6 @@
 """``report``: a page of what was watched. Its numbers are read back out of the page, its script runs in node."""
 
-import copy
 import dataclasses
-import functools
-import html.parser
 import json
 import re
 import shutil
@@ -12,63 +9,12 @@ import subprocess
 import pytest
 import torch
 from experts import WIDTH, Mixture
-from siblings import inputs
+from pages import Page, recording, strings, with_markup
 from torch import nn
-from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor
 from hybridtensor.watching import Recording
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return x + 0.1 * self.down_proj(torch.tanh(self.up_proj(x)))
-
-
-def recording(layers=3, steps=5, note=True):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(layers)))
-    with torch.no_grad():
-        model[1].up_proj.weight[3] *= 1000
-    specs = {"re:.*up_proj": "fp8_rowwise", "re:.*down_proj": "nvfp4"}
-    ht.quantize_(model, FqnToConfig({name: ht.HybridConfig.parse(spec) for name, spec in specs.items()}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with ht.watch(model, every=2, rows=128) as watched:
-        for seed in range(steps):
-            loss = model(inputs(seed)).square().mean()
-            if note:
-                watched.note(loss)
-            loss.backward()
-            optimizer.step()
-            ht.step_(model)
-    return watched
-
-
-class Page(html.parser.HTMLParser):
-    def __init__(self, path):
-        super().__init__()
-        self.open, self.tags, self.texts = [], [], []
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "input", "line", "polyline"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.texts.append(data)
 
 
 def data_of(path):
@@ -122,34 +68,6 @@ def test_long_runs_are_thinned_and_names_escaped(tmp_path):
     assert (len(data["steps"]), data["steps"][0], data["steps"][-1]) == (60, 0, 199)
     assert "<script>alert" not in (tmp_path / "page.html").read_text()
     assert not Page(tmp_path / "page.html").open
-
-
-MARKUP = "'\"><img src=x onerror=alert(1)><script>alert(2)</script><!--data--></td>"
-
-
-def strings(found, path=()):
-    """Yield where the strings of a recording are, keys among them: path, and whether it is a key."""
-    if isinstance(found, str):
-        yield path, False
-    elif isinstance(found, dict):
-        for key, value in found.items():
-            yield (*path, key), True
-            yield from strings(value, (*path, key))
-    elif isinstance(found, list):
-        for index, value in enumerate(found[:2]):
-            yield from strings(value, (*path, index))
-
-
-def with_markup(found, path, is_key):
-    """Return a recording with markup in place of one of its strings."""
-    made = copy.deepcopy(found)
-    *way, last = path
-    place = functools.reduce(lambda one, key: one[key], way, made)
-    if is_key:
-        place[MARKUP] = place.pop(last)
-    else:
-        place[last] = MARKUP
-    return made
 
 
 def test_markup_in_any_string_of_a_recording_is_text(tmp_path):

@@ -16,16 +16,25 @@ def add(parsers: Parsers) -> None:
     )
     command.add_argument("file", type=Path, help="that watched.recording().save(FILE) wrote")
     command.add_argument("page", type=Path, nargs="?", help="by default FILE with .html")
+    command.add_argument(
+        "--beside",
+        type=Path,
+        metavar="OTHER",
+        help="another recording, to compare with on the page",
+    )
 
 
 def _run(given: argparse.Namespace) -> int:
     """Write the page; or print the last sample's numbers as data."""
-    recording = Recording.load(given.file)
     if given.json:
+        if given.beside is not None:
+            raise ValueError("one recording is required with --json, got --beside; leave one out")
+        recording = Recording.load(given.file)
         last = recording.samples[-1] if recording.samples else None
         scalars = {} if last is None else last.scalars()
         told = {name: value if value == value else None for name, value in scalars.items()}
         print_json({"step": None if last is None else last.step, "numbers": told})
         return 0
-    print(report(recording, given.page or given.file.with_suffix(".html")))
+    page = given.page or given.file.with_suffix(".html")
+    print(report(given.file, page, beside=given.beside))
     return 0

@@ -16,7 +16,7 @@ from hybridtensor.arguments import require_kind
 from hybridtensor.printed import Printed
 from hybridtensor.version import __version__
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
-from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
+from hybridtensor.watching.statistics import NAMES, OPTIONAL, PRODUCT_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,7 +77,15 @@ class Recording(Printed):
                 for name in ("recipes", "machine")
             )
             return cls(int(found["every"]), recipes, told, losses, samples)
-        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            OSError,
+            OverflowError,  # an infinite step, or a number that no float holds
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
                 f"Recording.load: what Recording.save wrote is required, got {path}: {error}"
             ) from error
@@ -145,8 +153,7 @@ def _sample(found: dict[str, Any]) -> Sample:
     )
     products = tuple(
         ProductRow(
-            **_fields(row, PRODUCT_NAMES, ("layer", "product"))
-            | {"formats": tuple(map(_string, row["formats"]))}
+            **_fields(row, PRODUCT_NAMES, ("layer", "product")) | {"formats": _pair(row["formats"])}
         )
         for row in found["products"]
     )
@@ -164,10 +171,19 @@ def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...])
         names: Of its statistics.
         strings: Which fields are strings.
     """
-    statistics = {name: float(row["statistics"][name]) for name in names}
+    known = row["statistics"]
+    statistics = {
+        name: float(known[name]) for name in names if name not in OPTIONAL or name in known
+    }
     experts = tuple((int(expert), float(number)) for expert, number in row["experts"])
     checked = {name: _string(row[name]) for name in strings}
     return row | checked | {"step": int(row["step"]), "statistics": statistics, "experts": experts}
+
+
+def _pair(value: Any) -> tuple[str, str]:
+    """Check that a value is two strings: the formats of both operands of a product."""
+    left, right = value
+    return _string(left), _string(right)
 
 
 def _string(value: object) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hybridtensor.arguments import require_kind, wrong
+from hybridtensor.watching.beside import beside as side_by_side
+from hybridtensor.watching.findings import findings, standing_out
+from hybridtensor.watching.judging import Judged, judged, nearest
+from hybridtensor.watching.markup import decibel, escape, section, table, table_row
 from hybridtensor.watching.recording import Recording
 from hybridtensor.watching.records import Sample, badness
 from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
@@ -29,28 +32,52 @@ _SCALES = {  # of each number that is shown: kind, where it is good, where it is
     "cosine": ("products", 1e-6, 1e-1, True),  # of 1 - cosine
     "sqnr of products": ("products", 60.0, 5.0, False),
     "sqnr": ("faces", 60.0, 5.0, False),
+    "row_sqnr": ("faces", 60.0, 5.0, False),
     "underflows%": ("faces", 0.0, 40.0, False),
     "overflows%": ("faces", 0.0, 5.0, False),
     "wasted_blocks%": ("faces", 0.0, 50.0, False),
 }
 
 
-def report(watched: watch | Recording | str | Path, path: str | Path) -> Path:
-    """Write what was watched as a page of HTML: heatmaps of layers and products over time, the worst
-    layers, the loss, the recipe and the machine.
+def report(
+    watched: watch | Recording | str | Path,
+    path: str | Path,
+    *,
+    beside: watch | Recording | str | Path | None = None,
+) -> Path:
+    """Write a page of HTML of what was watched: what stands out in words, heatmaps of layers and
+    products over time, the worst layers, the loss, the recipe and the machine.
 
     Args:
         watched: What ``watch`` returned, its recording, or a file of ``Recording.save``.
         path: Of the page.
+        beside: Another one of these to compare with, side by side on the same page. Its layers and
+            formats may differ.
 
     Returns:
         The path.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If nothing was measured yet, or the file is no recording.
+        ValueError: If nothing was measured yet, or a file is no recording.
     """
     require_kind("report", "a path", path, (str, Path))
+    recording = _recording(watched)
+    parts = _parts(recording)
+    parts["beside"] = ""
+    if beside is not None:
+        other = _recording(beside)
+        parts["beside"] = side_by_side(recording, other, _names(watched, beside))
+    page = files("hybridtensor.watching").joinpath("report.html").read_text(encoding="utf-8")
+    # in one go: what a recording says may look like a place of the page
+    page = re.sub(r"<!--(\w+)-->", lambda place: parts[place[1]], page)
+    path = Path(path)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _recording(watched: object) -> Recording:
+    """Take or load a recording in which something was measured."""
     if isinstance(watched, (str, Path)):
         recording = Recording.load(watched)
     elif isinstance(watched, watch):
@@ -60,26 +87,37 @@ def report(watched: watch | Recording | str | Path, path: str | Path) -> Path:
     else:
         raise wrong("report", "what watch returned, a Recording or its file", watched)
     if not recording.samples:
+        where = f" in {watched}" if isinstance(watched, (str, Path)) else ""
         raise ValueError(
-            "report: a step that was measured is required, got none; watch at least two steps"
+            f"report: a step that was measured is required, got none{where}; watch at least two steps"
         )
-    page = files("hybridtensor.watching").joinpath("report.html").read_text(encoding="utf-8")
-    for name, text in _parts(recording).items():
-        page = page.replace(f"<!--{name}-->", text)
-    path = Path(path)
-    path.write_text(page, encoding="utf-8")
-    return path
+    return recording
+
+
+def _names(first: object, second: object) -> tuple[str, str]:
+    """Name two recordings, by their files if they have some that differ."""
+    paths = [Path(one) if isinstance(one, (str, Path)) else None for one in (first, second)]
+    for of in (lambda path: path.name, str):
+        a, b = (
+            given if path is None else of(path)
+            for path, given in zip(paths, ("this one", "the other"), strict=True)
+        )
+        if a != b:
+            return a, b
+    return "this one", "the other"
 
 
 def _parts(recording: Recording) -> dict[str, str]:
-    """Return what stands in each place of the page."""
+    """Render what stands in each place of the page."""
     last = recording.samples[-1]
+    found = judged(recording)
     data = json.dumps(_data(recording), separators=(",", ":")).replace("<", "\\u003c")
     return {
+        "findings": findings(recording, found),
         "tiles": _tiles(recording, last),
         "alarms": _alarms(recording),
         "loss": _loss(recording),
-        "worst": _worst(last),
+        "worst": _worst(found),
         "experts": _experts(recording.samples),
         "recipe": _recipe(recording),
         "words": _words(),
@@ -112,10 +150,14 @@ def _data(recording: Recording) -> dict[str, Any]:
 
 
 def _by_place(sample: Sample, kind: str, name: str) -> dict[tuple[str, str], float]:
-    """Return one number of a sample, by layer and product or face."""
+    """Return one number of a sample, by layer and product or face, where it has it."""
     if kind == "products":
         return {(row.layer, row.product): row.statistics[name] for row in sample.products}
-    return {(row.layer, row.operand): row.statistics[name] for row in sample.faces}
+    return {
+        (row.layer, row.operand): row.statistics[name]
+        for row in sample.faces
+        if name in row.statistics  # earlier versions recorded fewer
+    }
 
 
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:
@@ -158,8 +200,8 @@ def _tiles(recording: Recording, last: Sample) -> str:
     if recording.losses:
         tiles.append(("loss", f"{recording.losses[-1][1]:.4g}", f"step {recording.losses[-1][0]}"))
     cells = (
-        f"<div class=tile><span>{_text(name)}</span><b>{_text(number)}</b><small title='{_text(where)}'>"
-        f"{_text(where)}</small></div>"
+        f"<div class=tile><span>{escape(name)}</span><b>{escape(number)}</b><small title='{escape(where)}'>"
+        f"{escape(where)}</small></div>"
         for name, number, where in tiles
     )
     return "".join(cells)
@@ -176,12 +218,12 @@ def _alarms(recording: Recording) -> str:
     told = []
     if bad:
         told.append(
-            f"<p class=alarm>Not finite: {_text('; '.join(bad[:5]))}{' ...' if len(bad) > 5 else ''}</p>"
+            f"<p class=alarm>Not finite: {escape('; '.join(bad[:5]))}{' ...' if len(bad) > 5 else ''}</p>"
         )
     unseen = recording.samples[-1].unseen
     if unseen:
         names = "; ".join(f"{layer} ({why})" for layer, why in unseen[:8])
-        told.append(f"<p>Not measured: {_text(names)}{' ...' if len(unseen) > 8 else ''}</p>")
+        told.append(f"<p>Not measured: {escape(names)}{' ...' if len(unseen) > 8 else ''}</p>")
     return "".join(told)
 
 
@@ -215,26 +257,59 @@ def _loss(recording: Recording) -> str:
     )
 
 
-def _worst(last: Sample) -> str:
-    """Return the noisiest faces of the last sample as a table."""
-    names = list(NAMES)
-    faces = sorted(last.faces, key=lambda row: badness(row.statistics["sqnr"]))[:_ROWS]
-    head = "".join(f"<th title='{_text(NAMES[name])}'>{_text(name)}</th>" for name in names)
-    rows = "".join(
-        _row((row.where, row.operand, row.format), [f"{row.statistics[n]:.4g}" for n in names])
-        for row in faces
-    )
-    head = f"<tr><th>layer</th><th>face</th><th>format</th>{head}</tr>"
-    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+_COMPARED = {  # columns of a table, of what is judged
+    "expected": "SQNR of the same format without outliers, dB; see the findings",
+    "threshold": "what is below stands out, dB",
+    "worst step": "the smallest SQNR of all sampled steps, dB",
+    "in step": "which step that was",
+}
+
+
+def _worst(found: Sequence[Judged]) -> str:
+    """Render the noisiest faces and products, as last measured: all that stand out, and some more."""
+    faces = [one for one in found if one.is_face]
+    products = [one for one in found if not one.is_face]
+    told = [
+        section(f"The noisiest {name}", _table(of, names))
+        for name, of, names in (("faces", faces, NAMES), ("products", products, PRODUCT_NAMES))
+        if of
+    ]
+    return "".join(told)
+
+
+def _table(found: Sequence[Judged], names: dict[str, str]) -> str:
+    """Render what is judged as a table, the noisiest first.
+
+    Args:
+        found: Faces, or products.
+        names: Of the numbers that they have.
+    """
+    ordered = sorted(found, key=lambda one: badness(one.sqnr))
+    linked = {one.anchor for one in standing_out(found)} | {one.anchor for one in ordered[:_ROWS]}
+    linked |= {one.anchor for one in sorted(found, key=nearest)[:1]}
+    rows = []
+    for one in ordered:
+        if one.anchor not in linked:
+            continue
+        own = [_number(one.row.statistics.get(name)) for name in names]
+        compared = (decibel(one.expected), decibel(one.threshold), decibel(one.worst_sqnr))
+        words = one.row.where, one.name, one.formats
+        rows.append(table_row(words, (*own, *compared, str(one.worst_step)), one.anchor))
+    head = [("layer", ""), (found[0].kind, ""), ("format", ""), *names.items(), *_COMPARED.items()]
+    return table(head, rows)
+
+
+def _number(value: float | None) -> str:
+    return "not recorded" if value is None else f"{value:.4g}"
 
 
 def _experts(samples: Sequence[Sample]) -> str:
     """Return a table of the experts that came out worst, by stack and product, when each was last measured."""
     last: dict[tuple[str, str], dict[int, tuple[float, int]]] = {}
     for sample in samples:
-        for row in sample.products:
-            for expert, cosine in row.experts:
-                last.setdefault((row.layer, row.product), {})[expert] = cosine, sample.step
+        for one in sample.products:
+            for expert, cosine in one.experts:
+                last.setdefault((one.layer, one.product), {})[expert] = cosine, sample.step
     if not last:
         return ""
     found = []
@@ -243,7 +318,7 @@ def _experts(samples: Sequence[Sample]) -> str:
         found.append((*numbers[worst], layer, product, worst, len(numbers)))
     found.sort(key=lambda one: badness(one[0]))
     rows = "".join(
-        _row((layer, product), (f"{expert}", f"{cosine:.6f}", f"{step}", f"{count}"))
+        table_row((layer, product), (f"{expert}", f"{cosine:.6f}", f"{step}", f"{count}"))
         for cosine, step, layer, product, expert, count in found[:_ROWS]
     )
     names = ("experts", "product", "worst expert", "its cosine", "in step", "experts measured")
@@ -265,26 +340,14 @@ def _recipe(recording: Recording) -> str:
         names = ", ".join(
             f"{name} x{count}" if count > 1 else name for name, count in folded.items()
         )
-        found.append(f"<dt><code>{_text(spec)}</code></dt><dd>{_text(names)}</dd>")
+        found.append(f"<dt><code>{escape(spec)}</code></dt><dd>{escape(names)}</dd>")
     machine = ", ".join(f"{name} {value}" for name, value in recording.machine.items())
-    return f"<dl>{''.join(found)}</dl><p class=quiet>{_text(machine)}</p>"
+    return f"<dl>{''.join(found)}</dl><p class=quiet>{escape(machine)}</p>"
 
 
 def _words() -> str:
     """Return what each number is."""
     every = {f"{name} of faces": text for name, text in NAMES.items()}
     every |= {f"{name} of products": text for name, text in PRODUCT_NAMES.items()}
-    rows = (f"<dt>{_text(name)}</dt><dd>{_text(text)}</dd>" for name, text in every.items())
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in every.items())
     return f"<dl>{''.join(rows)}</dl>"
-
-
-def _row(words: Iterable[str], numbers: Iterable[str]) -> str:
-    """Return a row of a table, of cells of text and of numbers."""
-    cells = [f"<td>{_text(word)}</td>" for word in words]
-    cells += [f"<td class=number>{_text(number)}</td>" for number in numbers]
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _text(text: str) -> str:
-    """Return text in which nothing is markup: a recording may be someone else's."""
-    return html.escape(text, quote=True)

@@ -20,6 +20,7 @@ from hybridtensor.ops.references.hadamard import rotate
 
 NAMES = {
     "sqnr": "signal to quantization noise, dB (torchao: compute_error)",
+    "row_sqnr": "signal to quantization noise of the noisiest row that was measured (columnwise: column), dB",
     "underflows%": "values that became zero, percent (TransformerEngine)",
     "overflows%": "values beyond the largest element by more than half its step, percent (TransformerEngine)",
     "mse": "mean squared error (TransformerEngine)",
@@ -30,6 +31,8 @@ NAMES = {
     "wasted_blocks%": "blocks of which a scale half as large would hold all values, but for those of zeros",
     "nonfinite": "1 if a value or a scale is NaN or Inf",
 }
+OPTIONAL = ("row_sqnr",)
+"""Names that recordings made by earlier versions do not have."""
 PRODUCT_NAMES = {
     "cosine": "of the product of quantized operands with that of the values",
     "sqnr": "signal to quantization noise of the product, dB",
@@ -39,7 +42,13 @@ FACE_COUNTS = ("values", "quantized", "beyond", "wasted")
 """Integers: values and elements that are not zero, values beyond the largest element, wasted blocks."""
 FACE_NORMS = ("signal", "noise")
 """Sums of squares."""
-FACE_MAXIMA = ("cur_amax", "scale_inv_max", "negated scale_inv_min", "negated smallest")
+FACE_MAXIMA = (
+    "cur_amax",
+    "scale_inv_max",
+    "negated scale_inv_min",
+    "negated smallest",
+    "noise of a row over its signal",
+)
 PRODUCT_NORMS = ("signal", "quantized", "noise")
 """Sums of squares of the product of values, of that of what the operands hold, and of their difference."""
 
@@ -126,11 +135,18 @@ def measure_face(part: Part, amax: Tensor) -> FaceNumbers:
         (blocks > limit * (1 + _half_step(fmt) / fmt.max)).count_nonzero(),
         ((largest > 0) & (largest <= limit / 2)).count_nonzero(),
     ]
-    norms = [_norm(x), _norm(x - quantized)]
+    signals, noises = (
+        torch.linalg.vector_norm(m, dim=1, dtype=torch.float64) for m in (x, x - quantized)
+    )
+    norms = [_norm(signals), _norm(noises)]
+    # a row of zeros is stored as zeros, without noise; NaN stays
+    noisiest = torch.where(signals == 0, 0, noises / signals).amax().float()
     low, high = scales.aminmax()
     smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin()
     return FaceNumbers(
-        torch.stack(counts), torch.stack(norms), torch.stack([amax.float(), high, -low, -smallest])
+        torch.stack(counts),
+        torch.stack(norms),
+        torch.stack([amax.float(), high, -low, -smallest, noisiest]),
     )
 
 
@@ -196,9 +212,11 @@ def face_statistics(
     known = dict(zip(FACE_COUNTS, counts, strict=True))
     signal, noise = norms
     amax, high, low, smallest = maxima[0], maxima[1], -maxima[2], -maxima[3]
+    row_noise = math.nan if math.isinf(maxima[4]) else maxima[4]
     values, blocks = (max(size, 1) for size in sizes)
     return {
         "sqnr": _decibel(signal, noise),
+        "row_sqnr": _decibel(1.0, row_noise**2),
         "underflows%": 100 * (known["values"] - known["quantized"]) / values,
         "overflows%": 100 * known["beyond"] / values,
         "mse": noise / values,

@@ -25,3 +25,14 @@ def test_a_page_beside_the_file(tmp_path, capsys):
 def test_no_such_file(tmp_path, capsys):
     assert main(["report", str(tmp_path / "run.json")]) == 1
     assert "hybridtensor report: Recording.load: what Recording.save wrote is required" in capsys.readouterr().err
+
+
+def test_two_files_on_one_page(tmp_path, capsys):
+    first, other = (str(recording().save(tmp_path / f"{name}.json")) for name in ("first", "other"))
+    assert main(["report", first, "--beside", other]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'first.html'}\n"
+    assert "Side by side: first.json and other.json" in (tmp_path / "first.html").read_text()
+    assert main(["report", first, "--beside", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+    assert main(["report", first, "--beside", other, "--json"]) == 1
+    assert "one recording is required with --json" in capsys.readouterr().err

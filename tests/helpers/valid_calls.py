@@ -242,7 +242,10 @@ ROWS = {
         lambda: ht.watch(linear()), "note", {"loss": "integer negative fraction nan", "step": "None integer"},
         loss=1.0, step=2,
     ),
-    "report": row(ht.report, {"path": "text"}, watched=recording, path=lambda: fresh() + ".html"),
+    "report": row(
+        ht.report, {"path": "text", "beside": "None"},
+        watched=recording, path=lambda: fresh() + ".html", beside=recording,
+    ),
     "advise": row(
         lambda model, batches, **options: ht.advise(model, batches, **options),
         {"budget": "integer fraction"}, ("batches",),

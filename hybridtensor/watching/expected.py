@@ -1,0 +1,129 @@
+"""Signal to quantization noise that a format is expected to have, and what counts as standing out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from hybridtensor import ops
+from hybridtensor.formats import REGISTRY
+from hybridtensor.ops import Cast, CastInputs, CastRequest
+from hybridtensor.quantizers import HybridQuantizer
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.watching.statistics import face_sizes, face_statistics, measure_face, part_of
+
+ONE_BIT = 20 * math.log10(2)
+"""dB that a mantissa bit is worth: without it the distance of elements, and so the noise, is twice as large."""
+TWICE = 10 * math.log10(2)
+"""dB between noise and noise of twice its power: half a mantissa bit."""
+
+_DEQUANTIZED = ", dequantized"
+_ROWS, _LENGTH = 1024, 64  # short rows, which scatter more than those of most layers
+
+
+class Expected(NamedTuple):
+    """What a format makes of values without outliers.
+
+    Attributes:
+        sqnr: SQNR of a tensor, dB; infinite for high precision.
+        row_sqnr: SQNR of the noisiest of 1,024 rows of 64 values, dB. Longer rows scatter less.
+    """
+
+    sqnr: float
+    row_sqnr: float
+
+
+@functools.cache
+def expected(format_name: str, stochastic: bool = False) -> Expected | None:
+    """Measure what a format makes of normally distributed values, or return None for one that is not
+    registered here.
+
+    The values are cast as ``docs/numerics.md`` defines it, on the host. A tensor without outliers comes near
+    these figures, whatever its magnitude.
+
+    Args:
+        format_name: As a recording has it: a name, with ", dequantized" if the face is requantized
+            from the rowwise data.
+        stochastic: Whether elements are rounded stochastically.
+    """
+    fmt = REGISTRY.get(format_name.removesuffix(_DEQUANTIZED))
+    if fmt is None:
+        return None
+    if fmt.is_identity:
+        return Expected(math.inf, math.inf)
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        values = torch.randn(
+            _ROWS, _LENGTH, generator=generator, dtype=torch.float32, device="cpu"
+        ).bfloat16()
+        rounding = torch.zeros(2, dtype=torch.int64, device="cpu") if stochastic else None
+        request = CastRequest(Cast(fmt, stream=0 if stochastic else -1))
+        face, _ = ops.quantize(values, request, CastInputs(rounding=rounding))
+        if face is None:
+            return None
+        part = part_of(face, values, 0, len(values))
+        numbers = measure_face(part, values.abs().amax())
+    sums = numbers.norms.square()  # of squares, of which a part has roots
+    found = face_statistics(
+        numbers.counts.tolist(), sums.tolist(), numbers.maxima.tolist(), face_sizes(part)
+    )
+    return Expected(found["sqnr"], found["row_sqnr"])
+
+
+def expected_of_face(recipe: str, operand: str, format_name: str) -> Expected | None:
+    """Look up what is expected of a face.
+
+    Args:
+        recipe: Of the layer, which says how its elements are rounded.
+        operand: ``input.rowwise`` or another one.
+        format_name: Its format.
+    """
+    return expected(format_name, _is_stochastic(recipe, operand))
+
+
+def expected_of_product(recipe: str, product: str, formats: tuple[str, str]) -> float | None:
+    """Add up the noise that is expected of both operands: relative to the signal, independent errors of the
+    operands add up in a product.
+
+    Args:
+        recipe: Of the layer.
+        product: ``output``, ``grad_input`` or ``grad_weight``.
+        formats: Of the left and of the right operand.
+    """
+    gemm = next((one for one in GEMMS if one.name == product), None)
+    if gemm is None:
+        return None
+    noise = 0.0
+    for operand, fmt in zip((gemm.left, gemm.right), formats, strict=True):
+        known = expected_of_face(recipe, ".".join(operand), fmt)
+        if known is None:
+            return None
+        noise += 10 ** (-known.sqnr / 10)
+    return -10 * math.log10(noise) if noise else math.inf
+
+
+def _is_stochastic(recipe: str, operand: str) -> bool:
+    """Read in a recipe whether it rounds a face stochastically; not if the recipe is not known here."""
+    quantizers = _quantizers(recipe)
+    quantizer = quantizers.get(operand)
+    return getattr(quantizer, "rounding", "nearest") == "stochastic"
+
+
+@functools.lru_cache(maxsize=256)
+def _quantizers(recipe: str) -> dict[str, object]:
+    """Parse a recipe into the quantizer of each face; nothing for what is no spec."""
+    try:
+        config = HybridConfig.parse(recipe)
+    except ValueError:
+        return {}
+    found: dict[str, object] = {}
+    for role in ("input", "weight", "grad_output"):
+        quantizer = getattr(config, role)
+        for direction in ("rowwise", "columnwise"):
+            hybrid = isinstance(quantizer, HybridQuantizer)
+            found[f"{role}.{direction}"] = getattr(quantizer, direction) if hybrid else quantizer
+    return found

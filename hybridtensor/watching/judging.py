@@ -1,0 +1,187 @@
+"""What of a recording stands out: each face and product as last measured, against a threshold."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridtensor.watching.expected import ONE_BIT, expected_of_face, expected_of_product
+from hybridtensor.watching.recording import Recording
+from hybridtensor.watching.records import FaceRow, ProductRow, badness
+
+_FEWEST = 3  # others of a format, of which a median says what is usual
+
+
+class Judged(NamedTuple):
+    """A face or a product of a layer, and how it compares with what is expected of its format.
+
+    Attributes:
+        row: As it was last measured.
+        name: Operand or product.
+        formats: In words.
+        anchor: Of its row in the tables of the page.
+        expected: SQNR in dB, or None if nothing is known to compare with.
+        expected_row: SQNR of the noisiest row, the same.
+        source: Where ``expected`` comes from.
+        worst_step: The step in which it had the smallest SQNR.
+        worst_sqnr: That one.
+        below: In how many steps it was below the threshold.
+        measured: In how many it was measured.
+    """
+
+    row: FaceRow | ProductRow
+    name: str
+    formats: str
+    anchor: str
+    expected: float | None
+    expected_row: float | None
+    source: str
+    worst_step: int
+    worst_sqnr: float
+    below: int
+    measured: int
+
+    @property
+    def is_face(self) -> bool:
+        """Whether it is a face, and no product."""
+        return isinstance(self.row, FaceRow)
+
+    @property
+    def kind(self) -> str:
+        """Face or product."""
+        return "face" if self.is_face else "product"
+
+    @property
+    def sqnr(self) -> float:
+        """SQNR in dB, as last measured."""
+        return self.row.statistics["sqnr"]
+
+    @property
+    def row_sqnr(self) -> float | None:
+        """SQNR of its noisiest row; None where the recording has none."""
+        return self.row.statistics.get("row_sqnr")
+
+    @property
+    def threshold(self) -> float | None:
+        """What stands out is below this: one mantissa bit less than expected."""
+        return None if self.expected is None else self.expected - ONE_BIT
+
+    @property
+    def row_threshold(self) -> float | None:
+        """The same of the noisiest row."""
+        return None if self.expected_row is None else self.expected_row - ONE_BIT
+
+    @property
+    def margin(self) -> float:
+        """How far its SQNR is above the threshold, dB; NaN if it is not finite or nothing is known."""
+        return math.nan if self.threshold is None else self.sqnr - self.threshold
+
+    @property
+    def row_margin(self) -> float:
+        """The same of its noisiest row."""
+        if self.row_threshold is None or self.row_sqnr is None:
+            return math.nan
+        return self.row_sqnr - self.row_threshold
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether its numbers say nothing of NaN or Inf."""
+        return not math.isnan(self.sqnr) and not self.row.statistics.get("nonfinite", 0.0)
+
+
+def nearest(one: Judged) -> float:
+    """Compute how far the mean or the noisiest row is above the threshold, whichever is nearer; infinite if
+    there is none.
+    """
+    margins = (one.margin, one.row_margin, math.inf)
+    return min(margin for margin in margins if not math.isnan(margin))
+
+
+def judged(recording: Recording) -> list[Judged]:
+    """Compare all faces and products of a recording with what is expected, the faces first."""
+    faces: dict[tuple[str, str], list[FaceRow]] = {}
+    products: dict[tuple[str, str], list[ProductRow]] = {}
+    for sample in recording.samples:
+        for face in sample.faces:
+            faces.setdefault((face.layer, face.operand), []).append(face)
+        for product in sample.products:
+            products.setdefault((product.layer, product.product), []).append(product)
+    found = [_of_face(recording, rows, i) for i, rows in enumerate(faces.values())]
+    found += [_of_product(recording, rows, i) for i, rows in enumerate(products.values())]
+    groups = _groups(found)
+    compared = [_compared(one, groups) for one in found]
+    histories: list[Sequence[FaceRow | ProductRow]] = [*faces.values(), *products.values()]
+    return [_with_history(one, rows) for one, rows in zip(compared, histories, strict=True)]
+
+
+def _of_face(recording: Recording, rows: Sequence[FaceRow], number: int) -> Judged:
+    last = rows[-1]
+    recipe = recording.recipes.get(last.layer, "")
+    known = expected_of_face(recipe, last.operand, last.format)
+    names = last.operand, last.format, f"face-{number}"
+    source = "of normally distributed values in this format"
+    return _judged(last, names, source, known or (None, None))
+
+
+def _of_product(recording: Recording, rows: Sequence[ProductRow], number: int) -> Judged:
+    last = rows[-1]
+    recipe = recording.recipes.get(last.layer, "")
+    known = expected_of_product(recipe, last.product, last.formats)
+    names = last.product, " x ".join(last.formats), f"product-{number}"
+    source = "of operands with the noise of normally distributed values in their formats"
+    return _judged(last, names, source, (known, None))
+
+
+def _judged(
+    row: FaceRow | ProductRow,
+    names: tuple[str, str, str],
+    source: str,
+    expected: tuple[float | None, float | None],
+) -> Judged:
+    return Judged(row, *names, *expected, source, row.step, row.statistics["sqnr"], 0, 1)
+
+
+def _groups(found: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
+    """Group what has a format that is not known here, where it is enough for a median."""
+    groups: dict[tuple[str, str], list[Judged]] = {}
+    for one in found:
+        if one.expected is None and math.isfinite(one.sqnr):
+            groups.setdefault(_group(one), []).append(one)
+    return {key: group for key, group in groups.items() if len(group) >= _FEWEST}
+
+
+def _group(one: Judged) -> tuple[str, str]:
+    """Tell with what something of an unknown format is compared: faces of this format, or the same product
+    of these formats.
+    """
+    return ("face" if one.is_face else one.name), one.formats
+
+
+def _compared(one: Judged, groups: dict[tuple[str, str], list[Judged]]) -> Judged:
+    """Compare with the recording's own distribution what has a format that is not known here."""
+    if one.expected is not None:
+        return one
+    group = groups.get(_group(one))
+    if group is None:
+        return one._replace(source="")
+    rows = [each.row_sqnr for each in group if each.row_sqnr is not None]
+    return one._replace(
+        expected=statistics.median(each.sqnr for each in group),
+        expected_row=statistics.median(rows) if rows else None,
+        source=f"the median of {len(group)} in this recording",
+    )
+
+
+def _with_history(one: Judged, rows: Sequence[FaceRow | ProductRow]) -> Judged:
+    """Add in which steps it was worst, and below the threshold."""
+    worst = min(rows, key=lambda row: badness(row.statistics["sqnr"]))
+    threshold = -math.inf if one.threshold is None else one.threshold
+    below = sum(not row.statistics["sqnr"] >= threshold for row in rows)
+    return one._replace(
+        worst_step=worst.step,
+        worst_sqnr=worst.statistics["sqnr"],
+        below=below,
+        measured=len(rows),
+    )
