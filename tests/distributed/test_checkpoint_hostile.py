@@ -161,7 +161,7 @@ class TestPickles:
             (b"\x80\x04)" + b"\x94h\x00\x86" * 99 + b".", "no metadata but tuple"),
             (b"\x80\x04}(\x8c\x01a\x94" + b"2\x86\x94" * 99 + b"Nu.", "opcode DUP"),
             (b"\x80\x04}(\x8c\x01a\x94" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, 99)) + b"Nu.", "parts"),
-            (b"\x80\x04}(" + b"".join(b"\x8a\x09%c" % n + b"\0" * 7 + b"\1N" for n in range(99)) + b"u.", "numbers below"),
+            (b"\x80\x04}(" + b"".join(b"\x8a\x09%c" % n + b"\0" * 7 + b"\1N" for n in range(99)) + b"u.", "numbers"),
             (b"\x80\x04(N" + b"".join(b"q%c]h%cah%ca" % (n, n, n) for n in range(99)) + b"t.", "parts at most"),
             (b"\x80\x04]\x94h\0a.", "no part of itself"),
             (b"\x80\x04N.N.", "more behind it"),
