@@ -297,7 +297,7 @@ def test_options_that_are_not_worth_it_are_left_out():
         (ValueError, {"formats": []}, "at least one format"),
         (TypeError, {"formats": 3}, "a list of specs"),
         (ValueError, {"hardware": "h1000"}, "h200"),
-        (ValueError, {"hardware": "h100"}, r"known: h200, b200; .* costs\.measure\(\)"),
+        (ValueError, {"hardware": "a100"}, r"known: h200, h100, b200; .* costs\.measure\(\)"),
         (TypeError, {"hardware": 3}, "hardware"),
         (TypeError, {"loss": 3}, "a function as loss"),
     ],
@@ -328,5 +328,5 @@ def test_wrong_models_and_batches():
     with pytest.raises(ValueError, match="a linear layer that runs"):
         ht.advise(nn.Sequential(nn.LayerNorm(64)), [torch.ones(16, 64)], loss=lambda m, b: m(b).sum(), hardware="b200")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="a GPU to measure, or hardware as one of h200, b200"):
+        with pytest.raises(ValueError, match="a GPU to measure, or hardware as one of h200, h100, b200"):
             ht.advise(model_of(), batches(), loss=loss)

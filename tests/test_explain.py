@@ -205,8 +205,8 @@ def test_what_part_of_a_model_is_left_out_of_a_speed_is_told(capsys):
     ht.explain(ht.quantize_(llama(), "fp8"), show=True)
     part = 32 * 2 * 4096 * 1024 / (32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096)
     printed = " ".join(capsys.readouterr().out.split())
-    told = f"x on h200 (measured); without {part:.1%} narrower than 4096"
-    assert told in printed
+    assert f"over BF16, without {part:.1%} narrower than 4096:" in printed
+    assert "x on h200 (measured), " in printed
 
 
 def test_bytes_kept_are_those_of_all_layers_over_plain_ones(capsys):

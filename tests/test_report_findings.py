@@ -59,7 +59,9 @@ def test_expected_noise_is_that_of_other_codecs(element):
 
 
 def test_every_format_has_an_expectation():
-    for name, fmt in REGISTRY.items():
+    own = {name: fmt for name, fmt in REGISTRY.items() if fmt.has_kernels}  # other tests register more
+    assert len(own) > 15
+    for name, fmt in own.items():
         known = expected(name)
         if fmt.is_identity:
             assert known == (math.inf, math.inf)

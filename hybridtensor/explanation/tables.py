@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
+_WIDEST = 80  # columns of a screen
+
 
 def tables(found: Rows) -> Group:
     """Return all that is to be told, for ``rich`` to print."""
@@ -166,10 +168,7 @@ def _totals(found: Rows) -> Iterable[RenderableType]:
     for word, share in shares(found).items():
         _add(made, word, f"{share.parameters:.1%}", f"{share.products:.1%}")
     yield made
-    speeds = [told for table in TABLES.values() if (told := _speed(found, table))]
-    if speeds:
-        yield "Predicted speed of the matrix products, over BF16:"
-        yield from (f"  {told}" for told in speeds)
+    yield from _speeds(found)
     kept, plain = saved_bytes(found.layers)
     dtypes = ", ".join(
         dict.fromkeys(str(layer.dtype).removeprefix("torch.") for layer in found.layers)
@@ -180,18 +179,34 @@ def _totals(found: Rows) -> Iterable[RenderableType]:
     )
 
 
-def _speed(found: Rows, table: CostTable) -> str:
-    """Return the speed by a table, which of the formats that are there the device has to emulate, and what is left
-    out; "" if the table knows nothing of layers so small.
+def _speeds(found: Rows) -> Iterable[str]:
+    """Yield the speeds by all tables that know layers of these sizes, two to a line where that fits, by what they leave
+    out.
     """
-    prediction = predicted(found, table)
-    if prediction is None:
-        return ""
+    by_part: dict[str, list[str]] = {}
+    for table in TABLES.values():
+        prediction = predicted(found, table)
+        if prediction is not None:
+            part = f", without {prediction.unknown:.1%} narrower than {table.least_features}"
+            speeds = by_part.setdefault(part if prediction.unknown else "", [])
+            speeds.append(_speed(found, table, prediction.speed))
+    for part, speeds in by_part.items():
+        yield f"Predicted speed of matrix products over BF16{part}:"
+        line = ""
+        for speed in speeds:
+            if line and ";" not in line + speed and len(line) + len(speed) < _WIDEST - 4:
+                line += f", {speed}"
+            else:
+                yield from [f"  {line}"] if line else []
+                line = speed
+        yield f"  {line}"
+
+
+def _speed(found: Rows, table: CostTable, speed: float) -> str:
+    """Return the speed by a table, and which of the formats that are there the device has to emulate."""
     used = shares(found)
     emulated = [
         row.word for row in table.rows if not row.native and used.get(row.word, (0, 0))[1] > 0
     ]
     note = f"; emulated there: {', '.join(emulated)}" if emulated else ""
-    if prediction.unknown:
-        note += f"; without {prediction.unknown:.1%} narrower than {table.least_features}"
-    return f"{prediction.speed:.2f}x on {table}{note}"
+    return f"{speed:.2f}x on {table}{note}"
