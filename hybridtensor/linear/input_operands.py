@@ -218,9 +218,9 @@ def input_operand(
 def _reading_by_state(
     input: Tensor, weight: Weight, how: tuple[object, ...], context: Context
 ) -> Reading:
-    """Return what layers share of an input that is quantized by delayed scales, where they have the same scales.
+    """Look up the cast of an input with delayed scales that a sibling layer with equal scales has made, or begin one.
 
-    What is measured of it is recorded by itself, for each of them to commit.
+    The amax of the input is recorded apart from those of the layer's forward, so that each sibling commits it.
     """
     state, layer = context.state, weight.record.layer
     stochastic = weight.recipe.input.stochastic  # each layer has random numbers of its own

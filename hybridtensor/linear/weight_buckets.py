@@ -125,7 +125,7 @@ class _Job:
         self.kind = plan, measuring, records, kept.noted is None
 
     def inputs(self) -> CastInputs:
-        """Return what the cast needs beside the weight: what it is scaled by, where it records amaxes."""
+        """Collect the tensors that the cast needs beside the weight: amaxes to scale by, and where to record them."""
         context, kept = self._context, self.kept
         state = context.state
         if state is not None and state.amax is not kept.noted:

@@ -1,4 +1,4 @@
-"""Commit the amaxes that the layers of a model recorded in a step, and know which scales follow from the same."""
+"""Commit the amaxes that layers recorded in a step, and track which layers have equal delayed scales of their input."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def forget_amaxes(states: Iterable[LayerState]) -> None:
 
 
 def _measured_inputs(state: LayerState) -> frozenset[int] | None:
-    """Return which inputs a layer measured since the last step, by where their amaxes are; None where one was not
-    recorded by itself. It is asked once per step.
+    """Collect the ids of the amax tensors of a layer's inputs since the last step, and forget them.
+
+    Returns:
+        None if an input's amax was recorded together with others, so that it does not identify the input.
     """
     if state.record is None:
         return frozenset()
@@ -57,8 +59,9 @@ def share_amaxes(states: list[LayerState]) -> None:
 
 
 def next_lineages(states: list[LayerState]) -> dict[LayerState, object | None]:
-    """Return what the scales of the layers' inputs follow from after this step: the same for layers that had the same
-    scales, and then read the same inputs only.
+    """Compute the lineages of the layers' input scales after this step.
+
+    Layers keep equal lineages if they had equal ones and measured the same inputs in this step.
     """
     found: dict[LayerState, object | None] = {}
     after: dict[object, object] = {}

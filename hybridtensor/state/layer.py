@@ -175,8 +175,10 @@ class LayerState(nn.Module):
 
     @property
     def lineage(self) -> object | None:
-        """What the delayed scales of the layer's input follow from: of layers that have it equal, they are equal. None
-        where that is not known.
+        """Identifies the history of the input's delayed scales: layers with equal lineages have equal scales.
+
+        None if unknown: a compiled graph records amaxes of this layer, or something other than ``step_`` wrote its
+        scales, such as DistributedDataParallel, which broadcasts buffers in each forward by default.
         """
         known: Lineage | None = self.__dict__["_lineage"]
         if known is None or known.versions is None or self.replayed:
@@ -184,12 +186,12 @@ class LayerState(nn.Module):
         return known.inputs if known.versions == self._versions() else None
 
     def follow(self, inputs: object | None) -> None:
-        """Say what the delayed scales of the input follow from now; None where that is not known."""
+        """Set the lineage of the input's delayed scales, as they are now; None if unknown."""
         lineage = None if inputs is None else Lineage(inputs, self._versions())
         self.__dict__["_lineage"] = lineage
 
     def _follow_content(self) -> None:
-        """Say that the delayed scales of the input are what was loaded."""
+        """Set the lineage to a digest of the loaded scales and history."""
         scale, history = self.encode_scale, self.amax_history
         if scale is not None and history is not None and not (scale.is_meta or history.is_meta):
             own = [index for index, slot in enumerate(self.slots) if slot.startswith("input")]
@@ -197,7 +199,7 @@ class LayerState(nn.Module):
             self.follow(hashlib.sha256(content.encode()).hexdigest())
 
     def _versions(self) -> tuple[int, int] | None:
-        """Return torch's counters of writes of the scales and of their history."""
+        """Read the version counters of the scales and their history."""
         scale, history = self._buffers["encode_scale"], self._buffers["amax_history"]
         return None if scale is None or history is None else (scale._version, history._version)
 

@@ -14,8 +14,8 @@ MOST = 12  # findings that are written out
 
 
 def standing_out(found: Sequence[Judged]) -> list[Judged]:
-    """Choose what stands out, in the order in which it is told: what is not finite; what is below its
-    threshold, the farthest first; what has a row below it; what was below it in an earlier step.
+    """Select and rank the findings: first faces and products that are not finite, then those below their
+    threshold, farthest first, then those with a row below it, then those that were below it in an earlier step.
     """
     ranked = []
     for one in found:

@@ -1,6 +1,7 @@
 """Several ranks, as gloo processes: DDP trains converted models like plain ones."""
 
 import contextlib
+import warnings
 from unittest import mock
 
 import pytest
@@ -151,6 +152,27 @@ def other_inputs_on_another_rank(rank):
             assert first.amax_history[slot, -1] == 4 * x.abs().max()
 
 
+def siblings_under_ddp(rank):
+    """They share casts unless DDP broadcasts their scales in each forward; bits are those of layers that never do."""
+    for broadcast in (True, False):
+        found = []
+        for shared in (True, False):
+            torch.manual_seed(0)
+            model = ht.quantize_(Siblings(), "fp8_delayed")
+            with warnings.catch_warnings(action="ignore"):  # torch 2.13 has another option, which still writes at first
+                parallel = DistributedDataParallel(model, broadcast_buffers=broadcast)
+            states = [layer.quantization_state for layer in (model.first, model.second)]
+            for seed in range(3):
+                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * seed + rank)).bfloat16()
+                x = x.requires_grad_().view_as(x)
+                with ht.share_inputs(shared):
+                    parallel(x, x).backward()
+                assert (states[0].lineage is None) is broadcast
+                ht.step_(model)
+            found.append([*(p.grad for p in model.parameters()), *(b for state in states for b in state.buffers())])
+        assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -161,6 +183,7 @@ def other_inputs_on_another_rank(rank):
         a_group_is_kept_for_recipes_to_come,
         random_rounding_does_not_depend_on_the_number_of_ranks,
         other_inputs_on_another_rank,
+        siblings_under_ddp,
     ],
     ids=lambda f: f.__name__,
 )

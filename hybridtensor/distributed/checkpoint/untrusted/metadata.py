@@ -1,8 +1,8 @@
 """The metadata of ``torch.distributed.checkpoint``, a pickle of records, read without running what it says.
 
-Python's unpickler makes the records, and nothing that is not on a list, after a look through the same
-bytes. It lets them have any fields; these are checked then. The private names of torch that reading takes
-are all here, and a torch that lacks one is told of. Read in torch 2.11 to 2.13.
+``scan`` first checks the opcodes of the pickle. Python's unpickler then makes records of the same bytes, of classes on
+an allow-list only, with any fields; the fields are checked last. This file holds all private names of torch that
+reading needs, and raises NotImplementedError for a torch without them. They exist in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
