@@ -29,7 +29,7 @@ from hybridtensor.linear.two_parts import asked_for
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import Notes
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
@@ -131,9 +131,10 @@ def multiplied(
             f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model"
         )
     cast_from = input
-    if not isinstance(input, QUANTIZED):
+    if input.dtype != dtype and not isinstance(input, QUANTIZED):
         input = input.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
     grad = torch.is_grad_enabled()
     if not grad and weight.dim() == 2:
         _require_no_gradient(weight)
@@ -148,7 +149,14 @@ def multiplied(
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, Notes)
         state = state._replace(amax=before) if of_graph else state.provisional()
-    context = Context("input", state, record=training, section=weight.record.section, groups=groups)
+    context = Context(
+        "input",
+        state,
+        record=training,
+        section=weight.record.section,
+        groups=groups,
+        direct=runs_directly(input),
+    )
     call = _Call(config, needs, dtype, context, cast_from, operand)
     if not training:
         out, _, w = _forward(input, weight, bias, call)
@@ -200,7 +208,7 @@ def _forward(
     x = call.operand
     if x is None:
         x = input_operand(input, call.cast_from, weight, call.config, needs, call.context)
-    w = weight_operand(weight, needs, dtype, call.context.state)
+    w = weight_operand(weight, needs, dtype, call.context)
     left, right = x.rowwise(), w.rowwise()
     if observers:
         key = x if any(needs) else None
@@ -209,7 +217,7 @@ def _forward(
         note_product(weight.record.layer, "output", left, right, dtype)
     if left.format.is_identity and right.format.is_identity and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
-    out = output(left, right, bias, dtype)
+    out = output(left, right, bias, dtype, call.context.direct)
     shape = (*input.shape[:-1], weight.shape[-2])
     return (out if out.shape == shape else with_shape(out, shape)), x, w
 
@@ -222,7 +230,7 @@ class _Linear(torch.autograd.Function):
         out, x, w = _forward(input, weight, bias, call)
         layer = weight.record.layer
         ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
-        groups, traced = call.context.groups, is_traced()
+        groups, traced = call.context.groups, not call.context.direct and is_traced()
         ctx.has_groups = groups is not None  # whose ends are not to be written before backward
         noted = ctx.products.noted() if traced else []
         ctx.num_noted = len(noted)
@@ -242,15 +250,13 @@ class _Linear(torch.autograd.Function):
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
         grad = grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output)
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # which attributes of a weight would pass through
-            grad_input, grad_weight, grad_bias = products.gradients(
-                grad,
-                saved,
-                noted,
-                asked_for(ctx, products.needs, _layer_of(products.context.state)),
-            )
+        direct = runs_directly(grad)
+        asked = products.needs
+        if direct or not is_traced():
+            asked = asked_for(ctx, asked, lambda: _layer_of(products.context.state))
+        with torch._C.DisableTorchFunctionSubclass():  # attributes of a weight would pass through
+            gradients = products.gradients(grad, saved, noted, asked, direct)
+        grad_input, grad_weight, grad_bias = gradients
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
         if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 1:
@@ -327,12 +333,13 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
         require_tensor("linear: input", input)
     if not input.is_floating_point():
         raise TypeError(f"linear: a floating-point input is required, got {input.dtype}; cast it")
-    if weight.dim() != 2:
-        raise ValueError(f"linear: a matrix is required as weight, got shape {tuple(weight.shape)}")
-    if not 1 <= input.dim() <= 4 or input.shape[-1] != weight.shape[1]:
+    shape, of_weight = input.shape, weight.shape
+    if len(of_weight) != 2:
+        raise ValueError(f"linear: a matrix is required as weight, got shape {tuple(of_weight)}")
+    if not 1 <= len(shape) <= 4 or shape[-1] != of_weight[1]:
         raise ValueError(
-            f"linear: an input of one to four dimensions, the last of {weight.shape[1]} features, is required, "
-            f"got shape {tuple(input.shape)} for a weight {tuple(weight.shape)}"
+            f"linear: an input of one to four dimensions, the last of {of_weight[1]} features, is required, "
+            f"got shape {tuple(shape)} for a weight {tuple(of_weight)}"
         )
     state = weight.record.layer
     if state is not None and state.transposed is not None:
@@ -345,19 +352,25 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             f"linear: a bias of shape {tuple(weight.shape[:1])} is required, got {tuple(bias.shape)}; expand it, or "
             "add it to the output"
         )
-    for name, operand in (("input", input), ("bias", bias)):
-        if operand is None:
-            continue
-        if dtype is not None and operand.dtype != dtype:
-            raise ValueError(
-                f"linear: one dtype is required, got {name} in {operand.dtype} for a weight in {dtype}; cast one, or "
-                "use torch.autocast"
-            )
-        if operand.device != weight.device:
-            raise ValueError(
-                f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
-                f"{weight.device}; move them"
-            )
+    _check_like_weight("input", input, weight, dtype)
+    if bias is not None:
+        _check_like_weight("bias", bias, weight, dtype)
+
+
+def _check_like_weight(
+    name: str, operand: Tensor, weight: Weight, dtype: torch.dtype | None
+) -> None:
+    """Raise ValueError unless an operand has a dtype, if one is required, and the device of the weight."""
+    if dtype is not None and operand.dtype != dtype:
+        raise ValueError(
+            f"linear: one dtype is required, got {name} in {operand.dtype} for a weight in {dtype}; cast one, or "
+            "use torch.autocast"
+        )
+    if operand.device != weight.device:
+        raise ValueError(
+            f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
+            f"{weight.device}; move them"
+        )
 
 
 def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:

@@ -97,7 +97,7 @@ class KeptInput(Operand):
         return self._sharing.take(functools.partial(self._made, saved[0]))
 
     def _made(self, x: Tensor) -> Face:
-        context = self._context._replace(after=self._after).in_backward()
+        context = self._context._replace(after=self._after, direct=False).in_backward()
         context = for_products(context, self._dtype, row=False, column=True)
         column = self._config.input.faces(
             x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
@@ -165,7 +165,7 @@ class ShardedInput(Operand):
             rowwise=False,
             columnwise=True,
             dtype=self._dtype,
-            context=self._context.in_backward(),
+            context=self._context._replace(direct=False).in_backward(),
         )[1]
         return required_face(column, "columnwise", "grad_weight")
 
@@ -192,12 +192,12 @@ def input_operand(
     if isinstance(input, QUANTIZED):
         return brought_along(input, needs, input.dtype, config, context)
     dtype = input.dtype
-    free = needs.weight and _backward_has(cast_from, input, config)
+    free = needs.weight and _backward_has(cast_from, input, config, context)
     kept = free or (needs.weight and config.save_original_input)
     columnwise = needs.weight and not kept
     how = (config.input, columnwise, dtype)
     if config.input.repeatable:
-        read = reading(cast_from, weight.record, how, context.groups)
+        read = reading(cast_from, weight.record, how, context)
     else:
         read = _reading_by_state(cast_from, weight, how, context)
     if read.faces is None:
@@ -236,13 +236,14 @@ def _reading_by_state(
         return Reading()  # a graph
     read, lineage = Reading(), layer.lineage
     if lineage is not None:
-        read = reading(input, weight.record, (*how, lineage, state.slots, record is None))
+        how = *how, lineage, state.slots, record is None
+        read = reading(input, weight.record, how, context)
     if read.faces is None and record is not None and state.encode_scale is not None:
         read.noted = record.provisional()
     return read
 
 
-def _backward_has(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
+def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Context) -> bool:
     """Return whether backward has an input anyway, so that it may quantize it to the bits of forward.
 
     In eager code not where hooks take what is saved, as offloading does: they would take it twice. In a
@@ -252,8 +253,9 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig) -> bool:
         input: What other operations made.
         x: The same in the dtype of the computation.
         config: The recipe.
+        context: Which tensor this is.
     """
-    traced = is_traced()
+    traced = not context.direct and is_traced()
     node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
     if node is None or config.keep_faces == "always":
         return False

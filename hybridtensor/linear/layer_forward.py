@@ -43,6 +43,7 @@ from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
 _RECIPE = "_hybridtensor_recipe"
+_modes_of_functions: Callable[[], bool] = torch._C._is_torch_function_mode_enabled  # private
 
 
 class LayerRecipe(NamedTuple):
@@ -147,9 +148,21 @@ class LayerForward:
                 if _RECIPE in layer.__dict__ and not runs_linear(layer):
                     with Uses(layer, layer.__dict__[_RECIPE].state):
                         return self.run(layer, args, kwargs)
-            if self.inner is None:  # as ``run``
-                return type(layer).forward(layer, *args, **kwargs)
-            return self.inner(*args, **kwargs)
+            if self.inner is not None:  # as ``run``
+                return self.inner(*args, **kwargs)
+            if (
+                len(args) == 1
+                and type(args[0]) is Tensor
+                and type(weight) in WEIGHTS
+                and weight.config is not None
+                and not kwargs
+                and type(layer).forward is nn.Linear.forward
+                and not _modes_of_functions()
+                and not torch.compiler.is_dynamo_compiling()
+            ):  # nobody else has a say: what F.linear would come to
+                with torch._C.DisableTorchFunctionSubclass():
+                    return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
+            return type(layer).forward(layer, *args, **kwargs)
         part: Any = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             state = layer.__dict__[_RECIPE].state

@@ -26,7 +26,12 @@ from hybridtensor.ops.amaxes import Notes, commit
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.observing import for_products, note_operand, note_product, observers
+from hybridtensor.subclasses.observing import (
+    note_operand,
+    note_product,
+    observers,
+    values_of_products,
+)
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
@@ -44,11 +49,13 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def output(input: Face, weight: Face, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def output(
+    input: Face, weight: Face, bias: Tensor | None, dtype: torch.dtype, direct: bool
+) -> Tensor:
     """Return ``input @ weight.T + bias`` of two rowwise faces, ``[tokens, out_features]`` in
-    ``dtype``.
+    ``dtype``; see ``ops.product``.
     """
-    return ops.product(input, weight, bias=bias, out_dtype=dtype, fast_accum=True)
+    return ops.product(input, weight, bias=bias, out_dtype=dtype, fast_accum=True, direct=direct)
 
 
 class Backward(NamedTuple):
@@ -106,6 +113,7 @@ class Backward(NamedTuple):
         saved: list[Tensor],
         noted: Sequence[Tensor] = (),
         asked: Needs | None = None,
+        direct: bool = False,
     ) -> Gradients:
         """Return the gradients.
 
@@ -116,11 +124,11 @@ class Backward(NamedTuple):
             noted: What ``noted`` returned in forward.
             asked: Which of the gradients that are needed this backward computes, all by default; another one computes
                 the rest.
+            direct: Whether ``runs_directly`` was asked of the gradient, and said yes.
         """
         needs, count, dtype = self.needs if asked is None else asked, self.num_saved, grad.dtype
         fast = self.config.fast_accum
         done = self._commit(noted, grad)
-        context = self.context._replace(role="grad_output", after=done).in_backward()
         if needs.weight:
             self.input.begin(
                 saved[:count], grad
@@ -128,7 +136,8 @@ class Backward(NamedTuple):
         if isinstance(grad, HybridTensor):
             row, column = faces_of(grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype)
         else:
-            context = for_products(context, dtype, row=True, column=True)
+            values = values_of_products(self.context, dtype, row=True, column=True)
+            context = self.context.of_gradient(done, values, direct)
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
@@ -144,14 +153,18 @@ class Backward(NamedTuple):
             right = self.weight.columnwise(saved[count:])
             if observers:
                 note_product(self.layer, "grad_input", row, right, dtype)
-            grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast)
+            grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast, direct=direct)
             row = None  # its memory is for the weight's gradient
         self.weight.release(used=needs.input or not self.needs.input)
         if column is not None:
-            right = self.input.columnwise(saved[:count])._replace(groups=column.groups)
+            right = self.input.columnwise(saved[:count])
+            if column.groups is not None:
+                right = right._replace(groups=column.groups)
             if observers:
                 note_product(self.layer, "grad_weight", column, right, dtype)
-            grad_weight = ops.product(column, right, out_dtype=dtype, fast_accum=fast)
+            grad_weight = ops.product(
+                column, right, out_dtype=dtype, fast_accum=fast, direct=direct
+            )
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._recorded(Gradients(grad_input, grad_weight, grad_bias), done)
 

@@ -23,7 +23,7 @@ from hybridtensor.arguments import require_flag
 from hybridtensor.ops import Faces, Groups
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.ops.order import node_of
-from hybridtensor.state import LayerState
+from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.shared_face import SharedFace
 
@@ -206,7 +206,7 @@ def reading(
     input: Tensor,
     record: WeightRecord,
     how: tuple[object, ...],
-    groups: Groups | None = None,
+    context: Context,
 ) -> Reading:
     """Return what is shared of an input with the layers that read it, too, if any.
 
@@ -214,20 +214,23 @@ def reading(
         input: What is quantized.
         record: That of the weight that its faces are multiplied with.
         how: What else faces depend on, compared with ``==``.
-        groups: Which rows belong to which weight, or None.
+        context: Which tensor of which layer this is.
     """
-    if is_traced():
-        return _of_graph(input, (*how, *_mark(groups)))
+    groups = context.groups
+    if groups is not None:
+        how = *how, *_mark(groups)
+    if not context.direct and is_traced():
+        return _of_graph(input, how)
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
     of_module = isinstance(layer, LayerState) and layer.parent in scope.parents
-    return scope.read(input, record, (*how, *_mark(groups))) if of_module else Reading()
+    return scope.read(input, record, how) if of_module else Reading()
 
 
-def _mark(groups: Groups | None) -> tuple[object, ...]:
+def _mark(groups: Groups) -> tuple[object, ...]:
     """Return what tells groups apart while something holds them."""
-    if groups is None or groups.ends is None:
+    if groups.ends is None:
         return ()
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 

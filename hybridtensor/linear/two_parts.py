@@ -12,23 +12,25 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hybridtensor.linear.operands import Needs
-from hybridtensor.ops.library import is_traced
 
 # Private in torch, and what its hooks of several gradients ask
 _will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _PIPELINING = "torch.distributed.pipelining._backward"
 
 
-def asked_for(ctx: Any, needs: Needs, layer: str) -> Needs:
+def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
     """Return which gradients this backward is asked for, of those that forward saw a need for.
 
-    ``ctx.needs_input_grad`` is the same in both parts.
+    ``ctx.needs_input_grad`` is the same in both parts. In a graph there is one part only.
+
+    Args:
+        ctx: That of the autograd function of input, weight and bias.
+        needs: What forward saw a need for.
+        layer: Names the layer, for errors.
 
     Raises:
         NotImplementedError: In the first part of a zero-bubble schedule whose second part torch could not run.
     """
-    if is_traced():
-        return needs
     asked = list(needs)
     for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
         if asked[index] and node is not None:
@@ -46,7 +48,7 @@ def asked_for(ctx: Any, needs: Needs, layer: str) -> Needs:
         and _is_first_part()
     ):
         raise NotImplementedError(
-            f"linear: backward in one part, or torch 2.13, is required, got the first part of two for {layer}: torch "
+            f"linear: backward in one part, or torch 2.13, is required, got the first part of two for {layer()}: torch "
             f"{torch.__version__} frees the nodes of autograd functions before a zero-bubble schedule runs the second; "
             "use GPipe, 1F1B or Interleaved1F1B, or a newer torch"
         )

@@ -23,7 +23,7 @@ from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import MasterWeight
-from hybridtensor.subclasses.kept_faces import Kept, Seen, Stamp, stamp_of, stream_of
+from hybridtensor.subclasses.kept_faces import Kept, Stamp, stream_of
 from hybridtensor.subclasses.observing import for_products, observers
 
 _BUCKET = 2**26
@@ -62,15 +62,19 @@ class WeightBucket:
         Returns:
             How many elements that took.
         """
+        jobs = _Jobs()
         with _as_tensors():
-            jobs = [job for weight in self.weights() if (job := _for_forward(weight)) is not None]
-            _run(jobs)
-        return sum([job.plain.numel() for job in jobs])
+            for weight in self.weights():
+                jobs.add_for_forward(weight)
+            return jobs.run()
 
     def add_columns(self) -> None:
         """Make the columnwise faces that backwards will ask for, of weights whose forward is over."""
+        jobs = _Jobs()
         with _as_tensors():
-            _run([job for weight in self.weights() if (job := _for_backward(weight)) is not None])
+            for weight in self.weights():
+                jobs.add_for_backward(weight)
+            jobs.run()
 
 
 @contextlib.contextmanager
@@ -87,161 +91,177 @@ class _Job:
         weight: The weight.
         stamp: What its faces depend on.
         context: Which tensor it is.
-        plan: The cast.
         kept: What is kept of the weight.
-        measuring: What is measured before, or None.
-        records: How many amaxes the cast records, in new memory; 0 for none.
 
     Attributes:
         plain: The plain tensor of the weight.
-        kind: Casts of one kind are done together.
+        kept: The same, which gets what is measured and made.
     """
 
-    __slots__ = (
-        "_context",
-        "_stamp",
-        "_weight",
-        "kept",
-        "kind",
-        "measuring",
-        "plain",
-        "plan",
-        "records",
-    )
+    __slots__ = ("_context", "_stamp", "_weight", "kept", "plain")
 
-    def __init__(
-        self,
-        weight: MasterWeight,
-        stamp: Stamp,
-        context: Context,
-        plan: CastPlan,
-        kept: Kept,
-        measuring: CastPlan | None = None,
-        records: int = 0,
-    ) -> None:
+    def __init__(self, weight: MasterWeight, stamp: Stamp, context: Context, kept: Kept) -> None:
         self._weight, self._stamp, self._context = weight, stamp, context
-        self.plain, self.plan, self.measuring = weight.plain, plan, measuring
-        self.kept, self.records = kept, records
-        self.kind = plan, measuring, records, kept.noted is None
+        self.plain, self.kept = weight.plain, kept
 
-    def inputs(self) -> CastInputs:
-        """Collect the tensors that the cast needs beside the weight: amaxes to scale by, and where to record them."""
+    def inputs(self, plan: CastPlan) -> CastInputs:
+        """Collect the tensors that a cast needs beside the weight: amaxes to scale by, and where to record them."""
         context, kept = self._context, self.kept
         state = context.state
         if state is not None and state.amax is not kept.noted:
-            state = state._replace(amax=kept.noted)
-        context = context._replace(state=state, amaxes=kept.amaxes)
-        return self.plan.inputs(self.plain, context)
+            context = context._replace(state=state._replace(amax=kept.noted))
+        return plan.inputs(self.plain, context, kept.amaxes)
 
     def keep(self, made: Faces) -> None:
         """Keep the faces that were made."""
-        plain, kept = self.plain, self.kept
+        weight, kept = self._weight, self.kept
         row, column = made
-        kept = Kept(row or kept.row, column or kept.column, kept.amaxes, kept.noted)
-        self._weight.record.kept.keep(plain, self._stamp, kept, stream_of(plain))
+        if row is not None:
+            kept.row = row
+        if column is not None:
+            kept.column = column
+        weight.record.kept.keep(weight.place, self._stamp, kept, stream_of(self.plain))
 
 
-def _for_forward(weight: MasterWeight) -> _Job | None:
-    """Return the cast that the next forward would do, or None if there is nothing to do before."""
-    record = weight.record
-    faces = record.kept
-    use, dtype = faces.last_use, faces.dtype
-    if use is None or dtype is None:
-        return None
-    plain, config = weight.plain, weight.config
-    stamp = stamp_of(weight.seen(), config, dtype)
-    if not faces.is_old(stamp) or record.is_held_elsewhere:
-        return None
-    if record.written_on != stream_of(plain):
-        return None  # a stream that overlaps the optimizer waits for the write in the layer's own forward
-    if weight.source is not plain or config.keep_faces == "never":
-        return None  # rounded before, into memory of its own; or to be made when it is used
-    faces.begin(stamp, forward=True)
-    outlast, _ = faces.lifetime(config.keep_faces)
-    both, context = use.backward_follows and outlast, weight.context
-    if use.trained and not outlast:
-        context = for_products(context, dtype, row=True, column=True)
-    plan = cast_plan(config.weight, True, both, dtype, context, plain.device)
-    if plan is None or not plan.suits_lists:
-        return None
-    measuring = measuring_plan(config.weight, dtype, context, plain.device)
-    if measuring is not None and not measuring.suits_lists:
-        return None
-    state, records = context.state, 0
-    if use.trained and plan.needs.delayed and state is not None and state.amax is not None:
-        records = len(state.slots)
-    return _Job(weight, stamp, context, plan, Kept(), measuring, records)
+Kind = tuple[CastPlan, CastPlan | None, int]
+"""What casts that are done together have in common: the cast, what is measured before, or None, and how many amaxes the
+cast records, in new memory."""
 
 
-def _for_backward(weight: MasterWeight) -> _Job | None:
-    """Return the cast that the next backward would do, or None if there is nothing to do before."""
-    record = weight.record
-    faces = record.kept
-    dtype = faces.dtype
-    if dtype is None or not faces.awaits_column:
-        return None
-    plain, config = weight.plain, weight.config
-    stamp = stamp_of(weight.seen(), config, dtype)
-    kept = faces.current(plain, stamp)
-    if kept is None or kept.column is not None or weight.source is not plain:
-        return None
-    if faces.used_on != stream_of(plain):
-        return None  # this stream does not wait for what that forward measured
-    if config.keep_faces == "never":
-        return None
-    context, (_, outlast) = weight.context, faces.lifetime(config.keep_faces)
-    if not outlast:
-        context = for_products(context, dtype, row=True, column=True)
-    plan = cast_plan(config.weight, False, True, dtype, context, plain.device)
-    if plan is None or not plan.suits_lists or (any(plan.measured) and kept.amaxes[1] is None):
-        return None
-    return _Job(weight, stamp, context, plan, kept)
+class _Jobs:
+    """The casts of one bucket at one time, and the plans that its weights have in common."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[Kind, bool], list[_Job]] = {}
+        self._plans: dict[object, tuple[CastPlan | None, CastPlan | None]] = {}
+
+    def plans(
+        self,
+        context: Context,
+        dtype: torch.dtype,
+        weight: MasterWeight,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> tuple[CastPlan | None, CastPlan | None]:
+        """Look up how faces are made and, if the rowwise one is among them, what measures before.
+
+        Args:
+            context: Which tensor it is.
+            dtype: Dtype of the computation.
+            weight: The weight.
+            rowwise: Whether the rowwise face is made.
+            columnwise: Whether the columnwise face is made.
+        """
+        state = context.state
+        of_state = None if state is None else (state.slots, state.encode_scale is None)
+        key = of_state, dtype, rowwise, columnwise, context.values
+        known = self._plans.get(key)
+        if known is None:
+            quantizer, device = weight.config.weight, weight.plain.device
+            plan = cast_plan(quantizer, rowwise, columnwise, dtype, context, device)
+            measuring = measuring_plan(quantizer, dtype, context, device) if rowwise else None
+            suits = (each is None or each.suits_lists for each in (plan, measuring))
+            known = self._plans[key] = (plan, measuring) if all(suits) else (None, None)
+        return known
+
+    def add_for_forward(self, weight: MasterWeight) -> None:
+        """Add the cast that the next forward would do, if there is something to do before."""
+        record = weight.record
+        faces = record.kept
+        use, dtype = faces.last_use, faces.dtype
+        if use is None or dtype is None:
+            return
+        stamp = weight.stamp(dtype)
+        if not faces.is_old(stamp) or record.is_held_elsewhere:
+            return
+        plain, config = weight.plain, weight.config
+        if record.written_on != stream_of(plain):
+            return  # a stream that overlaps the optimizer waits for the write in the layer's own forward
+        if weight.source is not plain or config.keep_faces == "never":
+            return  # rounded before, into memory of its own; or to be made when it is used
+        faces.begin(stamp, forward=True)
+        outlast, _ = faces.lifetime(config.keep_faces)
+        both, context = use.backward_follows and outlast, weight.context
+        if use.trained and not outlast:
+            context = for_products(context, dtype, row=True, column=True)
+        plan, measuring = self.plans(context, dtype, weight, True, both)
+        if plan is None:
+            return
+        state, records = context.state, 0
+        if use.trained and plan.needs.delayed and state is not None and state.amax is not None:
+            records = len(state.slots)
+        self._add((plan, measuring, records), _Job(weight, stamp, context, Kept()))
+
+    def add_for_backward(self, weight: MasterWeight) -> None:
+        """Add the cast that the next backward would do, if there is something to do before."""
+        faces = weight.record.kept
+        dtype = faces.dtype
+        if dtype is None or not faces.awaits_column:
+            return
+        stamp, plain, config = weight.stamp(dtype), weight.plain, weight.config
+        kept = faces.current(weight.place, stamp)
+        if kept is None or kept.column is not None or weight.source is not plain:
+            return
+        if faces.used_on != stream_of(plain):
+            return  # this stream does not wait for what that forward measured
+        if config.keep_faces == "never":
+            return
+        context, (_, outlast) = weight.context, faces.lifetime(config.keep_faces)
+        if not outlast:
+            context = for_products(context, dtype, row=True, column=True)
+        plan, _ = self.plans(context, dtype, weight, False, True)
+        if plan is not None and not (any(plan.measured) and kept.amaxes[1] is None):
+            self._add((plan, None, 0), _Job(weight, stamp, context, kept))
+
+    def _add(self, kind: Kind, job: _Job) -> None:
+        self.found.setdefault((kind, job.kept.noted is None), []).append(job)
+
+    def run(self) -> int:
+        """Measure and cast the weights, those of one kind together, and keep the faces.
+
+        Returns:
+            How many elements they have.
+        """
+        total = 0
+        for ((plan, measuring, records), _), jobs in self.found.items():
+            plains = [job.plain for job in jobs]
+            if measuring is not None:
+                found = ops.measure_all(plains, measuring.request)
+                for job, amaxes in zip(jobs, found, strict=True):
+                    job.kept.amaxes = measuring.of_measured(*amaxes)
+            if records:
+                _make_records(jobs, records)
+            made = ops.quantize_all(plains, plan.run_request, [job.inputs(plan) for job in jobs])
+            for job, faces in zip(jobs, made, strict=True):
+                job.keep(faces)
+            total += sum([plain.numel() for plain in plains])
+        return total
 
 
-def _run(jobs: list[_Job]) -> None:
-    """Measure and cast weights, those of one kind together, and keep the faces."""
-    kinds: dict[object, list[_Job]] = {}
-    for job in jobs:
-        kinds.setdefault(job.kind, []).append(job)
-    for alike in kinds.values():
-        first, plains = alike[0], [job.plain for job in alike]
-        if first.measuring is not None:
-            found = ops.measure_all(plains, first.measuring.request)
-            for job, each in zip(alike, found, strict=True):
-                job.kept = job.kept._replace(amaxes=first.measuring.of_measured(*each))
-        if first.records:
-            _make_records(alike)
-        inputs = [job.inputs() for job in alike]
-        made = ops.quantize_all(plains, first.plan.run_request, inputs)
-        for job, faces in zip(alike, made, strict=True):
-            job.keep(faces)
-
-
-def _make_records(jobs: list[_Job]) -> None:
-    """Have casts record amaxes, each in its part of new memory."""
-    size = jobs[0].records
+def _make_records(jobs: list[_Job], size: int) -> None:
+    """Have casts record ``size`` amaxes each in their part of new memory."""
     room = -(-size // _ALIGNED) * _ALIGNED
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
     for index, job in enumerate(jobs):
-        noted = memory.as_strided((size,), (1,), index * room)
-        job.kept = job.kept._replace(noted=noted)
+        job.kept.noted = memory.as_strided((size,), (1,), index * room)
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
     """Return the weight of a layer, if it can be quantized together with others."""
     weight: object = layer._parameters.get(name)
-    if isinstance(weight, DTensor):
-        weight = local(weight)
     if type(weight) is not MasterWeight:
-        return None
+        part = local(weight) if isinstance(weight, DTensor) else None
+        if type(part) is not MasterWeight:
+            return None
+        weight = part
     record = weight.record
     state = record.layer
-    if not isinstance(state, LayerState) or state.common is not None or state.replayed:
+    if type(state) is not LayerState or state.common is not None or state.replayed:
         return None
     if record.shard is not None or record.gathered is not None or record.replayed:
         return None
-    plain = weight.plain
-    return weight if type(plain) in _PLAIN and plain.dim() == 2 and plain.numel() else None
+    shape = weight.place[0]
+    return weight if type(weight.plain) in _PLAIN and len(shape) == 2 and 0 not in shape else None
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -251,16 +271,15 @@ _BUCKETS: weakref.WeakKeyDictionary[LayerState, WeightBucket] = weakref.WeakKeyD
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[WeightBucket]] = weakref.WeakKeyDictionary()
 
 
-def refresh_bucket(weight: MasterWeight, seen: Seen, dtype: torch.dtype) -> None:
+def refresh_bucket(weight: MasterWeight, stamp: Stamp) -> None:
     """Before a forward uses a weight: if it was written since the last one, quantize it with its neighbours.
 
     Args:
         weight: The weight.
-        seen: ``weight.seen()``.
-        dtype: Dtype of the computation.
+        stamp: What its faces depend on now.
     """
     record = weight.record
-    if record.kept.is_old(stamp_of(seen, weight.config, dtype)) and not record.is_held_elsewhere:
+    if record.kept.is_old(stamp) and not record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
             bucket.refresh()

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -21,7 +22,7 @@ from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers.plans import measured_in_backward
-from hybridtensor.state import StateTensors
+from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.kept_faces import Seen
 from hybridtensor.subclasses.observing import for_products
@@ -54,8 +55,9 @@ class MasterOperand(Operand):
         self._training, self._backward_follows = any(needs), needs.input
         self._seen = seen = weight.seen()  # which measures a common scale, for the context
         self._context = context = weight.context
-        refresh_bucket(weight, seen, dtype)
-        kept = weight.kept_faces(
+        stamp = weight.stamp(dtype, seen)
+        refresh_bucket(weight, stamp)
+        kept = weight.faces_in_eager_code(
             rowwise=True,
             columnwise=False,
             dtype=dtype,
@@ -63,7 +65,7 @@ class MasterOperand(Operand):
             backward_follows=needs.input,
             noted=record,
             context=context,
-            seen=seen,
+            stamp=stamp,
         )
         super().__init__(kept.row, None, kept.noted)
         self._weight: MasterWeight | None = weight
@@ -94,13 +96,13 @@ class MasterOperand(Operand):
         seen = self._unchanged(weight)
         if weight.config == self._config:
             add_columns_of_bucket(weight)
-            column = weight.kept_faces(
+            column = weight.faces_in_eager_code(
                 rowwise=False,
                 columnwise=True,
                 dtype=self._dtype,
                 noted=self._noted,
                 context=self._context,
-                seen=seen,
+                stamp=weight.stamp(self._dtype, seen),
             ).column
         else:  # another recipe was set since forward
             column = weight.quantized(
@@ -204,39 +206,42 @@ class GatheredWeight(Operand):
         return required_face(column, "columnwise", "grad_input")
 
 
-def weight_operand(
-    weight: Weight, needs: Needs, dtype: torch.dtype, state: StateTensors | None = None
-) -> Operand:
+def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype, context: Context) -> Operand:
     """Return the operand that a weight is: quantized now, kept from before, persistent or gathered.
 
     Args:
         weight: The weight.
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
-        state: State of the layer, with where this forward records amaxes; None is that of the weight.
+        context: That of the input, with where this forward records amaxes.
     """
     if isinstance(weight, MasterWeight):
-        state = weight.state if state is None else state
-        traced = is_traced()
+        state = context.state
+        traced = not context.direct and is_traced()
         if traced and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
         records = state is not None and state.step_amax is not None and any(needs)
-        if records and not weight.config.weight.delayed_rules("weight"):
-            records = False
-        if not traced:
-            record = state.step_amax if records and state is not None else None
-            return MasterOperand(
-                weight, needs, dtype, record if isinstance(record, AmaxRecord) else None
+        noted = state if records and state is not None and _is_delayed(state.slots) else None
+        if traced:
+            amax = None if noted is None else noted.amax
+            return Operand(
+                *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=amax)
             )
-        noted = state.amax if records and state is not None else None
-        return Operand(
-            *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=noted)
+        record = None if noted is None else noted.step_amax
+        return MasterOperand(
+            weight, needs, dtype, record if isinstance(record, AmaxRecord) else None
         )
     gathered = weight.is_gathered
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
     if gathered:
         return GatheredWeight(weight, row, dtype)
     return Operand(row, column)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_delayed(slots: tuple[str, ...]) -> bool:
+    """Whether the weight is among what has delayed scales."""
+    return any(slot.startswith("weight") for slot in slots)
 
 
 # Whether the backward that runs now retains its graph: private, and what AOTAutograd asks, too.

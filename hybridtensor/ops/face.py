@@ -81,9 +81,11 @@ class Face(NamedTuple):
     @classmethod
     def of(cls, tensors: list[Tensor], kind: FaceKind) -> Face:
         """Return the face that ``tensors`` hold; undoes ``tensors()``."""
-        count, (fmt, dtype) = len(tensors), kind
-        scale = tensors[1] if count > 1 else None
-        return cls(tensors[0], scale, tensors[2] if count > 2 else None, fmt, dtype)
+        # ``tuple.__new__`` goes past the Python function that a NamedTuple has: several are made in every product
+        if len(tensors) == 2:  # most are
+            return tuple.__new__(cls, (*tensors, None, *kind, None))
+        qdata, scale, level = (*tensors, None, None)[:3]
+        return tuple.__new__(cls, (qdata, scale, level, *kind, None))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are there: elements, scales, tensor scales."""

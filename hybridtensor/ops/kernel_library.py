@@ -99,11 +99,14 @@ def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether kernels run on ``device`` already."""
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make ``device`` the current one, which kernels run on."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(device)
+    return _HERE if is_current(device) else torch.cuda.device(device)
 
 
 _HERE = contextlib.nullcontext()

@@ -49,9 +49,7 @@ def is_traced() -> bool:
     AOTAutograd and export run what Dynamo left whole, such as a layer's torch function. ``is_compiling`` takes three
     times as long.
     """
-    return (
-        torch.compiler.is_dynamo_compiling() or getattr(_local, "tracing_context", None) is not None
-    )
+    return _is_dynamo() or getattr(_local, "tracing_context", None) is not None
 
 
 def runs_directly(x: torch.Tensor) -> bool:
@@ -59,15 +57,18 @@ def runs_directly(x: torch.Tensor) -> bool:
     called as it is.
     """
     return (
-        not torch.compiler.is_dynamo_compiling()  # first: the rest cannot be traced
+        not _is_dynamo()  # first: the rest cannot be traced
         and getattr(_local, "tracing_context", None) is None
         and type(x) in _PLAIN
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
+        and not _modes()
+        and not _transforms()
     )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_dynamo = torch.compiler.is_dynamo_compiling
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _local = torch._guards._TLS  # private; ``TracingContext.try_get`` reads it, in twice the time
 _cuda_is_there: Callable[[], bool] = torch.cuda.is_initialized
 
@@ -81,7 +82,7 @@ def is_recorded() -> bool:
     """Return whether what runs now may run again without Python: in a CUDA graph, or by a mode that
     watches operators.
     """
-    return bool(torch._C._len_torch_dispatch_stack()) or is_captured()
+    return bool(_modes()) or is_captured()
 
 
 def autocasts(device_type: str) -> bool:

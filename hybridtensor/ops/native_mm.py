@@ -119,18 +119,23 @@ def _multiply_whole(
     they add nothing.
     """
     left, right = a.qdata, b.qdata
-    rows, contraction, columns = *left.shape, right.shape[0]
+    (rows, contraction), columns, pad_n = left.shape, right.shape[0], 0
     # cuBLASLt: leading dimensions in multiples of 16 bytes
-    pad_k, pad_n = -contraction % 16, -columns % 16
-    scale_a, scale_b = _scales(a), _scales(b)
+    if (
+        contraction % 16
+        or columns % 16
+        or rows == 1
+        or columns == 1
+        or not left.is_contiguous()
+        or not right.is_contiguous()
+    ):
+        pad_k, pad_n = -contraction % 16, -columns % 16
+        left, right = pad(left, 0, pad_k), pad(right, pad_n, pad_k)
+    scale_b = _scales(b)
     if b.format.block == _PER_ROW:
         scale_b = (F.pad(scale_b, (0, 0, 0, pad_n), value=1.0) if pad_n else scale_b).t()
-    if pad_k or rows == 1 or not left.is_contiguous():
-        left = pad(left, 0, pad_k)
-    if pad_k or pad_n or columns == 1 or not right.is_contiguous():
-        right = pad(right, pad_n, pad_k)
     fused = bias if out_dtype == torch.bfloat16 and not pad_n else None
-    out = torch._scaled_mm(left, right.t(), scale_a, scale_b, fused, None, out_dtype, fast_accum)
+    out = torch._scaled_mm(left, right.t(), _scales(a), scale_b, fused, None, out_dtype, fast_accum)
     if pad_n:
         out = out[:, :columns].contiguous()
     return out if bias is None or fused is not None else out + bias.to(out_dtype)

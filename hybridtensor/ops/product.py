@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.grouped_mm import grouped_product
-from hybridtensor.ops.scaled_mm import matrix_product
+from hybridtensor.ops.library import runs_directly
+from hybridtensor.ops.scaled_mm import chosen, matrix_product
 
 
 def product(
@@ -17,10 +18,21 @@ def product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype,
     fast_accum: bool = False,
+    direct: bool = False,
 ) -> Tensor:
     """Return ``left @ right.T + bias``: see ``matrix_product``, and ``grouped_product`` for tokens with
     groups, which have no bias.
+
+    Args:
+        left: See there.
+        right: See there.
+        bias: See there.
+        out_dtype: See there.
+        fast_accum: See there.
+        direct: Whether ``runs_directly`` was asked of a tensor of the product, and said yes.
     """
     if left.groups is not None:
         return grouped_product(left, right, out_dtype, fast_accum)
+    if direct or runs_directly(left.qdata):
+        return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
     return matrix_product(left, right, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)

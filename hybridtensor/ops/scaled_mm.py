@@ -183,7 +183,7 @@ def scaled_mm(
         ValueError: If K differs, the devices differ, or the formats' product is not defined.
     """
     if runs_directly(left.qdata):
-        return _multiply_directly(left, right, bias, out_dtype, fast_accum)
+        return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
     _check_operands(left, right, bias)
     if is_traced() and _is_known_to_compilers(left, right, out_dtype):
         return _multiply(left, right, bias, out_dtype, fast_accum)
@@ -196,33 +196,44 @@ _MULTIPLY: dict[tuple[object, ...], Multiply] = {}
 _MOST_KINDS = 4096
 
 
-def _multiply_directly(
-    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    """Multiply by the function that was chosen, after checks, for the first operands of this kind."""
+def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
+    """Look up the function that multiplies operands of this kind; it is chosen, after checks, for the first of them."""
     a, b = left.qdata, right.qdata
-    device = a.device
     key = (
         left.format,
         right.format,
+        left.dequantized_rowwise,
+        right.dequantized_rowwise,
         a.shape,
         b.shape,
-        device,
+        a.device,
         b.device,
         None if bias is None else bias.device,
         out_dtype,
     )
     multiply = _MULTIPLY.get(key)
     if multiply is None:
-        _check_operands(left, right, bias)
+        multiply = _choose(left, right, bias, out_dtype)
         if len(_MULTIPLY) >= _MOST_KINDS:
             _MULTIPLY.clear()
-        kind = _native(left.format, right.format, out_dtype, device)
-        empty = 0 in (*a.shape, *b.shape)
-        multiply = _MULTIPLY[key] = _multiply if kind is None or empty else kind.multiply
-    if autocasts(device.type):
-        return _multiply(left, right, bias, out_dtype, fast_accum)
-    return multiply(left, right, bias, out_dtype, fast_accum)
+        _MULTIPLY[key] = multiply
+    return multiply
+
+
+def _choose(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
+    """Choose the function that multiplies operands of this kind.
+
+    Raises:
+        ValueError: See ``scaled_mm``.
+    """
+    if not (left.dequantized_rowwise is right.dequantized_rowwise is None):
+        return _multiply_dequantized
+    if left.format.is_identity and right.format.is_identity:
+        return _multiply_plain
+    _check_operands(left, right, bias)
+    kind = _native(left.format, right.format, out_dtype, left.qdata.device)
+    is_empty = 0 in (*left.qdata.shape, *right.qdata.shape)
+    return _multiply if kind is None or is_empty else kind.multiply
 
 
 def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
@@ -274,12 +285,24 @@ def matrix_product(
     A columnwise face in high precision of what a rowwise one holds is made here, for this product
     only.
     """
+    return _multiply_dequantized(left, right, bias, out_dtype, fast_accum)
+
+
+def _multiply_dequantized(
+    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
     a = left if left.dequantized_rowwise is None else _dequantized(left)
     b = right if right.dequantized_rowwise is None else _dequantized(right)
     if a.format.is_identity and b.format.is_identity:
-        columns = b.qdata.t()
-        return torch.mm(a.qdata, columns) if bias is None else torch.addmm(bias, a.qdata, columns)
+        return _multiply_plain(a, b, bias, out_dtype, fast_accum)
     return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def _multiply_plain(
+    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    columns = right.qdata.t()
+    return torch.mm(left.qdata, columns) if bias is None else torch.addmm(bias, left.qdata, columns)
 
 
 def _dequantized(face: Face) -> Face:

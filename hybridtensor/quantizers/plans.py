@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from hybridtensor.quantizers.base import Quantizer
 
 
+Amaxes = tuple[Tensor | None, Tensor | None]
+"""What the rowwise and the columnwise face are scaled by, where that is known before."""
+
+
 def tokens(x: Tensor) -> Tensor:
     """Return ``x`` as a matrix ``[tokens, features]``; ``reshape`` could not infer -1 for an empty
     tensor.
@@ -46,7 +50,8 @@ class CastPlan:
     def __init__(self, request: CastRequest, context: Context, device: torch.device) -> None:
         self.request = request
         self.run_request = _as_values(request, context.values, device)
-        self.needs = _Needs(request)
+        self.needs = needs = _Needs(request)
+        self._takes_amaxes_only = not (needs.whole_blocks or needs.state)
         row, column = request.row, request.column if request.source is None else None
         self.measured = _is_measured(row), _is_measured(column)
         self.suits_lists = request.source is None and not any(
@@ -62,9 +67,8 @@ class CastPlan:
             inputs = self.inputs(x, context)
             return ops.quantize_groups(x, context.groups, self.request, inputs)
         matrix = x if x.dim() == 2 else tokens(x)
-        direct = runs_directly(matrix)
-        unknown = context.amaxes[0] is None and context.amaxes[1] is None
-        if not direct and is_traced() and context.role != "weight" and unknown:
+        direct = context.direct or runs_directly(matrix)
+        if not direct and is_traced() and context.role != "weight":
             context = _measured_by_the_graph(matrix, self.request, context)
         inputs = self.inputs(matrix, context)
         return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
@@ -95,27 +99,33 @@ class CastPlan:
             return False
         return self.scales_by_amax or all(map(_reads_once, casts))
 
-    def inputs(self, matrix: Tensor, context: Context) -> CastInputs:
+    def inputs(self, matrix: Tensor, context: Context, amaxes: Amaxes | None = None) -> CastInputs:
         """Return the tensors that the cast needs beside the matrix.
+
+        Args:
+            matrix: The matrix.
+            context: Which tensor it is.
+            amaxes: What the faces are scaled by, if not ``context.amaxes``.
 
         Raises:
             ValueError: If the features of the matrix, or both axes of a weight, are not of whole blocks, or the layer's
                 state has no counter for random rounding, or is on another device.
         """
         needs, state, after = self.needs, context.state, context.after
+        row_amax, column_amax = context.amaxes if amaxes is None else amaxes
+        common = None if state is None else state.common_amax
+        if self._takes_amaxes_only and row_amax is column_amax is after is common is None:
+            return NO_INPUTS
         if needs.whole_blocks:
             self._check_whole_blocks(matrix, context)
-        row_amax, column_amax = context.amaxes
-        if state is not None and state.common_amax is not None and context.role == "weight":
-            row_amax = state.common_amax if needs.row_of_tensor else row_amax
-            column_amax = state.common_amax if needs.column_of_tensor else column_amax
+        if common is not None and context.role == "weight":
+            row_amax = common if needs.row_of_tensor else row_amax
+            column_amax = common if needs.column_of_tensor else column_amax
+        if not needs.row:
+            row_amax = None
+        if not needs.column:
+            column_amax = None
         if not needs.state:
-            if row_amax is column_amax is after is None:
-                return NO_INPUTS
-            row_amax, column_amax = (
-                row_amax if needs.row else None,
-                column_amax if needs.column else None,
-            )
             return CastInputs(None, None, None, 0, row_amax, column_amax, None, after)
         if state is not None:
             state.require_on(matrix.device, context)
@@ -128,8 +138,8 @@ class CastPlan:
             noted_amax=state.amax if state is not None and delayed and context.record else None,
             rounding=rounding,
             first_row=first_row,
-            row_amax=row_amax if needs.row else None,
-            column_amax=column_amax if needs.column else None,
+            row_amax=row_amax,
+            column_amax=column_amax,
             hint=_hint(context) if needs.hint else None,
             after=after,
         )
@@ -220,7 +230,7 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
     made, but read. Of a single row nothing would be stored in between, so that the amax could be of
     values that were not rounded yet.
     """
-    if matrix.shape[0] == 1:
+    if matrix.shape[0] == 1 or any(amax is not None for amax in context.amaxes):
         return context
     of_matrix = (request.row or request.source, request.column if request.source is None else None)
     measures = [cast is not None and cast.measures is not None for cast in of_matrix]

@@ -34,6 +34,7 @@ class Context(NamedTuple):
         after: What a graph computes before it quantizes this; see ``ops.order``.
         values: Whether the rowwise and the columnwise face are multiplied at once and nothing else reads them, so
             that they may be values where the device has no such elements; see ``Format.values``.
+        direct: Whether ``runs_directly`` was asked of the tensor, and said yes.
     """
 
     role: str = "input"
@@ -46,6 +47,7 @@ class Context(NamedTuple):
     groups: Groups | None = None
     after: Tensor | None = None
     values: tuple[bool, bool] = (False, False)
+    direct: bool = False
 
     def __str__(self) -> str:
         return (
@@ -57,6 +59,18 @@ class Context(NamedTuple):
     def in_backward(self) -> Context:
         """Return this for what backward quantizes; see ``StateTensors.in_backward``."""
         return self if self.state is None else self._replace(state=self.state.in_backward())
+
+    def with_values(self, values: tuple[bool, bool]) -> Context:
+        """Return this with other ``values``."""
+        return tuple.__new__(Context, (*self[:9], values, self.direct))  # faster than _replace
+
+    def of_gradient(self, after: Tensor | None, values: tuple[bool, bool], direct: bool) -> Context:
+        """Return that of the output's gradient of the layer whose input this is of; see the attributes."""
+        _, state, direction, record, first_row, section, amaxes, groups, *_ = self
+        if state is not None:
+            state = state.in_backward()
+        of_layer = state, direction, record, first_row, section, amaxes, groups
+        return Context("grad_output", *of_layer, after, values, direct)
 
     @property
     def slot(self) -> str:

@@ -210,24 +210,39 @@ class LayerState(nn.Module):
 
     def tensors(self) -> StateTensors:
         """Return the tensors that quantizers take, and what they stand for."""
-        # Asked several times per product, and a module's attributes take longer to look up.
-        buffers = self._buffers
-        rounding = buffers["rounding"]
-        rank = 0 if rounding is None else self.ranks.part_of_batch()
-        common = None if self.common is None else self.common.amax
-        record: AmaxRecord | None = self.__dict__["_record"] if self.recording else None
-        return StateTensors(
+        # Asked several times per product: a module's attributes take longer to look up, and so does making them again.
+        # ``__setattr__`` forgets what is known; buffers, the ranks and a common scale also change without it.
+        own = self.__dict__
+        known: StateTensors | None = own.get("_tensors")
+        buffers, common = own["_buffers"], own["common"]
+        rounding, encode_scale = buffers["rounding"], buffers["encode_scale"]
+        rank = 0 if rounding is None else own["ranks"].part_of_batch()
+        if (
+            known is not None
+            and known[0] is rounding
+            and known[1] is encode_scale
+            and known[4] == rank
+            and common is None
+        ):
+            return known
+        record: AmaxRecord | None = own["_record"] if own["recording"] else None
+        made = own["_tensors"] = StateTensors(
             rounding,
-            buffers["encode_scale"],
+            encode_scale,
             None if record is None else record.total,
             self.slots,
             rank,
             self.name,
             self.hints,
-            common,
+            None if common is None else common.amax,
             self.transposed,
             record,
         )
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_tensors", None)
+        super().__setattr__(name, value)
 
     def require(
         self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device
@@ -340,7 +355,7 @@ class LayerState(nn.Module):
         """Copy all but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        others = ("ranks", "hints", "_record", "_lineage")
+        others = ("ranks", "hints", "_record", "_lineage", "_tensors")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
         new.__dict__.update(copy.deepcopy(own, memo), ranks=self.ranks, hints={})
         new._take_record(self.amax)
@@ -357,7 +372,7 @@ class LayerState(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to this process: the ranks, hints, where amaxes are recorded."""
-        others = ("ranks", "_record", "_lineage")
+        others = ("ranks", "_record", "_lineage", "_tensors")
         own = {name: v for name, v in self.__dict__.items() if name not in others}
         return own | {"hints": {}, "amax": None if self.amax is None else self.amax.clone()}
 

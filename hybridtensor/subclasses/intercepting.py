@@ -110,12 +110,17 @@ class InterceptingTensor(WrapperTensor):
         """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it, or
         a stack of experts' weights.
         """
-        record, groups = self.record, None
-        if self.dim() == 3:
-            groups = Groups(self.shape[0], first=record.first or 0)
+        record = self.record
         layer = record.layer
-        state = layer.tensors() if isinstance(layer, LayerState) else layer
-        return Context("weight", state, section=record.section, groups=groups)
+        state = layer.tensors() if type(layer) is LayerState else layer
+        known = record.context
+        if known is not None and known.state is state and known.section is record.section:
+            return known
+        groups = Groups(self.shape[0], first=record.first or 0) if self.dim() == 3 else None
+        made = Context("weight", state, section=record.section, groups=groups)  # type: ignore[arg-type]
+        if groups is None and type(layer) is LayerState:
+            record.context = made
+        return made
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``WrapperTensor.carried``: the tensors of the layer's state, and what a graph is made for: no

@@ -20,35 +20,31 @@ from hybridtensor.ops.amaxes import Notes
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """What the rowwise and the columnwise face are scaled by, where that was measured for both."""
-Place = tuple[object, ...]
+Place = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Which view of a weight's memory faces are of."""
 
 
 class Seen(NamedTuple):
-    """Counts of the writes of a weight: a cached face is valid while they are the same.
+    """The state of a weight when it was used.
 
     Attributes:
-        writes: Writes by handlers of operators; torch's version counters of the plain tensor and of the weight.
-        unseen: Writes of compiled code that one of the aliases found, and those that others may have made.
-        scales: Version of the layer's state, with that of a common scale.
+        changes: ``WeightRecord.changes``: faces that were made at another count are old.
+        scales: Version of the layer's state, with that of a common scale; the same holds for it.
+        writes: Writes that handlers counted, and torch's version counters of the plain tensor and of the weight:
+            the same in forward and its backward.
     """
 
-    writes: tuple[int, int, int]
-    unseen: tuple[int, int]
+    changes: int
     scales: int | tuple[int | None, int] | None
+    writes: tuple[int, int, int]
 
 
-Stamp = tuple[int, tuple[int, int], object, object, torch.dtype]
-"""What faces depend on beside the memory they were made from, so that faces with another stamp are old: writes that
-handlers counted, those that nothing saw, the version of scales, the recipe, the dtype of faces in high precision."""
+Stamp = tuple[int, object, object, torch.dtype]
+"""What faces depend on beside the memory they were made from, so that faces with another stamp are old: the count of
+changes, the version of scales, the recipe, the dtype of faces in high precision."""
 
 
-def stamp_of(seen: Seen, config: object, dtype: torch.dtype) -> Stamp:
-    """Return the stamp of faces; a plain tuple, made in every use of a weight."""
-    return seen.writes[0], seen.unseen, seen.scales, config, dtype
-
-
-class Kept(NamedTuple):
+class Kept:
     """What is kept of one view of a weight's memory.
 
     Attributes:
@@ -58,13 +54,19 @@ class Kept(NamedTuple):
         noted: Where the amaxes of delayed scales were recorded when the faces were made; None for evaluation.
     """
 
-    row: Face | None = None
-    column: Face | None = None
-    amaxes: Amaxes = (None, None)
-    noted: Tensor | Notes | None = None
+    __slots__ = ("amaxes", "column", "noted", "row")
+
+    def __init__(
+        self,
+        row: Face | None = None,
+        column: Face | None = None,
+        amaxes: Amaxes = (None, None),
+        noted: Tensor | Notes | None = None,
+    ) -> None:
+        self.row, self.column, self.amaxes, self.noted = row, column, amaxes, noted
 
 
-_NOTHING = Kept()
+_NOTHING = Kept()  # not to be written
 
 
 class LastUse(NamedTuple):
@@ -113,47 +115,44 @@ class KeptFaces:
         self.last_use: LastUse | None = None
         self.used_on = 0
 
-    def begin_use(
+    def use(
         self,
-        plain: Tensor,
+        place: Place,
         stamp: Stamp,
-        *,
+        stream: int,
         forward: bool,
         trained: bool,
-        backward_follows: bool = False,
+        backward_follows: bool,
     ) -> Kept:
         """Let go of what does not hold any more, count a forward, and return what is kept.
 
         Args:
-            plain: The view of the weight's memory that is used.
+            place: Which view of the weight's memory is used.
             stamp: What faces depend on now.
+            stream: The current CUDA stream, 0 on a CPU.
             forward: Whether a forward uses the weight, not a backward.
             trained: Whether that is one of training.
             backward_follows: Whether a backward will ask for the columnwise face.
         """
-        self.begin(stamp, forward=forward)
+        if self._stamp != stamp:
+            self.begin(stamp, forward=forward)
         if forward:
-            self.used_on = stream_of(plain)
+            self.used_on = stream
             use = self.last_use
-            if (
-                use is None
-                or use.trained is not trained
-                or use.backward_follows is not backward_follows
-            ):
+            if use is None or use[0] is not trained or use[1] is not backward_follows:
                 self.last_use = LastUse(trained, backward_follows)
-        if forward and not trained:
-            self._evaluations += 1
-        elif forward and _task() == -1:  # inside of a backward it recomputes
-            self._forwards, self._evaluations = self._forwards + 1, 0
-        if self._stream is not None and self._stream != stream_of(plain):
+            if not trained:
+                self._evaluations += 1
+            elif _task() == -1:  # inside of a backward it recomputes
+                self._forwards += 1
+                self._evaluations = 0
+        if self._stream is not None and self._stream != stream:
             self._kept.clear()  # nobody waits for the other stream
             self._stream = None
-        return self._kept.get(_place(plain), _NOTHING) if self._kept else _NOTHING
+        return self._kept.get(place, _NOTHING)
 
     def begin(self, stamp: Stamp, *, forward: bool) -> None:
-        """Let go of faces with another stamp."""
-        if self._stamp == stamp:
-            return
+        """Let go of faces with another stamp than this one."""
         self._stamp, self._stream, self.awaits_column = stamp, None, False
         self.last_use = None
         self._kept.clear()
@@ -170,24 +169,24 @@ class KeptFaces:
         """Dtype of the computation that used the weight last, or None if nothing did."""
         return None if self._stamp is None else self._stamp[-1]
 
-    def keep(self, plain: Tensor, stamp: Stamp, kept: Kept, stream: int | None = None) -> None:
+    def keep(self, place: Place, stamp: Stamp, kept: Kept, stream: int | None = None) -> None:
         """Keep what was made, unless something else came in between, in another thread.
 
         Args:
-            plain: The view of the weight's memory that was quantized.
+            place: The view of the weight's memory that was quantized.
             stamp: What the faces depend on.
             kept: What to keep.
             stream: The CUDA stream on which they may be used, if that is not the one of this use.
         """
         if self._stamp == stamp:
-            self._kept[_place(plain)] = kept
+            self._kept[place] = kept
             self._stream = stream
             if kept.column is not None:
                 self.awaits_column = False
 
-    def current(self, plain: Tensor, stamp: Stamp) -> Kept | None:
-        """Return what is kept of ``plain``, or None if that does not hold any more; this is no use of it."""
-        return self._kept.get(_place(plain), _NOTHING) if self._stamp == stamp else None
+    def current(self, place: Place, stamp: Stamp) -> Kept | None:
+        """Return what is kept of a view, or None if that does not hold any more; this is no use of it."""
+        return self._kept.get(place, Kept()) if self._stamp == stamp else None
 
     def lifetime(self, policy: str) -> tuple[bool, bool]:
         """Return whether both faces outlast one use, so that one cast makes both, and whether they outlast the backward
@@ -197,16 +196,18 @@ class KeptFaces:
             policy: ``keep_faces`` of the recipe. ``"auto"`` keeps them for a weight that more than one forward uses,
                 since the last write or before it, and from recomputing to the backward that follows.
         """
-        step = policy == "always" or (policy == "auto" and self._is_reused)
-        return step or (policy == "auto" and _task() != -1), step
+        if policy == "auto":
+            step = self._forwards > 1 or self._last_forwards > 1
+            return step or _task() != -1, step
+        return policy == "always", policy == "always"
 
     def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
         """Let go of what a forward has used and nothing will use again."""
         self.awaits_column = backward_follows
         again = self._is_reused or (not trained and self._evaluations > 1)
         if policy == "never" or (policy == "auto" and not again):
-            for place, kept in list(self._kept.items()):
-                self._kept[place] = kept._replace(row=None)
+            for kept in self._kept.values():
+                kept.row = None
 
     def end_backward(self, policy: str) -> None:
         """Let go of what a backward has used and nothing will use again.
@@ -225,13 +226,13 @@ class KeptFaces:
         """Let go of everything: the weight was written."""
         self._kept.clear()
 
-    def rowwise(self, plain: Tensor, stamp: Stamp) -> Face | None:
-        """Return the rowwise face that is kept of ``plain`` and still holds, of whatever dtype; this
+    def rowwise(self, place: Place, stamp: Stamp) -> Face | None:
+        """Return the rowwise face that is kept of a view and still holds, of whatever dtype; this
         is no use of it.
         """
         if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
-        row = self._kept.get(_place(plain), _NOTHING).row
+        row = self._kept.get(place, _NOTHING).row
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
@@ -249,7 +250,8 @@ def stream_of(plain: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(plain.device.index) if plain.is_cuda else 0
 
 
-def _place(plain: Tensor) -> Place:
+def place_of(plain: Tensor) -> Place:
+    """Return what tells the views of one memory apart."""
     return plain.shape, plain.stride(), plain.storage_offset()
 
 

@@ -16,10 +16,10 @@ from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Seen, Stamp, stamp_of, stream_of
+from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Place, Seen, Stamp, place_of, stream_of
 from hybridtensor.subclasses.observing import for_products, observers
 from hybridtensor.subclasses.op_table import OpTable
-from hybridtensor.subclasses.record import WeightRecord, version_of
+from hybridtensor.subclasses.record import WeightRecord, read_version, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
 
 
@@ -33,6 +33,7 @@ class MasterWeight(InterceptingTensor):
         plain: The plain tensor. Inside this package it is only read, or written with
             ``note_write``; ``master`` hands it out.
         config: The recipe.
+        place: Which view of the memory of the weight this is.
     """
 
     ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")
@@ -40,10 +41,11 @@ class MasterWeight(InterceptingTensor):
     inner_names = ("plain",)
     former_names: ClassVar[dict[str, str]] = {"master": "plain"}
     metadata_names = ("config",)
-    transient_names = (*InterceptingTensor.transient_names, "_seen")
+    transient_names = (*InterceptingTensor.transient_names, "_seen", "place")
 
     plain: Tensor
     config: HybridConfig
+    place: Place
     _seen: int
 
     @staticmethod
@@ -75,7 +77,7 @@ class MasterWeight(InterceptingTensor):
     ) -> None:
         if config is None:
             return  # ``parameter_of`` made all of it
-        self.plain, self.config = plain, config
+        self.plain, self.config, self.place = plain, config, place_of(plain)
         self.record, self._seen = WeightRecord(), 0
         self.record.add_holder(plain)
 
@@ -111,7 +113,7 @@ class MasterWeight(InterceptingTensor):
         """
         writes = self.writes
         self.record.count_others(self.plain, version_of(self.plain))
-        return writes, self.record.handed
+        return writes, self.record.changes
 
     @property
     def writes(self) -> int:
@@ -139,23 +141,30 @@ class MasterWeight(InterceptingTensor):
         """Count writes that no handler saw, measure a common scale again that they changed, and return the counts."""
         record, plain = self.record, self.plain
         layer: Any = record.layer
-        version = common = None
+        scales: int | tuple[int | None, int] | None = None
         if type(layer) is LayerState:  # in a graph its tensors, which have no version
-            version, common = layer.version, layer.common
+            scales, common = layer.version, layer.common
             if common is not None:
                 common.renew()
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # which attributes of a tensor would pass through
+                scales = scales, common.version
+        try:
+            own, of_plain = read_version(self), read_version(plain)
+        except RuntimeError:  # a tensor of inference mode has none
             own, of_plain = version_of(self), version_of(plain)
         if own != self._seen:
             self._count_graph_writes(own)
         record.count_others(plain, of_plain)
-        return Seen(
-            (record.writes, of_plain, own),
-            (record.compiled_writes, record.handed),
-            version if common is None else (version, common.version),
-        )
+        return Seen(record.changes, scales, (record.writes, of_plain, own))
+
+    def stamp(self, dtype: torch.dtype, seen: Seen | None = None) -> Stamp:
+        """What faces depend on now.
+
+        Args:
+            dtype: Dtype of the computation.
+            seen: ``self.seen()``, where that was just asked.
+        """
+        seen = self.seen() if seen is None else seen
+        return seen.changes, seen.scales, self.config, dtype
 
     def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.
@@ -167,6 +176,7 @@ class MasterWeight(InterceptingTensor):
             self._seen = version
             if version:
                 record = self.record
+                record.changes += 1
                 record.compiled_writes += 1
                 if (
                     record.writes == record.counted_writes
@@ -180,12 +190,35 @@ class MasterWeight(InterceptingTensor):
         """
         note_writes([self])
 
-    def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, **use: Any) -> Faces:
-        """Return the faces asked for; see ``kept_faces``."""
-        kept = self.kept_faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype, **use)
+    def faces(
+        self,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        noted: AmaxRecord | Tensor | Notes | None = None,
+    ) -> Faces:
+        """Return the faces asked for, those in high precision in ``dtype``.
+
+        While compiling, they are made in the graph; else see ``faces_in_eager_code``.
+
+        Args:
+            rowwise: Return the rowwise face, for a forward.
+            columnwise: Return the columnwise face.
+            dtype: Dtype of the computation.
+            noted: Where amaxes are recorded: what a backward will commit to, or what it commits, fp32 ``[S]``; in a
+                graph ``Notes``, or an address; None where a face is for evaluation.
+        """
+        if is_traced():
+            self.check_common_scale()
+            kept = self._made(rowwise, columnwise, dtype, self.context, noted)
+        else:
+            kept = self.faces_in_eager_code(
+                rowwise=rowwise, columnwise=columnwise, dtype=dtype, noted=noted
+            )
         return kept.row if rowwise else None, kept.column if columnwise else None
 
-    def kept_faces(
+    def faces_in_eager_code(
         self,
         *,
         rowwise: bool,
@@ -195,47 +228,35 @@ class MasterWeight(InterceptingTensor):
         backward_follows: bool = False,
         noted: AmaxRecord | Tensor | Notes | None = None,
         context: Context | None = None,
-        seen: Seen | None = None,
+        stamp: Stamp | None = None,
     ) -> Kept:
-        """Return the faces asked for, and maybe others; those in high precision have ``dtype``.
+        """Return the faces asked for, and maybe others.
 
         Faces are kept as the recipe's ``keep_faces`` says, and used as long as nothing was written; a
         face that was made for evaluation does not stand in the way of training: what is missing is
-        added. While compiling, faces are made in the graph instead; while something records what runs,
-        or replays what writes the weight, they are made anew and not kept.
+        added. While something records what runs, or replays what writes the weight, they are made anew and not kept.
 
         Args:
-            rowwise: Return the rowwise face, for a forward.
-            columnwise: Return the columnwise face.
-            dtype: Dtype of the computation.
+            rowwise: See ``faces``.
+            columnwise: See ``faces``.
+            dtype: See ``faces``.
             trained: The forward is one of training.
             backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are
                 kept.
-            noted: Where amaxes are recorded: what a backward will commit to, or what it commits, fp32 ``[S]``; in a
-                graph ``Notes``, or an address; None where a face is for evaluation.
+            noted: See ``faces``.
             context: ``self.context``, where that is known.
-            seen: ``self.seen()``, where that was just asked.
+            stamp: ``self.stamp(dtype)``, where that was just asked.
         """
-        if is_traced():
-            context = self.context if context is None else context
-            self.check_common_scale()
-            return self._made(rowwise, columnwise, dtype, context, noted)
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
-        seen = self.seen() if seen is None else seen
+        stamp = self.stamp(dtype) if stamp is None else stamp
         context = self.context if context is None else context
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             context = for_products(context, dtype, row=True, column=True)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, noted)
-        stamp = stamp_of(seen, self.config, dtype)
-        kept = record.kept.begin_use(
-            plain,
-            stamp,
-            forward=rowwise,
-            trained=trained,
-            backward_follows=backward_follows,
-        )
+        use = rowwise, trained, backward_follows
+        kept = record.kept.use(self.place, stamp, stream_of(plain), *use)
         wanted = rowwise, columnwise, trained, backward_follows
         if not torch.is_grad_enabled():  # as inside of autograd functions
             return self._completed(kept, stamp, *wanted, noted, context)
@@ -254,17 +275,18 @@ class MasterWeight(InterceptingTensor):
         context: Context,
     ) -> Kept:
         """Return what is kept, with what is missing."""
-        dtype = stamp[-1]
         outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
         unmeasured = noted is not None and kept.noted is None  # it was made for evaluation
+        row, column = kept.row, kept.column
         if lasting or observers:  # not only products read the faces
-            kept = kept._replace(row=_of_elements(kept.row), column=_of_elements(kept.column))
-        row_is_missing = rowwise and (kept.row is None or unmeasured)
-        column_is_missing = (columnwise or both) and (kept.column is None or unmeasured)
+            row, column = _of_elements(row), _of_elements(column)
+        row_is_missing = rowwise and (row is None or unmeasured)
+        column_is_missing = (columnwise or both) and (column is None or unmeasured)
         if not (row_is_missing or column_is_missing):
             return kept
+        dtype = stamp[-1]
         amaxes = kept.amaxes
         unknown = (
             amaxes[0] is None and amaxes[1] is None
@@ -275,8 +297,8 @@ class MasterWeight(InterceptingTensor):
             context = for_products(context, dtype, row=True, column=True)
         noted = noted if kept.noted is None else kept.noted
         made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
-        kept = Kept(made.row or kept.row, made.column or kept.column, amaxes, made.noted)
-        self.record.kept.keep(self.plain, stamp, kept)
+        kept = Kept(made.row or row, made.column or column, amaxes, made.noted)
+        self.record.kept.keep(self.place, stamp, kept)
         return kept
 
     def _made(
@@ -339,8 +361,8 @@ class MasterWeight(InterceptingTensor):
         """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
         of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
         """
-        stamp = stamp_of(self.seen(), self.config, self.dtype)
-        row = self.record.kept.rowwise(self.plain, stamp)
+        stamp = self.stamp(self.dtype)
+        row = self.record.kept.rowwise(self.place, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")

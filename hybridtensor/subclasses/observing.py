@@ -64,9 +64,16 @@ def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: boo
         row: Whether that is so of the rowwise face.
         column: Whether that is so of the columnwise face.
     """
+    return context.with_values(values_of_products(context, dtype, row=row, column=column))
+
+
+def values_of_products(
+    context: Context, dtype: torch.dtype, *, row: bool, column: bool
+) -> tuple[bool, bool]:
+    """Return ``Context.values`` of such a tensor; see ``for_products``."""
     if observers or dtype != torch.bfloat16 or context.groups is not None:
-        return context
-    return Context(*context[:-1], (row, column))
+        return False, False
+    return row, column
 
 
 def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:

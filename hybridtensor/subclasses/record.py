@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops.amaxes import Notes
-from hybridtensor.state import LayerState, Section, StateTensors
+from hybridtensor.state import Context, LayerState, Section, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.kept_faces import KeptFaces
 
 # The private counter by which autograd notices writes; its getter is faster than the attribute.
-_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+read_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -81,15 +81,16 @@ class WeightRecord:
         gathered: What keeps the faces, if this is a weight that FSDP2 gathered, or None.
         section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
         first: Number of the first expert that this rank has of a stack; None if nobody said so.
+        changes: Changes that no face outlives: writes that handlers or torch counted, and moments at which somebody
+            else may have written.
         writes: Writes that handlers counted.
         written_on: CUDA stream of the last write, 0 on a CPU; None where it is not known.
         compiled_writes: Writes that compiled code made, each counted at least once.
         counted_writes: ``writes`` when a write of compiled code was looked for last.
-        handed: How often the memory was handed out, used while someone else held it, or found
-            written by torch's count.
         is_held_elsewhere: Whether someone else held the memory when writes were counted last.
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
         kept: The faces that are kept.
+        context: Which tensor the weight is to quantizers, as that was asked last; None if it was not, and of a stack.
         readers: Of a tensor that was quantized for layers; None of any other tensor.
         amaxes: Where the amaxes of such a tensor were recorded, for the forward that reads it, or None.
     """
@@ -98,11 +99,12 @@ class WeightRecord:
         "__weakref__",
         "_holders",
         "amaxes",
+        "changes",
         "compiled_writes",
+        "context",
         "counted_writes",
         "first",
         "gathered",
-        "handed",
         "is_held_elsewhere",
         "kept",
         "layer",
@@ -122,12 +124,13 @@ class WeightRecord:
         self.gathered: Gathered | None = None
         self.section: Section | None = None
         self.first: int | None = None
-        self.writes = self.compiled_writes = self.handed = 0
+        self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False
         self.written_on: int | None = None
         self.counted_writes = 0
         self.is_held_elsewhere = False
         self.kept = KeptFaces()
+        self.context: Context | None = None
         self.readers: ReadBy | None = None
         self.amaxes: Tensor | Notes | None = None
         self._holders: dict[int, _Holder] = {}
@@ -142,7 +145,7 @@ class WeightRecord:
     def successor(self) -> WeightRecord:
         """Return a record of the weight with other memory, which aliases so far do not share."""
         made = WeightRecord(self.layer)
-        made.writes, made.handed = self.writes + 1, self.handed
+        made.changes, made.writes = self.changes + 1, self.writes + 1
         made.section, made.first = self.section, self.first
         return made
 
@@ -151,6 +154,7 @@ class WeightRecord:
 
     def note_write(self, captured: bool) -> None:
         """Take note of a write, which no face outlives, and which a CUDA graph may have ``captured``."""
+        self.changes += 1
         self.writes += 1
         self.kept.clear()
         self.replayed = self.replayed or captured
@@ -161,7 +165,7 @@ class WeightRecord:
         It is a tensor of its own, so that whatever is made from it (``.data``, a numpy array,
         DLPack) keeps it alive and ``is_shared`` sees that.
         """
-        self.handed += 1
+        self.changes += 1
         self.written_on = None
         return plain.detach()
 
@@ -188,11 +192,11 @@ class WeightRecord:
         holder = holders[id(plain)]
         if holder.version != version:
             holder.version = version
-            self.handed += 1
+            self.changes += 1
         # see ``is_shared``
         shared = _use_count(plain.untyped_storage()._cdata) > len(holders) + 1
         if shared or self.is_held_elsewhere:
-            self.handed += 1
+            self.changes += 1
             self.is_held_elsewhere = shared
 
     def is_shared(self, plain: Tensor) -> bool:
@@ -208,4 +212,4 @@ class WeightRecord:
 
 def version_of(tensor: Tensor) -> int:
     """Return torch's counter of writes to a tensor, -1 for one of inference mode, which has none."""
-    return -1 if tensor.is_inference() else _version(tensor)
+    return -1 if tensor.is_inference() else read_version(tensor)

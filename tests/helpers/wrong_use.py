@@ -51,7 +51,7 @@ METHODS_OF_OTHERS = {
         "check_sizes",
         "named_modules",
         "count_step",
-        "kept_faces",
+        "faces_in_eager_code",
         "follow",
         "note_backward",
         "delayed_rules",
@@ -72,6 +72,7 @@ METHODS_OF_OTHERS = {
         "take_name",
     ),
     *("become", "check_common_scale", "faces_apart", "parameter_of", "present", "seen"),
+    *("of_gradient", "stamp", "with_values"),
     *("tensor_scale_shape", "tensors"),
     # torch, with what it made
     *("check_shards", "commit_tensor", "create_local_plan", "extra_repr", "fsdp_post_all_gather"),

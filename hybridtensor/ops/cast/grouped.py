@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
-from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several, Written
+from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several
 from hybridtensor.ops.cast.planning import Planning
 from hybridtensor.ops.cast.request import CastInputs, CastRequest
 from hybridtensor.ops.cast.tiles import (
@@ -143,7 +143,7 @@ class GroupedCast:
         self, x: Tensor, ends: Tensor | None, inputs: CastInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of the rowwise and of the columnwise face."""
-        row, column = (output.empty(x.device) for output in self._task.outputs)
+        row, column = (output.empty() for output in self._task.outputs)
         if self._copies:
             wide = x.new_empty(*x.shape[:-1], self._strides[-2])
             x = wide[..., : x.shape[-1]].copy_(x)
@@ -156,8 +156,8 @@ class GroupedCast:
                 row_amax, column_amax = self._measurement(x, plan)
             if self._measure_held is not None:
                 column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
-                self._measure_held(x, Written([], [], row_amax, column_amax, plan), inputs)
-            self._cast(x, Written(row, column, row_amax, column_amax, plan), inputs)
+                self._measure_held(x, ([], []), (row_amax, column_amax), inputs, plan)
+            self._cast(x, (row, column), (row_amax, column_amax), inputs, plan)
         return row, column
 
 
@@ -217,8 +217,10 @@ def _outputs(key: _Key) -> tuple[FaceOutput, FaceOutput]:
     formats = [None if cast is None else cast.format for cast in (row, column)]
     of_row, of_column = layouts_of(formats[0], formats[1], key.shape, key.groups)
     return (
-        FaceOutput(None if row is None else FaceKind(row.format), tuple(of_row)),
-        FaceOutput(None if column is None else FaceKind(column.format), tuple(of_column)),
+        FaceOutput(None if row is None else FaceKind(row.format), tuple(of_row), key.device),
+        FaceOutput(
+            None if column is None else FaceKind(column.format), tuple(of_column), key.device
+        ),
     )
 
 

@@ -16,12 +16,12 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, NONE, NVFP4, TENSOR, Matrix
 from hybridtensor.ops.cast.definition import reference_cast
-from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, RecastLaunch, Written
+from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
 from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, Hint, check_inputs
 from hybridtensor.ops.cast.tiles import MEASURED, PER_ROW, KernelFace, Tiling, computed, tile_of
-from hybridtensor.ops.kernel_library import on_device
+from hybridtensor.ops.kernel_library import is_current, on_device
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
 from hybridtensor.ops.prologue import Prologue
@@ -143,7 +143,10 @@ class KernelCast(PreparedCast):
             device=key.device,
             tiling=tiling,
             faces=faces,
-            outputs=(FaceOutput.of(request.row, m, k), FaceOutput.of(request.column, k, m)),
+            outputs=(
+                FaceOutput.of(request.row, m, k, key.device),
+                FaceOutput.of(request.column, k, m, key.device),
+            ),
             held=None if source is None else request.dtype or key.dtype,
         )
         self._stores_row = request.row is not None
@@ -177,15 +180,15 @@ class KernelCast(PreparedCast):
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         """See ``PreparedCast.run``."""
         row, column = self.task.outputs
-        row_out, column_out = row.empty(x.device), column.empty(x.device)
+        outs = row.empty(), column.empty()
         if self._copies:
             x, inputs = self._readable(x, inputs)
-        with on_device(x.device):
-            if inputs.hint is not None and self.is_one_pow2_scale and not is_captured():
-                self._run_by(inputs.hint, x, row_out, column_out, inputs.prologue)
-            else:
-                self._run(x, row_out, column_out, inputs)
-        return row.face(row_out), column.face(column_out)
+        if is_current(x.device):
+            self._run(x, outs, inputs)
+        else:
+            with on_device(x.device):
+                self._run(x, outs, inputs)
+        return row.face(outs[0]), column.face(outs[1])
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""
@@ -193,7 +196,7 @@ class KernelCast(PreparedCast):
         if self._copies:
             x, inputs = self._readable(x, inputs)
         with on_device(x.device):
-            self._run(x, out[:of_row], out[of_row:], inputs)
+            self._run(x, (out[:of_row], out[of_row:]), inputs)
         increment_version(out)  # kernels write where autograd does not look
 
     def _readable(self, x: Tensor, inputs: CastInputs) -> tuple[Tensor, CastInputs]:
@@ -255,10 +258,15 @@ class KernelCast(PreparedCast):
         )
         return CastLaunch(task, column=face, store=False)
 
-    def _run(
-        self, x: Tensor, row_out: list[Tensor], column_out: list[Tensor], inputs: CastInputs
-    ) -> None:
+    def _run(self, x: Tensor, outs: Outs, inputs: CastInputs) -> None:
         """Measure what is not given, and cast."""
+        if inputs is NO_INPUTS and self.measure_held is None:  # most are
+            amaxes = (x, x) if self._measurement is None else self._measurement.run(x)
+            self.cast(x, outs, amaxes, inputs)
+            return
+        if inputs.hint is not None and self.is_one_pow2_scale and not is_captured():
+            self._run_by(inputs.hint, x, outs, inputs.prologue)
+            return
         row_amax = column_amax = x  # stands for nothing
         if self._measurement is not None:
             row_amax, column_amax = self._measurement.run(x, inputs.prologue)
@@ -272,8 +280,8 @@ class KernelCast(PreparedCast):
             seen, of_it = x, inputs
             if self.by_largest:
                 seen, of_it = row_amax, inputs._replace(prologue=None)
-            self.measure_held(seen, Written([], [], row_amax, column_amax), of_it)
-        self.cast(x, Written(row_out, column_out, row_amax, column_amax), inputs)
+            self.measure_held(seen, ([], []), (row_amax, column_amax), of_it)
+        self.cast(x, outs, (row_amax, column_amax), inputs)
 
     @functools.cached_property
     def is_one_pow2_scale(self) -> bool:
@@ -294,14 +302,7 @@ class KernelCast(PreparedCast):
         guess = CastLaunch(self.task, note=(of_row, not of_row), store=store)
         return guess, RecastLaunch(self.task, store=store)
 
-    def _run_by(
-        self,
-        hint: Hint,
-        x: Tensor,
-        row_out: list[Tensor],
-        column_out: list[Tensor],
-        prologue: Prologue | None,
-    ) -> None:
+    def _run_by(self, hint: Hint, x: Tensor, outs: Outs, prologue: Prologue | None) -> None:
         """Cast in one pass if the tensor has the scale of the hint's amax; the faces are those of
         ``_run``.
         """
@@ -310,12 +311,10 @@ class KernelCast(PreparedCast):
         if last is not None:
             now = torch.zeros(1, dtype=torch.float32, device=x.device)
             guess, check = self._guess_and_check
-            inputs = CastInputs(noted_amax=now, prologue=prologue)
-            guess(x, Written(row_out, column_out, last, last), inputs)
-            check(x, Written(row_out, column_out, now, now), last, prologue)
+            guess(x, outs, (last, last), CastInputs(noted_amax=now, prologue=prologue))
+            check(x, outs, now, last, prologue)
         else:
             amaxes = (x, x) if self._measurement is None else self._measurement.run(x, prologue)
-            inputs = NO_INPUTS._replace(prologue=prologue)
-            self.cast(x, Written(row_out, column_out, *amaxes), inputs)
+            self.cast(x, outs, amaxes, NO_INPUTS._replace(prologue=prologue))
             now = amaxes[0] if self.task.faces[0].kind == TENSOR else amaxes[1]
         hint.amax, hint.stream = now if now.data_ptr() % _ALIGNMENT == 0 else None, stream

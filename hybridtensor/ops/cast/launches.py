@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from hybridtensor.ops.prologue import Prologue, as_argument
 
 Take = Callable[[Tensor], Address]
 """What makes an argument of a kernel of a tensor; see ``Launch.take``."""
+Outs = tuple[list[Tensor], list[Tensor]]
+"""Tensors of the rowwise and of the columnwise face."""
 
 _WAVE = 8  # programs per multiprocessor that run at once
 _NO_STRIDES = (0, 0)
@@ -36,21 +39,38 @@ _FP32 = 3  # also for wider dtypes: no value of a face needs them
 class FaceOutput:
     """The tensors of one face that a kernel writes.
 
+    Args:
+        kind: What they mean, or None of a face that is not asked for.
+        layouts: How they lie.
+        device: Where ``empty`` makes them.
+
     Attributes:
-        layouts: How they lie; none for a face that is not asked for.
+        layouts: The same.
         scale_strides: Strides of the scales, the last two.
     """
 
-    def __init__(self, kind: FaceKind | None, layouts: tuple[Layout, ...]) -> None:
+    def __init__(
+        self,
+        kind: FaceKind | None,
+        layouts: tuple[Layout, ...],
+        device: torch.device | None = None,
+    ) -> None:
         self._kind, self.layouts = kind, layouts
         self.scale_strides = layouts[1].strides[-2:] if len(layouts) > 1 else _NO_STRIDES
+        self._makers = [
+            functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in layouts
+        ]
 
     @classmethod
-    def of(cls, cast: Cast | None, other: int, contraction: int) -> FaceOutput:
+    def of(
+        cls, cast: Cast | None, other: int, contraction: int, device: torch.device | None = None
+    ) -> FaceOutput:
         """Return the output of a cast to an ``[other, contraction]`` face."""
         if cast is None:
             return cls(None, ())
-        return cls(FaceKind(cast.format), numeric_layouts(cast.format, other, contraction))
+        layouts = numeric_layouts(cast.format, other, contraction)
+        return cls(FaceKind(cast.format), layouts, device)
 
     def sizes(self, measured: int) -> Sizes:
         """Return how far the parts of several matrices are from each other, where amaxes are ``measured``
@@ -60,12 +80,9 @@ class FaceOutput:
         codes, scales, levels = (*apart, 0, 0, 0)[:3]
         return Sizes(codes, scales, levels, measured)
 
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors, not filled."""
-        return [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype in self.layouts
-        ]
+    def empty(self) -> list[Tensor]:
+        """Make the tensors, not filled."""
+        return [make() for make in self._makers]
 
     def face(self, tensors: list[Tensor]) -> Face | None:
         """Return the face that the tensors hold, or None if it is not asked for."""
@@ -86,27 +103,11 @@ class FaceOutput:
         if not count:
             return nothing, nothing, 0, 0, nothing, amax
         other, along = self.scale_strides
+        if count == 2:  # most are
+            return take(tensors[0]), take(tensors[1]), other, along, nothing, amax
         scales = take(tensors[1]) if count > 1 else nothing
         level = take(tensors[2]) if count > 2 else nothing
         return take(tensors[0]), scales, other, along, level, amax
-
-
-class Written(NamedTuple):
-    """What a cast reads and writes beside the matrix.
-
-    Attributes:
-        row: Tensors of the rowwise face.
-        column: Those of the columnwise face.
-        row_amax: What the rowwise face is scaled by.
-        column_amax: What the columnwise face is scaled by.
-        plan: Which rows each row of tiles has, where groups of rows are cast.
-    """
-
-    row: list[Tensor]
-    column: list[Tensor]
-    row_amax: Tensor
-    column_amax: Tensor
-    plan: Tensor | None = None
 
 
 class Several(NamedTuple):
@@ -177,14 +178,29 @@ class KernelTask(NamedTuple):
         }
 
     def arguments(
-        self, x: Tensor, written: Written, launch: Launch, prologue: Prologue | None = None
+        self,
+        x: Tensor,
+        outs: Outs,
+        amaxes: tuple[Tensor, Tensor],
+        launch: Launch,
+        prologue: Prologue | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Return the matrix and both faces as the kernels take them."""
+        """Return the matrix and both faces as the kernels take them.
+
+        Args:
+            x: The matrix, which stands for tensors that are not there, too.
+            outs: Tensors of the rowwise and of the columnwise face.
+            amaxes: What these are scaled by.
+            launch: The kernel.
+            prologue: What is made of the matrix while it is read.
+        """
         take, (row, column) = launch.take, self.outputs
-        taken, row_amax, column_amax = take(x), take(written.row_amax), take(written.column_amax)
+        taken, (row_amax, column_amax) = take(x), amaxes
+        of_row = row.arguments(outs[0], taken if row_amax is x else take(row_amax), taken, take)
+        of_column = column.arguments(
+            outs[1], taken if column_amax is x else take(column_amax), taken, take
+        )
         matrix: tuple[Any, ...] = (taken, *self.matrix[1:])
-        of_row = row.arguments(written.row, row_amax, taken, take)
-        of_column = column.arguments(written.column, column_amax, taken, take)
         if prologue is not None:
             matrix = as_argument(Matrix(*matrix), prologue, take)
         if launch.is_compiled:
@@ -236,22 +252,39 @@ class CastLaunch:
             **constants,
         )
 
-    def __call__(self, x: Tensor, written: Written, inputs: CastInputs) -> None:
-        """Cast ``x``, which stands for tensors that are not there."""
+    def __call__(
+        self,
+        x: Tensor,
+        outs: Outs,
+        amaxes: tuple[Tensor, Tensor],
+        inputs: CastInputs,
+        plan: Tensor | None = None,
+    ) -> None:
+        """Cast.
+
+        Args:
+            x: The matrix, which stands for tensors that are not there, too.
+            outs: Tensors of the rowwise and of the columnwise face.
+            amaxes: What these are scaled by.
+            inputs: What else is needed.
+            plan: Which rows each row of tiles has, where groups of rows are cast.
+        """
         launch = self._launch
-        matrix, row, column = self._task.arguments(x, written, launch, inputs.prologue)
-        state: tuple[Address, ...] = (matrix[0],) * 3
-        first_row = 0
+        matrix, row, column = self._task.arguments(x, outs, amaxes, launch, inputs.prologue)
+        taken, first_row = matrix[0], 0
+        state: tuple[Address, ...] = (taken, taken, taken)
         if inputs is not NO_INPUTS:
             given, first_row = (inputs[0], inputs.record, inputs[2]), inputs[3]
-            state = tuple([matrix[0] if t is None else launch.take(t) for t in given])
+            state = tuple([taken if t is None else launch.take(t) for t in given])
         if not launch.is_compiled:
             state = State(*state)
-        several, of_several = self._task.several, tuple[object, ...]()
-        if several is not None:
-            plan = matrix[0] if written.plan is None else launch.take(written.plan)
-            of_several = several.parts(plan), several.row_sizes, several.column_sizes
-        launch.start(matrix, row, column, state, first_row, *self._numbers, *of_several)
+        several = self._task.several
+        if several is None:
+            launch.start(matrix, row, column, state, first_row, *self._numbers)
+            return
+        parts = several.parts(taken if plan is None else launch.take(plan))
+        sizes = several.row_sizes, several.column_sizes
+        launch.start(matrix, row, column, state, first_row, *self._numbers, parts, *sizes)
 
 
 class RecastLaunch:
@@ -277,8 +310,9 @@ class RecastLaunch:
         )
 
     def __call__(
-        self, x: Tensor, written: Written, guess: Tensor, prologue: Prologue | None
+        self, x: Tensor, outs: Outs, now: Tensor, guess: Tensor, prologue: Prologue | None
     ) -> None:
-        """Cast ``x`` again if the amaxes of ``written`` give another scale than ``guess``."""
+        """Cast ``x`` again if the amax ``now`` gives another scale than ``guess``."""
         launch = self._launch
-        launch.start(*self._task.arguments(x, written, launch, prologue), launch.take(guess))
+        arguments = self._task.arguments(x, outs, (now, now), launch, prologue)
+        launch.start(*arguments, launch.take(guess))

@@ -5,37 +5,27 @@ Shape letters: ``M`` rows, ``K`` columns.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from hybridtensor.kernels.groups import GIVEN, Address, Matrix, MeasureConstants, Output, State
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.kernel import cast_on_gpu
-from hybridtensor.ops.cast.launches import FaceOutput
-from hybridtensor.ops.cast.prepared import Faces, PreparedCast
-from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs, CastRequest
-from hybridtensor.ops.cast.tiles import (
-    MEASURED,
-    PER_ROW,
-    KernelFace,
-    Tiling,
-    converts_to_fp8,
-    tile_of,
+from hybridtensor.ops.cast.lists import (
+    Amaxes,
+    Distances,
+    List,
+    ListCast,
+    ListMeasurement,
+    of_inputs,
 )
-from hybridtensor.ops.face import Face, Layout
-from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.cast.prepared import Faces, PreparedCast
+from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest
 
-_ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
 _WHOLE = 16  # entries: the kernels read and write whole vectors
-_AMAXES = 4  # entries: kernels are compiled for amaxes at multiples of 16 bytes
+_ALIGNMENT = 128  # bytes: whole vectors of every dtype begin at divisors
 _MOST_LISTS = 1024
-
-Amaxes = tuple[Tensor, Tensor]
-"""Of the rowwise and of the columnwise face."""
 
 
 def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
@@ -45,15 +35,13 @@ def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
         xs: ``[M, K]`` each, plain, not empty, on one device.
         request: Which faces, and how; a columnwise one is made of the matrix.
     """
+    how = _split_and_launch(ListMeasurement, xs, request)
     found: dict[int, Amaxes] = {}
-    together, alone = _split(xs, request)
-    if together:
-        chosen = [xs[i] for i in together]
-        for i, amaxes in zip(
-            together, _launch(_Measurement, chosen, request).run(chosen), strict=True
-        ):
-            found[i] = amaxes
-    for i in alone:
+    if how.launch is not None:
+        if not how.alone:
+            return how.launch.run(xs)
+        found.update(zip(how.together, how.launch.run([xs[i] for i in how.together]), strict=True))
+    for i in how.alone:
         found[i] = _alone(xs[i], request, NO_INPUTS).measure(xs[i])
     return [found[i] for i in range(len(xs))]
 
@@ -68,16 +56,62 @@ def quantize_all(
         request: Which faces, and how; a columnwise one is made of the matrix.
         inputs: Of each matrix, all of the same kinds; with the amaxes that it is scaled by, if it is.
     """
+    how = _split_and_launch(ListCast, xs, request, inputs)
     found: dict[int, Faces] = {}
-    together, alone = _split(xs, request)
-    if together:
-        chosen, given = [xs[i] for i in together], [inputs[i] for i in together]
-        cast = _launch(_Cast, chosen, request, given)
-        for i, faces in zip(together, cast.run(chosen, given), strict=True):
-            found[i] = faces
-    for i in alone:
+    if how.launch is not None:
+        if not how.alone:
+            return how.launch.run(xs, inputs)
+        given = [inputs[i] for i in how.together]
+        made = how.launch.run([xs[i] for i in how.together], given)
+        found.update(zip(how.together, made, strict=True))
+    for i in how.alone:
         found[i] = _alone(xs[i], request, inputs[i]).run(xs[i], inputs[i])
     return [found[i] for i in range(len(xs))]
+
+
+L = TypeVar("L", bound=List)
+
+
+class _Split(NamedTuple, Generic[L]):
+    """How a list of matrices is cast.
+
+    Attributes:
+        together: Which matrices one launch casts.
+        alone: Which are cast one by one.
+        launch: The launch, or None if there are none together.
+    """
+
+    together: list[int]
+    alone: list[int]
+    launch: L | None
+
+
+_LISTS: dict[tuple[object, ...], _Split[Any]] = {}
+
+
+def _split_and_launch(
+    kind: type[L],
+    xs: Sequence[Tensor],
+    request: CastRequest,
+    inputs: Sequence[CastInputs] = (),
+) -> _Split[L]:
+    """Look up how matrices that lie so are cast, with inputs at such distances from the first; worked out once."""
+    first = xs[0]
+    begin = first.data_ptr()
+    lie = [(x.data_ptr() - begin, x.shape, x.stride(), x.dtype) for x in xs]
+    key = kind, request, first.device, begin % _ALIGNMENT, tuple(lie), of_inputs(inputs)
+    found = _LISTS.get(key)
+    if found is None:
+        together, alone = _split(xs, request)
+        launch = None
+        if together:
+            chosen = [xs[i] for i in together]
+            distances = Distances.of(chosen, [inputs[i] for i in together] if inputs else ())
+            launch = kind(chosen, request, distances)
+        if len(_LISTS) >= _MOST_LISTS:
+            _LISTS.clear()
+        found = _LISTS[key] = _Split(together, alone, launch)
+    return found
 
 
 def _split(xs: Sequence[Tensor], request: CastRequest) -> tuple[list[int], list[int]]:
@@ -100,326 +134,3 @@ def is_whole(x: Tensor) -> bool:
 
 def _alone(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
     return cast_on_gpu(x, request, inputs) if x.is_cuda else reference_cast(request)
-
-
-_LISTS: dict[tuple[object, ...], _List] = {}
-_L = TypeVar("_L", bound="_List")
-
-
-def _launch(
-    kind: type[_L],
-    xs: Sequence[Tensor],
-    request: CastRequest,
-    inputs: Sequence[CastInputs] = (),
-) -> _L:
-    """Return the launch for matrices, and inputs, at such distances from the first, worked out once."""
-    first, distances = xs[0], Distances.of(xs, inputs)
-    key = kind, request, first.dtype, first.device, tuple([x.shape for x in xs]), distances
-    found = _LISTS.get(key)
-    if found is None:
-        if len(_LISTS) >= _MOST_LISTS:
-            _LISTS.clear()
-        found = _LISTS[key] = kind(xs, request, distances)
-    return found  # type: ignore[return-value]
-
-
-class Distances(NamedTuple):
-    """How far the tensors of each matrix are from those of the first, in entries; None where there are no such tensors.
-
-    Attributes:
-        matrices: The matrices.
-        strides: From row to row of each.
-        first_rows: ``CastInputs.first_row`` of each.
-        scales: Delayed encode scales.
-        records: Where amaxes are recorded.
-        counters: Key and step of random rounding.
-        row_amaxes: What the rowwise faces are scaled by.
-        column_amaxes: What the columnwise faces are scaled by.
-    """
-
-    matrices: tuple[int, ...]
-    strides: tuple[int, ...]
-    first_rows: tuple[int, ...] | None = None
-    scales: tuple[int, ...] | None = None
-    records: tuple[int, ...] | None = None
-    counters: tuple[int, ...] | None = None
-    row_amaxes: tuple[int, ...] | None = None
-    column_amaxes: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> Distances:
-        """Return the distances of matrices and their inputs, if there are any.
-
-        Raises:
-            ValueError: If some matrices have an input that others have not.
-        """
-        begin, size = xs[0].data_ptr(), xs[0].itemsize
-        matrices = tuple([(x.data_ptr() - begin) // size for x in xs])
-        strides = tuple([x.stride(0) for x in xs])
-        if not inputs:
-            return cls(matrices, strides)
-        scales, noted, counters, first_rows, row_amaxes, column_amaxes, *_ = zip(
-            *inputs, strict=True
-        )
-        return cls(
-            matrices,
-            strides,
-            first_rows,
-            *(_apart(given) for given in (scales, noted, counters, row_amaxes, column_amaxes)),
-        )
-
-
-def _apart(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
-    """Return how far tensors of one dtype are from the first, in entries."""
-    first = tensors[0]
-    if first is None and not any(tensor is not None for tensor in tensors):
-        return None
-    if first is None or any(tensor is None for tensor in tensors):
-        raise ValueError(
-            "quantize_all: inputs of the same kinds are required for all matrices, got some without"
-        )
-    begin, size = first.data_ptr(), first.itemsize
-    return tuple([(tensor.data_ptr() - begin) // size for tensor in tensors if tensor is not None])
-
-
-class _List:
-    """What the launches for matrices at such distances have in common.
-
-    Args:
-        xs: The matrices; ``is_whole``, of one dtype, on one device.
-        request: Which faces, and how.
-        distances: Of the matrices, and of what they need beside.
-    """
-
-    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
-        first = xs[0]
-        self.faces = row, column = KernelFace.of(request.row), KernelFace.of(request.column)
-        self.shapes = [(x.shape[0], x.shape[1]) for x in xs]
-        draws = max(row.stream, column.stream) >= 0
-        tilings = [
-            Tiling.of(
-                tile_of(row, column, False),
-                Matrix(None, stride, 1, *shape),
-                first.dtype,
-                draws=draws,
-            )
-            for stride, shape in zip(distances.strides, self.shapes, strict=True)
-        ]
-        self.tiles = [tiling.number for tiling in tilings]
-        self.options = tilings[0].options
-        constants = tilings[0].constants._replace(
-            even=all(tiling.constants.even for tiling in tilings),
-            wide=any(tiling.constants.wide for tiling in tilings),
-        )
-        self.constants = {"TILE": constants, "HW": converts_to_fp8(first.device)}
-
-    def upload(
-        self,
-        distances: Distances,
-        of_row: list[list[int]],
-        of_column: list[list[int]],
-        device: torch.device,
-    ) -> None:
-        """Write the table of the kernels, and the matrix of each tile, to the device.
-
-        Args:
-            distances: As above.
-            of_row: What the table says of each rowwise face.
-            of_column: The same of each columnwise one.
-            device: The device.
-        """
-        count = len(self.shapes)
-        given = [(0,) * count if known is None else known for known in distances[2:6]]
-        firsts = list(itertools.accumulate(self.tiles, initial=0))[:count]
-        lines = zip(
-            distances.matrices,
-            distances.strides,
-            *zip(*self.shapes, strict=True),
-            firsts,
-            *given,
-            strict=True,
-        )
-        table = [
-            [*line, *row, *column]
-            for line, row, column in zip(lines, of_row, of_column, strict=True)
-        ]
-        numbers, tiles = torch.arange(count, dtype=torch.int32), torch.tensor(self.tiles)
-        self.table = torch.tensor(table, dtype=torch.int64).to(device)
-        self.owners = numbers.repeat_interleave(tiles).to(device)
-
-
-class _Measurement(_List):
-    """The launch that measures; see ``measure_all``."""
-
-    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
-        super().__init__(xs, request, distances)
-        wanted = [face.kind in MEASURED for face in self.faces]
-        per_row = [face.kind in PER_ROW for face in self.faces]
-        plain = [
-            not rows and not face.rotated for rows, face in zip(per_row, self.faces, strict=True)
-        ]
-        self._one = all(wanted) and all(plain)  # both faces are scaled by the amax of the matrix
-        wanted[1] = wanted[1] and not self._one
-        self._sizes = [(m if per_row[0] else 1, k if per_row[1] else 1) for m, k in self.shapes]
-        rooms = [-(-size // _AMAXES) * _AMAXES for sizes in self._sizes for size in sizes]
-        ends = list(itertools.accumulate(rooms, initial=0))
-        self._starts, self._size = ends[:-1], ends[-1]
-        of_row, of_column = self._starts[::2], self._starts[1::2]
-        self.upload(
-            distances,
-            [[0] * 5 + [at] for at in of_row],
-            [[0] * 5 + [at] for at in of_column],
-            xs[0].device,
-        )
-        row, column = (
-            MeasureConstants(wanted=asked, per_row=rows, rotated=face.rotated)
-            for asked, rows, face in zip(wanted, per_row, self.faces, strict=True)
-        )
-        self._launch = Launch(
-            "multi_tensor",
-            "multi_tensor_measure_kernel",
-            sum(self.tiles),
-            options=self.options,
-            ROW=row,
-            COLUMN=column,
-            **self.constants,
-        )
-
-    def run(self, xs: Sequence[Tensor]) -> list[Amaxes]:
-        """Return the amaxes of the rowwise and of the columnwise face of each matrix, fp32."""
-        amaxes = torch.zeros(self._size, dtype=torch.float32, device=xs[0].device)
-        with on_device(xs[0].device):
-            self._launch(xs[0], amaxes, amaxes, self.table, self.owners)
-        found: list[Amaxes] = []
-        for index, sizes in enumerate(self._sizes):
-            of_row, of_column = self._starts[2 * index : 2 * index + 2]
-            row = amaxes.as_strided((sizes[0],), (1,), of_row)
-            column = row if self._one else amaxes.as_strided((sizes[1],), (1,), of_column)
-            found.append((row, column))
-        return found
-
-
-class _Cast(_List):
-    """The launch that casts; see ``quantize_all``."""
-
-    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
-        super().__init__(xs, request, distances)
-        first, (row, column) = xs[0], self.faces
-        self._row = _Buffers(request.row, self.shapes)
-        self._column = _Buffers(request.column, [(k, m) for m, k in self.shapes])
-        self.upload(
-            distances,
-            self._row.entries(distances.row_amaxes),
-            self._column.entries(distances.column_amaxes),
-            first.device,
-        )
-        noted = distances.records is not None
-        notes = noted and row.kind == GIVEN, noted and column.kind == GIVEN and row.kind != GIVEN
-        self._numbers = row.slot, row.stream, column.slot, column.stream
-        self._launch = Launch(
-            "multi_tensor",
-            "multi_tensor_cast_kernel",
-            sum(self.tiles),
-            options=self.options,
-            ROW_FACE=row.constants(
-                first.dtype,
-                _partial([k for _, k in self.shapes], row.step),
-                note=notes[0],
-                store=True,
-            ),
-            COLUMN_FACE=column.constants(
-                first.dtype,
-                _partial([m for m, _ in self.shapes], column.step),
-                note=notes[1],
-                store=True,
-            ),
-            **self.constants,
-        )
-
-    def run(self, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> list[Faces]:
-        """Return the faces of each matrix."""
-        first, given, launch = xs[0], inputs[0], self._launch
-        take, device = launch.take, first.device
-        row, column = self._row.empty(device), self._column.empty(device)
-        taken = take(first)
-        of_row = _arguments(row, given.row_amax, taken, launch)
-        of_column = _arguments(column, given.column_amax, taken, launch)
-        needed = given.encode_scale, given.record, given.rounding
-        state: tuple[Address, ...] = tuple(
-            [taken if tensor is None else take(tensor) for tensor in needed]
-        )
-        if not launch.is_compiled:
-            of_row, of_column, state = Output(*of_row), Output(*of_column), State(*state)
-        with on_device(device):
-            launch.start(
-                taken, of_row, of_column, state, take(self.table), take(self.owners), *self._numbers
-            )
-        return list(zip(self._row.faces(row), self._column.faces(column), strict=True))
-
-
-def _arguments(
-    buffers: list[Tensor], amax: Tensor | None, nothing: Address, launch: Launch
-) -> tuple[Address, Address, int, int, Address, Address]:
-    """Return the parts of ``Output``: the buffers of all matrices, and the amaxes of the first."""
-    parts = [launch.take(buffer) for buffer in buffers]
-    codes, scales, levels = (*parts, nothing, nothing, nothing)[:3]
-    return codes, scales, 0, 0, levels, nothing if amax is None else launch.take(amax)
-
-
-def _partial(contractions: list[int], step: int) -> int:
-    """Return a contraction that is no whole number of steps, if one is: constants are those of all matrices."""
-    return next((size for size in contractions if size % step), contractions[0])
-
-
-class _Buffers:
-    """The memory of one face of all matrices: a buffer of elements, one of scales, one of tensor scales.
-
-    Args:
-        cast: How the face is made, or None if it is not.
-        shapes: ``[other, contraction]`` of each matrix.
-    """
-
-    def __init__(self, cast: Cast | None, shapes: list[tuple[int, int]]) -> None:
-        self._outputs = [FaceOutput.of(cast, *shape) for shape in shapes]
-        by_buffer = list(zip(*(output.layouts for output in self._outputs), strict=True))
-        ends = [list(itertools.accumulate(map(_room, layouts), initial=0)) for layouts in by_buffer]
-        self._buffers = [
-            (of_buffer[-1], layouts[0].dtype)
-            for of_buffer, layouts in zip(ends, by_buffer, strict=True)
-        ]
-        self._starts = [tuple([of_buffer[i] for of_buffer in ends]) for i in range(len(shapes))]
-
-    def entries(self, amaxes: tuple[int, ...] | None) -> list[list[int]]:
-        """Return what the table says of the face of each matrix.
-
-        Args:
-            amaxes: How far the amaxes that it is scaled by are from the first.
-        """
-        measured = (0,) * len(self._outputs) if amaxes is None else amaxes
-        return [
-            [*(*starts, 0, 0, 0)[:3], *output.scale_strides, amax]
-            for starts, output, amax in zip(self._starts, self._outputs, measured, strict=True)
-        ]
-
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Return the buffers, not filled."""
-        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in self._buffers]
-
-    def faces(self, buffers: list[Tensor]) -> list[Face | None]:
-        """Return the face of each matrix, or None if it is not made."""
-        return [
-            output.face(
-                [
-                    buffer.as_strided(shape, strides, start)
-                    for buffer, (shape, strides, _), start in zip(
-                        buffers, output.layouts, starts, strict=True
-                    )
-                ]
-            )
-            for output, starts in zip(self._outputs, self._starts, strict=True)
-        ]
-
-
-def _room(layout: Layout) -> int:
-    """Return how many entries of a buffer a tensor takes."""
-    return -(-layout.shape[0] * layout.shape[1] // _ALIGNED) * _ALIGNED

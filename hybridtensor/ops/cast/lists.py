@@ -1,0 +1,347 @@
+"""The launches that measure and cast a list of matrices, by a table of where each one's tensors are.
+
+Shape letters: ``M`` rows, ``K`` columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtensor.kernels.groups import GIVEN, Address, Matrix, MeasureConstants, Output, State
+from hybridtensor.ops.cast.prepared import Faces
+from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
+from hybridtensor.ops.cast.tiles import (
+    MEASURED,
+    PER_ROW,
+    KernelFace,
+    Tiling,
+    converts_to_fp8,
+    tile_of,
+)
+from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
+from hybridtensor.ops.kernel_library import Launch, on_device
+
+_ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
+_AMAXES = 4  # entries: kernels are compiled for amaxes at multiples of 16 bytes
+
+Amaxes = tuple[Tensor, Tensor]
+"""Of the rowwise and of the columnwise face."""
+
+
+class Distances(NamedTuple):
+    """How far the tensors of each matrix are from those of the first, in entries; None where there are no such tensors.
+
+    Attributes:
+        matrices: The matrices.
+        strides: From row to row of each.
+        first_rows: ``CastInputs.first_row`` of each.
+        scales: Delayed encode scales.
+        records: Where amaxes are recorded.
+        counters: Key and step of random rounding.
+        row_amaxes: What the rowwise faces are scaled by.
+        column_amaxes: What the columnwise faces are scaled by.
+    """
+
+    matrices: tuple[int, ...]
+    strides: tuple[int, ...]
+    first_rows: tuple[int, ...] | None = None
+    scales: tuple[int, ...] | None = None
+    records: tuple[int, ...] | None = None
+    counters: tuple[int, ...] | None = None
+    row_amaxes: tuple[int, ...] | None = None
+    column_amaxes: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> Distances:
+        """Return the distances of matrices and their inputs, if there are any.
+
+        Raises:
+            ValueError: If some matrices have an input that others have not.
+        """
+        begin, size = xs[0].data_ptr(), xs[0].itemsize
+        matrices = tuple([(x.data_ptr() - begin) // size for x in xs])
+        return cls(matrices, tuple([x.stride(0) for x in xs]), *of_inputs(inputs))
+
+
+def of_inputs(inputs: Sequence[CastInputs]) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the fields of ``Distances`` that are those of inputs; none without inputs.
+
+    Raises:
+        ValueError: See ``Distances.of``.
+    """
+    if not inputs:
+        return ()
+    scales, noted, counters, first_rows, row_amaxes, column_amaxes, *_ = zip(*inputs, strict=True)
+    apart = [_apart(given) for given in (scales, noted, counters, row_amaxes, column_amaxes)]
+    return first_rows, *apart
+
+
+def _apart(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
+    """Return how far tensors of one dtype are from the first, in entries."""
+    first = tensors[0]
+    if first is None:
+        if any([tensor is not None for tensor in tensors]):
+            raise ValueError(_NOT_ALIKE)
+        return None
+    begin, size = first.data_ptr(), first.itemsize
+    try:
+        return tuple([(tensor.data_ptr() - begin) // size for tensor in tensors])  # type: ignore[union-attr]
+    except AttributeError:
+        raise ValueError(_NOT_ALIKE) from None
+
+
+_NOT_ALIKE = (
+    "quantize_all: inputs of the same kinds are required for all matrices, got some without"
+)
+
+
+class List:
+    """What the launches for matrices at such distances have in common.
+
+    Args:
+        xs: The matrices; ``is_whole``, of one dtype, on one device.
+        request: Which faces, and how.
+        distances: Of the matrices, and of what they need beside.
+    """
+
+    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
+        first = xs[0]
+        self.faces = row, column = KernelFace.of(request.row), KernelFace.of(request.column)
+        self.shapes = [(x.shape[0], x.shape[1]) for x in xs]
+        draws = max(row.stream, column.stream) >= 0
+        tilings = [
+            Tiling.of(
+                tile_of(row, column, False),
+                Matrix(None, stride, 1, *shape),
+                first.dtype,
+                draws=draws,
+            )
+            for stride, shape in zip(distances.strides, self.shapes, strict=True)
+        ]
+        self.tiles = [tiling.number for tiling in tilings]
+        self.options = tilings[0].options
+        constants = tilings[0].constants._replace(
+            even=all(tiling.constants.even for tiling in tilings),
+            wide=any(tiling.constants.wide for tiling in tilings),
+        )
+        self.constants = {"TILE": constants, "HW": converts_to_fp8(first.device)}
+
+    def upload(
+        self,
+        distances: Distances,
+        of_row: list[list[int]],
+        of_column: list[list[int]],
+        device: torch.device,
+    ) -> None:
+        """Write the table of the kernels, and the matrix of each tile, to the device.
+
+        Args:
+            distances: As above.
+            of_row: What the table says of each rowwise face.
+            of_column: The same of each columnwise one.
+            device: The device.
+        """
+        count = len(self.shapes)
+        given = [(0,) * count if known is None else known for known in distances[2:6]]
+        firsts = list(itertools.accumulate(self.tiles, initial=0))[:count]
+        lines = zip(
+            distances.matrices,
+            distances.strides,
+            *zip(*self.shapes, strict=True),
+            firsts,
+            *given,
+            strict=True,
+        )
+        table = [
+            [*line, *row, *column]
+            for line, row, column in zip(lines, of_row, of_column, strict=True)
+        ]
+        numbers, tiles = torch.arange(count, dtype=torch.int32), torch.tensor(self.tiles)
+        self.table = torch.tensor(table, dtype=torch.int64).to(device)
+        self.owners = numbers.repeat_interleave(tiles).to(device)
+
+
+class ListMeasurement(List):
+    """The launch that measures; see ``measure_all``."""
+
+    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
+        super().__init__(xs, request, distances)
+        wanted = [face.kind in MEASURED for face in self.faces]
+        per_row = [face.kind in PER_ROW for face in self.faces]
+        plain = [
+            not rows and not face.rotated for rows, face in zip(per_row, self.faces, strict=True)
+        ]
+        self._one = all(wanted) and all(plain)  # both faces are scaled by the amax of the matrix
+        wanted[1] = wanted[1] and not self._one
+        self._sizes = [(m if per_row[0] else 1, k if per_row[1] else 1) for m, k in self.shapes]
+        rooms = [-(-size // _AMAXES) * _AMAXES for sizes in self._sizes for size in sizes]
+        ends = list(itertools.accumulate(rooms, initial=0))
+        self._starts, self._size = ends[:-1], ends[-1]
+        of_row, of_column = self._starts[::2], self._starts[1::2]
+        self.upload(
+            distances,
+            [[0] * 5 + [at] for at in of_row],
+            [[0] * 5 + [at] for at in of_column],
+            xs[0].device,
+        )
+        row, column = (
+            MeasureConstants(wanted=asked, per_row=rows, rotated=face.rotated)
+            for asked, rows, face in zip(wanted, per_row, self.faces, strict=True)
+        )
+        self._launch = Launch(
+            "multi_tensor",
+            "multi_tensor_measure_kernel",
+            sum(self.tiles),
+            options=self.options,
+            ROW=row,
+            COLUMN=column,
+            **self.constants,
+        )
+
+    def run(self, xs: Sequence[Tensor]) -> list[Amaxes]:
+        """Return the amaxes of the rowwise and of the columnwise face of each matrix, fp32."""
+        amaxes = torch.zeros(self._size, dtype=torch.float32, device=xs[0].device)
+        with on_device(xs[0].device):
+            self._launch(xs[0], amaxes, amaxes, self.table, self.owners)
+        found: list[Amaxes] = []
+        for index, sizes in enumerate(self._sizes):
+            of_row, of_column = self._starts[2 * index : 2 * index + 2]
+            row = amaxes.as_strided((sizes[0],), (1,), of_row)
+            column = row if self._one else amaxes.as_strided((sizes[1],), (1,), of_column)
+            found.append((row, column))
+        return found
+
+
+class ListCast(List):
+    """The launch that casts; see ``quantize_all``."""
+
+    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
+        super().__init__(xs, request, distances)
+        first, (row, column) = xs[0], self.faces
+        self._row = _Buffers(request.row, self.shapes)
+        self._column = _Buffers(request.column, [(k, m) for m, k in self.shapes])
+        self.upload(
+            distances,
+            self._row.entries(distances.row_amaxes),
+            self._column.entries(distances.column_amaxes),
+            first.device,
+        )
+        noted = distances.records is not None
+        notes = noted and row.kind == GIVEN, noted and column.kind == GIVEN and row.kind != GIVEN
+        self._numbers = row.slot, row.stream, column.slot, column.stream
+        self._launch = Launch(
+            "multi_tensor",
+            "multi_tensor_cast_kernel",
+            sum(self.tiles),
+            options=self.options,
+            ROW_FACE=row.constants(
+                first.dtype,
+                _partial([k for _, k in self.shapes], row.step),
+                note=notes[0],
+                store=True,
+            ),
+            COLUMN_FACE=column.constants(
+                first.dtype,
+                _partial([m for m, _ in self.shapes], column.step),
+                note=notes[1],
+                store=True,
+            ),
+            **self.constants,
+        )
+
+    def run(self, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> list[Faces]:
+        """Return the faces of each matrix."""
+        first, given, launch = xs[0], inputs[0], self._launch
+        take, device = launch.take, first.device
+        row, column = self._row.empty(device), self._column.empty(device)
+        taken = take(first)
+        of_row = _arguments(row, given.row_amax, taken, launch)
+        of_column = _arguments(column, given.column_amax, taken, launch)
+        needed = given.encode_scale, given.record, given.rounding
+        state: tuple[Address, ...] = tuple(
+            [taken if tensor is None else take(tensor) for tensor in needed]
+        )
+        if not launch.is_compiled:
+            of_row, of_column, state = Output(*of_row), Output(*of_column), State(*state)
+        with on_device(device):
+            launch.start(
+                taken, of_row, of_column, state, take(self.table), take(self.owners), *self._numbers
+            )
+        return list(zip(self._row.faces(row), self._column.faces(column), strict=True))
+
+
+def _arguments(
+    buffers: list[Tensor], amax: Tensor | None, nothing: Address, launch: Launch
+) -> tuple[Address, Address, int, int, Address, Address]:
+    """Return the parts of ``Output``: the buffers of all matrices, and the amaxes of the first."""
+    parts = [launch.take(buffer) for buffer in buffers]
+    codes, scales, levels = (*parts, nothing, nothing, nothing)[:3]
+    return codes, scales, 0, 0, levels, nothing if amax is None else launch.take(amax)
+
+
+def _partial(contractions: list[int], step: int) -> int:
+    """Return a contraction that is no whole number of steps, if one is: constants are those of all matrices."""
+    return next((size for size in contractions if size % step), contractions[0])
+
+
+class _Buffers:
+    """The memory of one face of all matrices: a buffer of elements, one of scales, one of tensor scales.
+
+    Args:
+        cast: How the face is made, or None if it is not.
+        shapes: ``[other, contraction]`` of each matrix.
+    """
+
+    def __init__(self, cast: Cast | None, shapes: list[tuple[int, int]]) -> None:
+        self._kind = None if cast is None else FaceKind(cast.format)
+        layouts = [() if cast is None else numeric_layouts(cast.format, *shape) for shape in shapes]
+        by_buffer = list(zip(*layouts, strict=True))
+        ends = [list(itertools.accumulate(map(_room, each), initial=0)) for each in by_buffer]
+        self._buffers = [
+            (of_buffer[-1], each[0].dtype) for of_buffer, each in zip(ends, by_buffer, strict=True)
+        ]
+        self._places = [
+            [
+                (layout.shape, layout.strides, of_buffer[i])
+                for layout, of_buffer in zip(of_matrix, ends, strict=True)
+            ]
+            for i, of_matrix in enumerate(layouts)
+        ]
+
+    def entries(self, amaxes: tuple[int, ...] | None) -> list[list[int]]:
+        """Return what the table says of the face of each matrix.
+
+        Args:
+            amaxes: How far the amaxes that it is scaled by are from the first.
+        """
+        measured = (0,) * len(self._places) if amaxes is None else amaxes
+        lines = []
+        for places, amax in zip(self._places, measured, strict=True):
+            starts = (*(start for _, _, start in places), 0, 0, 0)[:3]
+            strides = places[1][1] if len(places) > 1 else (0, 0)
+            lines.append([*starts, *strides, amax])
+        return lines
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Return the buffers, not filled."""
+        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in self._buffers]
+
+    def faces(self, buffers: list[Tensor]) -> list[Face | None]:
+        """Return the face of each matrix, or None if it is not made."""
+        kind = self._kind
+        if kind is None:
+            return [None] * len(self._places)
+        return [
+            Face.of([b.as_strided(*place) for b, place in zip(buffers, places, strict=True)], kind)
+            for places in self._places
+        ]
+
+
+def _room(layout: Layout) -> int:
+    """Return how many entries of a buffer a tensor takes."""
+    return -(-layout.shape[0] * layout.shape[1] // _ALIGNED) * _ALIGNED
