@@ -26,7 +26,7 @@ from hybridtensor.printed import Printed
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import Coverage, coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses.observing import observers
 
 if TYPE_CHECKING:

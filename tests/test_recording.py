@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 from hybridtensor.testing import random_tensor
 
 

@@ -17,7 +17,7 @@ from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.linear.tensor_parallel import note_section
 from hybridtensor.state import LayerState, TrainingRanks
 from hybridtensor.state.contract import require_contract
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses import is_converted
 
 Names = str | tuple[str, ...]

@@ -13,7 +13,7 @@ from hybridtensor.arguments import require_kind
 from hybridtensor.convert import quantize_
 from hybridtensor.selection import Recipe
 from hybridtensor.state.step import step_after
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 
 
 def prepare(

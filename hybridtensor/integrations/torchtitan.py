@@ -18,7 +18,7 @@ from hybridtensor.distributed.mesh import set_mesh_
 from hybridtensor.selection import Recipe
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.step import step_after
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 
 
 class TitanLayerState(LayerState, Module):  # type: ignore[misc]

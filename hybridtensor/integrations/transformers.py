@@ -20,7 +20,7 @@ from hybridtensor.recipes import from_name
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state.layer import STATE
 from hybridtensor.state.step import step_
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 from hybridtensor.torchao_compat import FqnToConfig, config_from_dict, config_to_dict
 
 METHOD = "hybridtensor"

@@ -34,7 +34,7 @@ class Context(NamedTuple):
         after: What a graph computes before it quantizes this; see ``ops.order``.
         values: Whether the rowwise and the columnwise face are multiplied at once and nothing else reads them, so
             that they may be values where the device has no such elements; see ``Format.values``.
-        direct: Whether ``runs_directly`` was asked of the tensor, and said yes.
+        direct: Whether a layer asked ``runs_directly`` of the tensor, and it said yes.
     """
 
     role: str = "input"
@@ -123,6 +123,8 @@ def require_context(who: str, context: object) -> None:
     if context.direction is not None:
         require_choice(who, "direction", context.direction, ("rowwise", "columnwise"))
     require_flag(who, record=context.record)
+    if context.direct is not False:
+        raise wrong(who, "False as direct, which layers set,", context.direct, "leave it out")
     if context.first_row is not None:
         require_int(who, at_least=0, first_row=context.first_row)
     require_kind(who, "a Section or None as section", context.section, (Section, type(None)))

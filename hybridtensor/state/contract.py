@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,11 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, TIMEOUT, require_alike
-
-Group = dist.ProcessGroup | None
+from hybridtensor.state.training import Group, Training, training_of
 
 ADVICE = "convert the model alike everywhere, or name the ranks that train it with set_mesh_"
-_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def require_contract(
@@ -49,16 +46,12 @@ def require_contract_once(model: nn.Module) -> None:
     """Raise as ``require_contract``, in the first step of a model that several ranks are known to train: by
     DistributedDataParallel, or because they hold parts of its weights.
     """
-    if model in _checked or not (dist.is_available() and dist.is_initialized()):
+    training = training_of(model)
+    if training.is_compared or not (dist.is_available() and dist.is_initialized()):
         return
-    _checked.add(model)
+    training.is_compared = True
     # its ranks have just reduced gradients
     require_contract(f"first step of {type(model).__name__}", model, groups_of(model), PATIENCE)
-
-
-def forget_contract(model: nn.Module) -> None:
-    """Have the next step compare recipes again: they changed."""
-    _checked.discard(model)
 
 
 def _facts(model: nn.Module) -> dict[str, str]:
@@ -91,63 +84,55 @@ def groups_of(model: nn.Module) -> list[Group]:
     return list(dict.fromkeys(found))
 
 
-class Progress:
-    """At which step each rank is, which is sent along with the amaxes of delayed scaling.
+def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:
+    """Return the largest amaxes of the ranks of a group, in one collective that also says at which step each rank is.
 
-    Attributes:
-        steps: How often ``step_`` advanced the model.
-        taken: How many steps an optimizer of the model took.
+    Raises:
+        RuntimeError: On every rank, if ranks are at other steps; or if a rank does not come (on a GPU the host
+            waits for nothing, and torch's own timeout of the group counts).
     """
+    if is_captured():  # replays would send the numbers of the step that was captured
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        return amaxes
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    numbers = torch.zeros(2, size, dtype=torch.float32)  # exact up to 2 ** 24
+    numbers[0, rank], numbers[1, rank] = training.steps, training.ended
+    sent = torch.cat([amaxes, numbers.flatten().to(amaxes.device, non_blocking=True)])
+    if sent.is_cuda:
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    else:
+        work = dist.all_reduce(sent, dist.ReduceOp.MAX, group=group, async_op=True)
+        _wait(work, training.steps, size)
+    largest, places = sent[: len(amaxes)], sent[len(amaxes) :].view(2, size)
+    if sent.is_cuda:
+        _look_later(training, places)
+    else:
+        _require_same_place(places)
+    return largest
 
-    def __init__(self) -> None:
-        self.steps = self.taken = 0
 
-    def reduce(self, amaxes: Tensor, group: Group) -> Tensor:
-        """Return the largest amaxes of the ranks of a group, in one collective.
+def _wait(work: Any, steps: int, size: int) -> None:
+    # all ranks have just reduced gradients, so that one that takes this long does not come
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"step_: rank {dist.get_rank()} is at step {steps + 1} and got no answer from one of {size} ranks "
+            f"in {PATIENCE.seconds} s; call step_ on all ranks after every step of the optimizer, with the same "
+            f"recipes ({error})"
+        ) from error
 
-        Raises:
-            RuntimeError: On every rank, if ranks are at other steps; or if a rank does not come (on a GPU the host
-                waits for nothing, and torch's own timeout of the group counts).
-        """
-        if is_captured():  # replays would send the numbers of the step that was captured
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-            return amaxes
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        numbers = torch.zeros(2, size, dtype=torch.float32)  # exact up to 2 ** 24
-        numbers[0, rank], numbers[1, rank] = self.steps, self.taken
-        sent = torch.cat([amaxes, numbers.flatten().to(amaxes.device, non_blocking=True)])
-        if sent.is_cuda:
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
-        else:
-            self._wait(dist.all_reduce(sent, dist.ReduceOp.MAX, group=group, async_op=True), size)
-        reduced, places = sent[: len(amaxes)], sent[len(amaxes) :].view(2, size)
-        if sent.is_cuda:
-            self._look_later(places)
-        else:
-            _require_same_place(places)
-        return reduced
 
-    def _wait(self, work: Any, size: int) -> None:
-        # all ranks have just reduced gradients, so that one that takes this long does not come
-        try:
-            work.wait(PATIENCE)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"step_: rank {dist.get_rank()} is at step {self.steps + 1} and got no answer from one of {size} ranks "
-                f"in {PATIENCE.seconds} s; call step_ on all ranks after every step of the optimizer, with the same "
-                f"recipes ({error})"
-            ) from error
-
-    def _look_later(self, places: Tensor) -> None:
-        """Compare in one of the next steps: the host does not wait for the device."""
-        before: tuple[Tensor, torch.cuda.Event] | None = getattr(self, "_later", None)
-        if before is not None and before[1].query():
-            _require_same_place(before[0])
-        on_host = torch.empty(places.shape, pin_memory=True)
-        on_host.copy_(places, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._later = on_host, event
+def _look_later(training: Training, places: Tensor) -> None:
+    """Compare in one of the next steps: the host does not wait for the device."""
+    before = training.places
+    if before is not None and before[1].query():
+        _require_same_place(before[0])
+    on_host = torch.empty(places.shape, pin_memory=True)
+    on_host.copy_(places, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    training.places = on_host, event
 
 
 def _require_same_place(places: Tensor) -> None:
@@ -160,11 +145,3 @@ def _require_same_place(places: Tensor) -> None:
             raise RuntimeError(
                 f"step_: {told}; all ranks call optimizer.step() and step_ equally often"
             )
-
-
-_progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDictionary()
-
-
-def progress_of(model: nn.Module) -> Progress:
-    """Return at which step this rank is with a model."""
-    return _progress.setdefault(model, Progress())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from hybridtensor.arguments import require_module
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states, training_of
 
 
 class without_recording:  # noqa: N801  (used as a context)
@@ -72,7 +71,7 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
     """
     if is_captured():
         return
-    pending = _pending.setdefault(model, [])
+    pending = training_of(model).flags
     finite = amaxes.isfinite()
     if amaxes.is_cuda:
         on_host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
@@ -91,10 +90,6 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
                 "quantized held an Inf; where a gradient scaler skipped the optimizer's step, call "
                 "step_(model, skipped=True), which drops them"
             )
-
-
-_Pending = list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]]
-_pending: weakref.WeakKeyDictionary[nn.Module, _Pending] = weakref.WeakKeyDictionary()
 
 
 def _not_finite(states: Sequence[LayerState], finite: Tensor) -> list[str]:

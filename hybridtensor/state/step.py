@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,13 +19,13 @@ from hybridtensor.state.commit import (
     next_lineages,
     share_amaxes,
 )
-from hybridtensor.state.contract import ADVICE, progress_of
+from hybridtensor.state.contract import ADVICE, reduced
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.stages import pipeline_size
+from hybridtensor.state.training import layer_states, training_of
 from hybridtensor.state.update import update_scales
-from hybridtensor.state.watch import layer_states
 
 
 def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
@@ -67,7 +66,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
             torch._foreach_add_(counters, 1)
-    progress_of(model).steps += 1
+    training_of(model).steps += 1
     captured = is_captured()
     for state in states:
         state.count_step(captured)
@@ -168,7 +167,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         of_device = [state for state in states if required(state.encode_scale).device == device]
         amaxes = torch.cat([required(state.amax) for state in of_device])
         for group in groups:
-            amaxes = progress_of(model).reduce(amaxes, group)
+            amaxes = reduced(training_of(model), amaxes, group)
         if groups and not is_captured():
             amaxes = as_siblings(of_device, lineages, amaxes)
         if not isinstance(
@@ -206,14 +205,6 @@ def _rules(state: LayerState) -> str:
     return ", ".join(f"{slot}: {rule}" for slot, rule in zip(state.slots, state.rules, strict=True))
 
 
-Layout = list[tuple[str, int]]
-"""Names of layers, and which object says how their scales follow."""
-
-_checked: weakref.WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup | None, Layout]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def _check_same_scales(
     model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None
 ) -> None:
@@ -222,7 +213,8 @@ def _check_same_scales(
 
     Asked once per model, group and layout, so ranks must change their recipes together.
     """
-    checked = _checked.setdefault(model, {})
+    checked = training_of(model).scales
+    # names of layers, and which object says how their scales follow
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hybridtensor.arguments import (
     require_choice,
@@ -23,7 +21,7 @@ from hybridtensor.arguments import (
     require_number,
     require_tensor,
 )
-from hybridtensor.ops.library import is_traced
+from hybridtensor.state.training import training_of
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.ranks import Ranks, added_up, agree
 from hybridtensor.watching.recording import Recording, machine
@@ -126,8 +124,6 @@ class watch:  # noqa: N801  (used as a function)
         self._sampler: Sampler | None = None
         self._armed = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
-        self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._ended = 0  # steps that optimizers ended
         self._ranks = Ranks()
 
     # -- the loop
@@ -141,8 +137,9 @@ class watch:  # noqa: N801  (used as a function)
         layers = [] if sampler is None else list(sampler.layers.values())
         self._ranks = agree((self.every, self.rows, self.steps), layers, error)
         self._sampler = sampler
-        handle = register_optimizer_step_post_hook(self._after_optimizer)
-        self._hooks.callback(handle.remove)
+        followers = training_of(self.model).followers
+        followers.append(self._after_optimizer)
+        self._hooks.callback(followers.remove, self._after_optimizer)
         self._arm()
         return self
 
@@ -201,20 +198,8 @@ class watch:  # noqa: N801  (used as a function)
             self._packed.append(([step for step, _ in self._losses], packed))
             self._losses = []
 
-    def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if is_traced() or not self._is_of_model(optimizer):
-            return
-        taken = self._taken
-        # one that is new stepped with those that have: all of a step's are known from the second one on
-        taken[optimizer] = taken.get(optimizer, max(self._ended - 1, 0)) + 1
-        ran_ahead = taken[optimizer] > self._ended + 1  # another one was left out
-        if ran_ahead or all(count > self._ended for count in taken.values()):
-            self._ended += 1
-            self.step()
-
-    def _is_of_model(self, optimizer: Optimizer) -> bool:
-        own = {id(parameter) for parameter in self.model.parameters()}
-        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    def _after_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.step()
 
     def _arm(self) -> None:
         """Have the next step measured, if it is one of those."""

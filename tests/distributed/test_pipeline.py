@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 import hybridtensor as ht
 from hybridtensor.linear import two_parts
 from hybridtensor.state import TrainingRanks
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses import MasterWeight, observing
 
 WIDTH, TOKENS, STEPS = 32, 16, 2

@@ -305,7 +305,7 @@ ROWS = {
         {"state": "None", "direction": "None", "record": "flag", "first_row": "None integer", "section": "None",
          "groups": "None", "after": "None integers complex sparse nested jagged meta quantized"},
         role="weight", state=None, direction=None, record=True, first_row=None, section=None, amaxes=(None, None),
-        groups=None, after=None, values=(False, False),
+        groups=None, after=None, values=(False, False), direct=False,
     ),
     "Float8Quantizer": row(
         ht.Float8Quantizer, {"pow2_scale": "None flag", "block": "None"},

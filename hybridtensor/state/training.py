@@ -1,0 +1,98 @@
+"""The training of one model as an object: at which step it is, and who is told of each.
+
+A step of the optimizers ends when each that holds parameters of the model has stepped. ``step_`` advances what
+quantizers remember. Whoever wants to know of either subscribes here: nothing else counts steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from hybridtensor.ops.library import is_traced
+from hybridtensor.state.layer import LayerState
+
+Follower = Callable[[nn.Module, Optimizer], None]
+"""What is told that an optimizer ended a step of a model."""
+Group = dist.ProcessGroup | None
+
+
+class Training:
+    """The training of one model, on this rank.
+
+    Attributes:
+        steps: How often ``step_`` advanced the model.
+        ended: How many steps its optimizers ended.
+        followers: What is told of each of these.
+        is_compared: Whether ranks were found to have the same recipes.
+        scales: The delayed scales that the ranks of a group were found to have alike.
+        places: At which steps ranks are, on its way to the host; see ``contract``.
+        flags: Whether amaxes of steps were finite, on their way to the host; see ``recording``.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.ended = 0
+        self.followers: list[Follower] = []
+        self.is_compared = False
+        self.scales: dict[Group, list[tuple[str, int]]] = {}
+        self.places: tuple[Tensor, torch.cuda.Event] | None = None
+        self.flags: list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]] = []
+        self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._holds: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def is_by(self, optimizer: Optimizer, model: nn.Module) -> bool:
+        """Return whether an optimizer holds a parameter of the model."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._holds.get(optimizer)
+        if known is None or known[0] != count:
+            own = {id(parameter) for parameter in model.parameters()}
+            found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            known = self._holds[optimizer] = (count, found)
+        return known[1]
+
+    def count(self, optimizer: Optimizer) -> bool:
+        """Count a step of an optimizer, and return whether it ends one of the model."""
+        taken = self._taken
+        # one that is new stepped with those that have: all of a step's are known from the second one on
+        taken[optimizer] = taken.get(optimizer, max(self.ended - 1, 0)) + 1
+        ran_ahead = taken[optimizer] > self.ended + 1  # another one was left out
+        ends = ran_ahead or all(count > self.ended for count in taken.values())
+        self.ended += ends
+        return ends
+
+
+_trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+
+
+def training_of(model: nn.Module) -> Training:
+    """Return the training of a model, begun where it is asked for first."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
+    return _trainings.setdefault(model, Training())
+
+
+def layer_states(model: nn.Module) -> list[LayerState]:
+    """Return the states of all layers of ``model`` that keep something."""
+    found = dict.fromkeys(
+        [*model.modules(), *model._modules.values()]
+    )  # its own walk leaves states out
+    return [module for module in found if isinstance(module, LayerState)]
+
+
+def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Tell the followers of the models whose parameters an optimizer has stepped; a compiled step goes uncounted."""
+    if is_traced():
+        return
+    for model, training in list(_trainings.items()):
+        if training.followers and training.is_by(optimizer, model) and training.count(optimizer):
+            for follower in list(training.followers):
+                follower(model, optimizer)
