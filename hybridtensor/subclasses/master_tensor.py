@@ -118,10 +118,7 @@ class MasterWeight(InterceptingTensor):
     @property
     def writes(self) -> int:
         """How many writes are counted, with those of compiled code, of which this takes note."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # which attributes of a tensor would pass through
-            self._count_graph_writes(version_of(self))
+        self._count_graph_writes(version_of(self))
         return self.record.writes + self.record.compiled_writes
 
     @property

@@ -34,6 +34,7 @@ Measure = Callable[[Tensor, Tensor], object]
 Place: TypeAlias = tuple[object, ...]
 """Where and how a tensor lies, to compare."""
 
+_OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
@@ -120,14 +121,28 @@ class Exchange:
         """Measure the values of this rank's parts, and reduce over the ranks."""
         self._order.take(self._all)
         self._all.zero_()
+        self._measure_tensors(parts)
         for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
-            self._measure(index, shard, values)
+            if shard.plan.reduce != "tensor":
+                self._measure(index, shard, values)
             shard.amaxes, shard.order, shard.reductions = (
                 self._amaxes[index],
                 self._order,
                 shard.reductions + 1,
             )
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
+
+    def _measure_tensors(self, parts: list[Tensor]) -> None:
+        """Measure the parts of which one amax is wanted, all in one launch."""
+        chosen = [
+            index
+            for index, (plan, part) in enumerate(zip(self._plans, parts, strict=True))
+            if plan.reduce == "tensor" and part.numel()
+        ]
+        if chosen:
+            found = ops.measure_all([parts[index] for index in chosen], _OF_TENSOR)
+            outs = [self._parts[index] for index in chosen]
+            torch._foreach_copy_(outs, [amax for amax, _ in found])
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
         """Measure one part; how that is done is kept for values that lie as these do."""
@@ -151,8 +166,6 @@ def _prepared(plan: Plan, rank: int, values: Tensor) -> Measure:
     """Return a function that writes the amaxes of this rank's values into a part of the exchange,
     ``plan.amaxes`` flattened.
     """
-    if plan.reduce == "tensor":
-        return ops.prepare(values, CastRequest(Cast(FP8_E4M3_TENSOR))).measure_into
     if plan.reduce == "column":
         return ops.prepare(values, CastRequest(None, Cast(FP8_E4M3_ROW))).measure_into
     return functools.partial(_measure_blocks, plan, rank)

@@ -10,6 +10,7 @@ autograd and compiled graphs can hold on to them.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any, NamedTuple
 
@@ -113,6 +114,11 @@ def _record_of(sharded: Sharded) -> WeightRecord | None:
     return tensor.record if isinstance(tensor, HybridTensor) else None
 
 
+def _no_grad() -> contextlib.AbstractContextManager[object]:
+    """Record no gradients; FSDP2 gathers so anyway, and entering the mode takes longer than to ask."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
 class _Gathering:
     """The two hooks; see ``InterceptingTensor``.
 
@@ -125,8 +131,9 @@ class _Gathering:
         tensor: Any, module: nn.Module
     ) -> tuple[tuple[Tensor, ...], tuple[Shard, Sent]]:
         """Return the tensor that this rank sends, and the shard and record for the second half."""
-        shard = find(module, tensor)
-        with torch.no_grad():
+        # which attributes of a weight would pass through, here and in all that follows
+        with torch._C.DisableTorchFunctionSubclass(), _no_grad():
+            shard = find(module, tensor)
             flat, sent = shard.send(tensor)
         return (flat,), (shard, sent)
 
@@ -140,7 +147,9 @@ class _Gathering:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gathered weight, and the tensors whose memory it takes."""
         shard, sent = metadata
-        return shard.receive(tensor, outputs[0], sent, dtype, None if out is None else local(out))
+        with torch._C.DisableTorchFunctionSubclass():
+            gathered = None if out is None else local(out)
+            return shard.receive(tensor, outputs[0], sent, dtype, gathered)
 
     @staticmethod
     def check_shards(weight: HybridTensor, size: int, dim: int) -> None:

@@ -80,6 +80,7 @@ class Shard:
         self.recomputed = False
         self.traced = False
         self._made_for: tuple[Plan, torch.dtype] | None = None
+        self._sends: dict[tuple[bool, bool], tuple[str, ...]] = {}
         self._kept: Payload | None = None
         self._kept_of: weakref.ref[Tensor] | None = None
 
@@ -92,6 +93,8 @@ class Shard:
         """Take a recipe."""
         if not self.has_recipe or self.config is not config:
             self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
+            wanted = (True, False), (False, True), (True, True)
+            self._sends = {faces: self.plan.sends(*faces) for faces in wanted}
             if isinstance(self.sharded.tensor, HybridTensor):
                 check_persistent(self.plan, self.sharded.size)
 
@@ -135,14 +138,14 @@ class Shard:
         self._agree()
         sharded.reshard_to_all_ranks()
         sharded.drop_outputs()
-        wanted = self._wanted()
-        if self.faces is not None and self._made_for == (self.plan, self.dtype):
+        wanted, dtype = self._wanted(), self.dtype
+        if self.faces is not None and self._made_for == (self.plan, dtype):
             sharded.free_on_reshard(self.faces.needed(*wanted))
-        sent = self.plan.sends(*wanted)
+        sent = self._sends[wanted]
         if sent == ("whole",):
-            dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
+            dtype = self.plan.whole_dtype(dtype, tensor.dtype)
             return whole_values(tensor, dtype, sharded.padded_size), Sent(wanted, sent, None)
-        payload = self._payload(tensor, sent)
+        payload = self._payload(tensor, sent, dtype)
         return payload.sent(sent), Sent(wanted, sent, payload)
 
     def _wanted(self) -> tuple[bool, bool]:
@@ -173,34 +176,24 @@ class Shard:
                 found.append(shard)
         return found
 
-    def _payload(self, tensor: Weight, sent: tuple[str, ...]) -> Payload:
+    def _payload(self, tensor: Weight, sent: tuple[str, ...], dtype: torch.dtype) -> Payload:
         """Return the bytes of this rank's part, made when the part was last written, or now."""
-        dtype, device = self.dtype, self.sharded.device
         if not can_be_kept(tensor, self.sharded.tensor, sent):
             if "values" not in sent and not is_recorded():
                 self._kept = None
-            with torch.inference_mode(False):
-                made = Payload(self.plan, sent, dtype, device)
+            made = self._new_payload(sent, dtype)
             self._order_amaxes()
             fill(made, tensor, self.part)
             return made
         # Reductions: another rank may have written its part of the weight
-        kept = self._kept
         key = self.version(tensor), self.reductions, tensor.layer, tensor.state_version
-        asked = set(sent)
-        if (
-            kept is None
-            or kept.plan is not self.plan
-            or kept.dtype != dtype
-            or not asked.issubset(kept.names)
-        ):
-            if kept is not None and kept.plan is self.plan:
-                asked.update(kept.names)  # from now on, both faces are made in one go
-            with torch.inference_mode(False):
-                kept = Payload(
-                    self.plan, tuple(name for name in _DIRECTIONS if name in asked), dtype, device
-                )
-            self._kept = kept
+        kept = self._kept
+        if kept is None or kept.plan is not self.plan or kept.dtype != dtype:
+            kept = self._kept = self._new_payload(sent, dtype)
+        elif not set(sent).issubset(kept.names):  # from now on, both faces are made in one go
+            asked = {*sent, *kept.names}
+            both = tuple(name for name in _DIRECTIONS if name in asked)
+            kept = self._kept = self._new_payload(both, dtype)
         kept.order()
         if kept.key != key:
             self._order_amaxes()
@@ -210,6 +203,10 @@ class Shard:
                 kept.keep(fill(kept, tensor, self.part), tensor.plain, others)
             kept.key, self._kept_of = key, weakref.ref(tensor.plain, self._forget)
         return kept
+
+    def _new_payload(self, names: tuple[str, ...], dtype: torch.dtype) -> Payload:
+        with torch.inference_mode(False):
+            return Payload(self.plan, names, dtype, self.sharded.device)
 
     def _order_amaxes(self) -> None:
         """Let this stream wait for the one that reduces magnitudes."""

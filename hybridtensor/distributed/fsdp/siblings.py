@@ -36,10 +36,17 @@ def renew(shard: Shard, mine: MasterWeight) -> None:
     """
     # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not all
     # ranks see a write, so that all renew the scale
-    uneven = shard.plan.reduce is None and bool(shard.sharded.size[0] % shard.sharded.num_ranks)
-    if not uneven and all(one.reduced == one.written(part) for one, part in _alike(shard, mine)):
-        return
-    group, common = shard.sharded.process_group, shard.common
+    common = shard.common
+    if common is None:  # then it is measured for its own sake
+        if shard.reduced == shard.written(mine):
+            return
+        uneven = False
+    else:
+        uneven = shard.plan.reduce is None and bool(shard.sharded.size[0] % shard.sharded.num_ranks)
+        alike = _alike(shard, mine)
+        if not uneven and all(one.reduced == one.written(part) for one, part in alike):
+            return
+    group = shard.sharded.process_group
     found = [
         (one, part)
         for one in shard.with_all()
@@ -61,10 +68,8 @@ def renew(shard: Shard, mine: MasterWeight) -> None:
 
 
 def _alike(shard: Shard, mine: MasterWeight) -> list[tuple[Any, MasterWeight]]:
-    """Return a weight and those that it has a common scale with, and this rank's parts of them."""
+    """Return the weights that have a common scale with one, itself among them, and this rank's parts of them."""
     common = shard.common
-    if common is None:
-        return [(shard, mine)]
     known = []
     for part in common.parts:
         one = None if part.record.shard is None else part.record.shard()
