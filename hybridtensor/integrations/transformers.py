@@ -18,7 +18,7 @@ from hybridtensor.arguments import require_items, require_kind, require_text, to
 from hybridtensor.convert import quantize_
 from hybridtensor.recipes import from_name
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state.layer import STATE
+from hybridtensor.state import STATE
 from hybridtensor.state.step import step_
 from hybridtensor.state.training import layer_states
 from hybridtensor.torchao_compat import FqnToConfig, config_from_dict, config_to_dict

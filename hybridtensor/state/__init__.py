@@ -1,12 +1,8 @@
 """What quantizers remember from step to step, and how it advances."""
 
 from hybridtensor.state.context import MAX_SEED, Context, require_context
-from hybridtensor.state.layer import (
-    STATE,
-    LayerState,
-    required,
-    weight_of_state,
-)
+from hybridtensor.state.keys import STATE, weight_of_state
+from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import Section, TrainingRanks
 from hybridtensor.state.rules import ROLES, DelayedRule
 from hybridtensor.state.tensors import StateTensors

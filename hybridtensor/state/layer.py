@@ -13,10 +13,9 @@ length.
 from __future__ import annotations
 
 import copy
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,28 +24,11 @@ from hybridtensor.arguments import place, require_choice, require_kind, require_
 from hybridtensor.ops import Hint
 from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.state.dry_runs import is_dry_run
+from hybridtensor.state.keys import FORMER_NAMES, hash64, take_former_names
+from hybridtensor.state.lineage import NOTHING, Lineage, digest
 from hybridtensor.state.ranks import ALL_RANKS
 from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, same_tensor
 from hybridtensor.state.tensors import CommonAmax, StateTensors
-
-
-class Lineage(NamedTuple):
-    """What delayed scales of inputs follow from.
-
-    Attributes:
-        inputs: Equal where all inputs so far were the same.
-        versions: Of the tensors, when that was said.
-    """
-
-    inputs: object
-    versions: tuple[int, int] | None
-
-
-_NOTHING = "nothing"  # of scales that begin
-
-STATE = "quantization_state"
-"""Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
-_FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
 
 
 class LayerState(nn.Module):
@@ -92,7 +74,7 @@ class LayerState(nn.Module):
         super().__init__()
         self.name = name or ""
         self.parent: str | None = None
-        self._key = None if name is None else _hash(name)
+        self._key = None if name is None else hash64(name)
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
         self._record: AmaxRecord | None = None
@@ -104,7 +86,7 @@ class LayerState(nn.Module):
         self.replayed = False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
-        self._lineage: Lineage | None = None
+        self._lineage = Lineage()
         for buffer in ("rounding", "encode_scale", "amax_history", "layout"):
             self.register_buffer(buffer, None)
 
@@ -170,7 +152,7 @@ class LayerState(nn.Module):
             return None
         if not self.recording or is_dry_run():
             return nowhere(record.address.device)
-        self.__dict__["_lineage"] = None  # a graph records what nobody sees
+        self.follow(None)  # a graph records what nobody sees
         return record.address
 
     @property
@@ -180,28 +162,16 @@ class LayerState(nn.Module):
         None if unknown: a compiled graph records amaxes of this layer, or something other than ``step_`` wrote its
         scales, such as DistributedDataParallel, which broadcasts buffers in each forward by default.
         """
-        known: Lineage | None = self.__dict__["_lineage"]
-        if known is None or known.versions is None or self.replayed:
+        if self.replayed:
             return None
-        return known.inputs if known.versions == self._versions() else None
+        buffers, lineage = self._buffers, self.__dict__["_lineage"]
+        inputs: object = lineage.inputs(buffers["encode_scale"], buffers["amax_history"])
+        return inputs
 
     def follow(self, inputs: object | None) -> None:
         """Set the lineage of the input's delayed scales, as they are now; None if unknown."""
-        lineage = None if inputs is None else Lineage(inputs, self._versions())
-        self.__dict__["_lineage"] = lineage
-
-    def _follow_content(self) -> None:
-        """Set the lineage to a digest of the loaded scales and history."""
-        scale, history = self.encode_scale, self.amax_history
-        if scale is not None and history is not None and not (scale.is_meta or history.is_meta):
-            own = [index for index, slot in enumerate(self.slots) if slot.startswith("input")]
-            content = repr([scale[own].tolist(), history[own].tolist()])
-            self.follow(hashlib.sha256(content.encode()).hexdigest())
-
-    def _versions(self) -> tuple[int, int] | None:
-        """Read the version counters of the scales and their history."""
-        scale, history = self._buffers["encode_scale"], self._buffers["amax_history"]
-        return None if scale is None or history is None else (scale._version, history._version)
+        buffers = self._buffers
+        self._lineage.follow(inputs, buffers["encode_scale"], buffers["amax_history"])
 
     def note_backward(self, recorded: bool) -> None:
         """Remember that a backward of the layer ran."""
@@ -305,7 +275,7 @@ class LayerState(nn.Module):
     def take_name(self, name: str) -> None:
         """Be called ``name`` from now on, unless there is a name or a key already."""
         if not self.name and self._key is None:
-            self.name, self._key = name, _hash(name)
+            self.name, self._key = name, hash64(name)
 
     def _allocate(self, device: torch.device) -> None:
         """Make the tensors of the delayed scales: scale 1, no history."""
@@ -318,11 +288,11 @@ class LayerState(nn.Module):
         self.amax_history = torch.zeros(count, length, dtype=fp32, device=device)
         self._record = AmaxRecord(count, self.encode_scale.device)
         self.layout = torch.tensor([self._layout()], device=device)
-        self.follow(_NOTHING)
+        self.follow(NOTHING)
 
     def _layout(self) -> int:
         """Return 64 bits that are equal for equal slots and rules."""
-        return _hash(repr(list(zip(self.slots, self.rules, strict=True))))
+        return hash64(repr(list(zip(self.slots, self.rules, strict=True))))
 
     def _per_slot(self) -> list[Tensor]:
         return [t for t in (self.encode_scale, self.amax, self.amax_history) if t is not None]
@@ -337,7 +307,7 @@ class LayerState(nn.Module):
             tensor.fill_(value)
         self.version += 1
         self._left = None
-        self.follow(_NOTHING)
+        self.follow(NOTHING)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -357,7 +327,9 @@ class LayerState(nn.Module):
         memo[id(self)] = new
         others = ("ranks", "hints", "_record", "_lineage", "_tensors")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
-        new.__dict__.update(copy.deepcopy(own, memo), ranks=self.ranks, hints={})
+        new.__dict__.update(
+            copy.deepcopy(own, memo), ranks=self.ranks, hints={}, _lineage=Lineage()
+        )
         new._take_record(self.amax)
         new.follow(self.lineage)
         return new
@@ -378,7 +350,7 @@ class LayerState(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``Module``; what was saved before there were hints has none."""
-        buffers = {_FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
+        buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
         since = {"recording": True, "recorded": False, "unrecorded": False}
@@ -388,9 +360,9 @@ class LayerState(nn.Module):
             | state
             | {"_buffers": buffers}
         )  # type: ignore[no-untyped-call]
-        self._lineage = None
+        self._lineage = Lineage()
         self._take_record(amax)
-        self._follow_content()
+        self.follow(digest(self.slots, self.encode_scale, self.amax_history))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         """Move, but stay in fp32: ``model.bfloat16()`` is about weights.
@@ -420,15 +392,13 @@ class LayerState(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load; a checkpoint without any state, of a plain model, leaves a fresh one."""
         errors: list[str] = args[-1]
-        for former, name in _FORMER_NAMES.items():
-            if f"{prefix}{former}" in state_dict:
-                state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{former}")
+        take_former_names(state_dict, prefix)
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
         elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):
             super()._load_from_state_dict(state_dict, prefix, *args)
             self._to_fp32()
-            self._follow_content()
+            self.follow(digest(self.slots, self.encode_scale, self.amax_history))
         self.version += 1
 
     def _fits(self, layout: Tensor | None, prefix: str, errors: list[str]) -> bool:
@@ -471,21 +441,6 @@ class LayerState(nn.Module):
         if self.rounding is not None:
             kept.append("stochastic rounding")
         return ", ".join(kept)
-
-
-def weight_of_state(name: str) -> str | None:
-    """Return whose state a name in a state dict belongs to, as the weight's name; None of anything
-    else.
-    """
-    owner, state, rest = f".{name}".partition(f"{STATE}.")
-    if not state or not rest or owner[-1] not in "._":
-        return None
-    return (f"{owner}weight" if owner.endswith(".") else owner[:-1])[1:]
-
-
-def _hash(text: str) -> int:
-    """Return 64 bits, as a signed number."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def required(tensor: Tensor | None) -> Tensor:

@@ -121,7 +121,7 @@ def check(plain, recipe, tp):
     assert [f"{state.name}.weight" in converted for state in kept] == [True] * (5 if recipe != "fp8" else 0)
     for state in kept:
         if state.rounding is not None:
-            assert state.rounding.tolist() == [ht.state.layer._hash(state.name), STEPS]
+            assert state.rounding.tolist() == [ht.state.keys.hash64(state.name), STEPS]
         if state.encode_scale is not None:
             assert (state.amax_history > 0).sum(1).tolist() == [STEPS] * len(state.slots)
             gathered = [torch.empty_like(state.encode_scale) for _ in range(2)]

@@ -1,0 +1,32 @@
+"""What the state of a layer is called in checkpoints, and the numbers that follow from names."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+STATE = "quantization_state"
+"""Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
+FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
+
+
+def weight_of_state(name: str) -> str | None:
+    """Return whose state a name in a state dict belongs to, as the weight's name; None of anything
+    else.
+    """
+    owner, state, rest = f".{name}".partition(f"{STATE}.")
+    if not state or not rest or owner[-1] not in "._":
+        return None
+    return (f"{owner}weight" if owner.endswith(".") else owner[:-1])[1:]
+
+
+def take_former_names(state_dict: dict[str, Any], prefix: str) -> None:
+    """Give entries of a state dict the names that they have today."""
+    for former, name in FORMER_NAMES.items():
+        if f"{prefix}{former}" in state_dict:
+            state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{former}")
+
+
+def hash64(text: str) -> int:
+    """Return 64 bits that are equal for equal texts, as a signed number."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
