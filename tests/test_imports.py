@@ -25,7 +25,7 @@ LAYERS = [
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "common_scale",
     "intercepting", "quantized_tensor", "identity_tensor", "shared_face", "sharded_face", "faces", "hybrid_tensor",
-    "followers", "master_tensor", "quantizing", "operators",
+    "followers", "quantized_when_used", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "hybrid_values", "master"]
 

@@ -12,7 +12,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.linear import weight_buckets
-from hybridtensor.subclasses import MasterWeight, kept_faces, master_tensor
+from hybridtensor.subclasses import MasterWeight, kept_faces, master_tensor, quantized_when_used
 from hybridtensor.testing import random_tensor
 
 RECIPES = [
@@ -127,7 +127,7 @@ def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
 def stream(monkeypatch):
     """Stand in for the current CUDA stream."""
     current = [0]
-    for module in (weight_buckets, kept_faces, master_tensor):
+    for module in (weight_buckets, kept_faces, master_tensor, quantized_when_used):
         monkeypatch.setattr(module, "stream_of", lambda plain: current[0])
     return current
 

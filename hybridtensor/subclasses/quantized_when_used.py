@@ -1,0 +1,312 @@
+"""What a weight in high precision is quantized to, and when that has to be done again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops import Face, Faces
+from hybridtensor.ops.amaxes import AmaxRecord, Notes
+from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.quantizers.plans import measured
+from hybridtensor.recipes.config import HybridConfig, weight_values
+from hybridtensor.state import Context, LayerState
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Place, Seen, Stamp, stream_of
+from hybridtensor.subclasses.observing import for_products, observers
+from hybridtensor.subclasses.record import read_version, version_of
+
+
+class QuantizedWhenUsed(InterceptingTensor):
+    """A weight that is quantized when it is used; what a ``MasterWeight`` is to linear layers.
+
+    Attributes:
+        plain: The plain tensor.
+        config: The recipe.
+        place: Which view of the memory of the weight this is.
+    """
+
+    plain: Tensor
+    config: HybridConfig
+    place: Place
+    _seen: int  # torch's version counter of this object, when writes of compiled code were looked for last
+
+    @property
+    def source(self) -> Tensor:
+        """The plain values that faces are made of: ``plain``, unless the recipe rounds them before."""
+        return weight_values(self.config, self.plain)
+
+    @property
+    def version(self) -> int:
+        """A number that changes with every write, also with those that others may have made through
+        what was handed out.
+        """
+        self._count_graph_writes(version_of(self))
+        self.record.count_others(self.plain, version_of(self.plain))
+        return self.record.changes
+
+    @property
+    def writes(self) -> int:
+        """How many writes are counted, with those of compiled code, of which this takes note."""
+        self._count_graph_writes(version_of(self))
+        return self.record.writes + self.record.compiled_writes
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """A value that changes with every counted write; on all ranks alike where all ranks write."""
+        return self.writes, version_of(self.plain)
+
+    @property
+    def state_version(self) -> int | tuple[int | None, int] | None:
+        """A value that changes with the scales that the layer remembers, or has in common with others."""
+        layer = self.record.layer
+        version = None if layer is None else getattr(layer, "version", None)
+        common = getattr(layer, "common", None)
+        return version if common is None else (version, common.version)
+
+    def seen(self) -> Seen:
+        """Count writes that no handler saw, measure a common scale again that they changed, and return the counts."""
+        record, plain = self.record, self.plain
+        layer: Any = record.layer
+        scales: int | tuple[int | None, int] | None = None
+        if type(layer) is LayerState:  # in a graph its tensors, which have no version
+            scales, common = layer.version, layer.common
+            if common is not None:
+                common.renew()
+                scales = scales, common.version
+        try:
+            own, of_plain = read_version(self), read_version(plain)
+        except RuntimeError:  # a tensor of inference mode has none
+            own, of_plain = version_of(self), version_of(plain)
+        if own != self._seen:
+            self._count_graph_writes(own)
+        record.count_others(plain, of_plain)
+        return Seen(record.changes, scales, (record.writes, of_plain, own))
+
+    def stamp(self, dtype: torch.dtype, seen: Seen | None = None) -> Stamp:
+        """What faces depend on now.
+
+        Args:
+            dtype: Dtype of the computation.
+            seen: ``self.seen()``, where that was just asked.
+        """
+        seen = self.seen() if seen is None else seen
+        return seen.changes, seen.scales, self.config, dtype
+
+    def _count_graph_writes(self, version: int) -> None:
+        """Count writes of compiled graphs: they increment torch's version of this object.
+
+        Views and ``detach()`` share that version with what they were taken from, ``data`` begins
+        one of its own at 0.
+        """
+        if version != self._seen:
+            self._seen = version
+            if version:
+                record = self.record
+                record.changes += 1
+                record.compiled_writes += 1
+                if (
+                    record.writes == record.counted_writes
+                ):  # no handler saw it, so its stream is not known
+                    record.written_on = None
+                record.counted_writes = record.writes
+
+    def faces(
+        self,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        noted: AmaxRecord | Tensor | Notes | None = None,
+    ) -> Faces:
+        """Return the faces asked for, those in high precision in ``dtype``.
+
+        While compiling, they are made in the graph; else see ``faces_in_eager_code``.
+
+        Args:
+            rowwise: Return the rowwise face, for a forward.
+            columnwise: Return the columnwise face.
+            dtype: Dtype of the computation.
+            noted: Where amaxes are recorded: what a backward will commit to, or what it commits, fp32 ``[S]``; in a
+                graph ``Notes``, or an address; None where a face is for evaluation.
+        """
+        if is_traced():
+            self.check_common_scale()
+            kept = self._made(rowwise, columnwise, dtype, self.context, noted)
+        else:
+            kept = self.faces_in_eager_code(
+                rowwise=rowwise, columnwise=columnwise, dtype=dtype, noted=noted
+            )
+        return kept.row if rowwise else None, kept.column if columnwise else None
+
+    def faces_in_eager_code(
+        self,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        trained: bool = False,
+        backward_follows: bool = False,
+        noted: AmaxRecord | Tensor | Notes | None = None,
+        context: Context | None = None,
+        stamp: Stamp | None = None,
+    ) -> Kept:
+        """Return the faces asked for, and maybe others.
+
+        Faces are kept as the recipe's ``keep_faces`` says, and used as long as nothing was written; a
+        face that was made for evaluation does not stand in the way of training: what is missing is
+        added. While something records what runs, or replays what writes the weight, they are made anew and not kept.
+
+        Args:
+            rowwise: See ``faces``.
+            columnwise: See ``faces``.
+            dtype: See ``faces``.
+            trained: The forward is one of training.
+            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are
+                kept.
+            noted: See ``faces``.
+            context: ``self.context``, where that is known.
+            stamp: ``self.stamp(dtype)``, where that was just asked.
+        """
+        record, plain = self.record, self.plain
+        layer: Any = record.layer  # outside of graphs a LayerState, or None
+        stamp = self.stamp(dtype) if stamp is None else stamp
+        context = self.context if context is None else context
+        if record.replayed or is_recorded() or (layer is not None and layer.replayed):
+            context = for_products(context, dtype, row=True, column=True)
+            with torch.no_grad():
+                return self._made(rowwise, columnwise, dtype, context, noted)
+        use = rowwise, trained, backward_follows
+        kept = record.kept.use(self.place, stamp, stream_of(plain), *use)
+        wanted = rowwise, columnwise, trained, backward_follows
+        if not torch.is_grad_enabled():  # as inside of autograd functions
+            return self._completed(kept, stamp, *wanted, noted, context)
+        with torch.no_grad():
+            return self._completed(kept, stamp, *wanted, noted, context)
+
+    def _completed(
+        self,
+        kept: Kept,
+        stamp: Stamp,
+        rowwise: bool,
+        columnwise: bool,
+        trained: bool,
+        backward_follows: bool,
+        noted: AmaxRecord | Tensor | Notes | None,
+        context: Context,
+    ) -> Kept:
+        """Return what is kept, with what is missing."""
+        outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
+        both = backward_follows and outlast
+        lasting = outlast_step if columnwise else not trained or outlast
+        unmeasured = noted is not None and kept.noted is None  # it was made for evaluation
+        row, column = kept.row, kept.column
+        if lasting or observers:  # not only products read the faces
+            row, column = _of_elements(row), _of_elements(column)
+        row_is_missing = rowwise and (row is None or unmeasured)
+        column_is_missing = (columnwise or both) and (column is None or unmeasured)
+        if not (row_is_missing or column_is_missing):
+            return kept
+        dtype = stamp[-1]
+        amaxes = kept.amaxes
+        unknown = (
+            amaxes[0] is None and amaxes[1] is None
+        )  # comparing tensors takes longer than all else here
+        if backward_follows and not both and unknown:
+            amaxes = self.amaxes(dtype, context)
+        if not lasting:
+            context = for_products(context, dtype, row=True, column=True)
+        noted = noted if kept.noted is None else kept.noted
+        made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
+        kept = Kept(made.row or row, made.column or column, amaxes, made.noted)
+        self.record.kept.keep(self.place, stamp, kept)
+        return kept
+
+    def _made(
+        self,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        context: Context,
+        noted: AmaxRecord | Tensor | Notes | None,
+        amaxes: Amaxes = (None, None),
+    ) -> Kept:
+        """Return faces that are made now, with where their amaxes are recorded."""
+        if isinstance(noted, AmaxRecord):
+            noted = noted.provisional()
+        if context.state is not None and context.state.amax is not noted:
+            context = context._replace(state=context.state._replace(amax=noted))
+        row, column = self.quantized(rowwise, columnwise, dtype, amaxes=amaxes, context=context)
+        return Kept(row, column, amaxes, noted)
+
+    def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
+        """Return what both faces are scaled by, measured at once, if they are to be made one by one."""
+        context = self.context if context is None else context
+        return measured(self.config.weight, self.source, dtype, context).amaxes
+
+    def quantized(
+        self,
+        rowwise: bool,
+        columnwise: bool,
+        dtype: torch.dtype,
+        *,
+        record: bool = True,
+        amaxes: Amaxes = (None, None),
+        after: Tensor | None = None,
+        config: HybridConfig | None = None,
+        context: Context | None = None,
+    ) -> Faces:
+        """Return faces that are made now, and not kept.
+
+        Args:
+            rowwise: Make the rowwise face.
+            columnwise: Make the columnwise face.
+            dtype: Dtype of the computation.
+            record: Take note of amaxes.
+            amaxes: What they are scaled by, where that was measured before.
+            after: What a graph computes before.
+            config: A recipe instead of the weight's.
+            context: A context instead of the weight's, which has the state as it is now.
+        """
+        context = self.context if context is None else context
+        if record is not context.record or after is not None or amaxes is not context.amaxes:
+            context = context._replace(record=record, amaxes=amaxes, after=after)
+        config = self.config if config is None else config
+        values = weight_values(config, self.plain)
+        return config.weight.faces(
+            values, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
+        )
+
+    @torch.no_grad()
+    def forward_face(self) -> Face:
+        """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
+        of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
+        """
+        stamp = self.stamp(self.dtype)
+        row = self.record.kept.rowwise(self.place, stamp)
+        made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
+        if made is None:
+            raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
+        return made
+
+    def renew_common_scale(self) -> None:
+        """Measure what was written of the weights that this one has a common scale with."""
+        common = getattr(self.record.layer, "common", None)
+        if common is not None:
+            common.renew()
+
+    def check_common_scale(self) -> None:
+        """Raise where a graph writes the weight before it uses it: its common scale is an input."""
+        state = self.state
+        if state is not None and state.common_amax is not None and self.writes:
+            raise NotImplementedError(
+                "common_scale: a weight that is written outside of the graph that uses it is required, got a "
+                "write and then a product in one graph; compile the optimizer's step by itself"
+            )
+
+
+def _of_elements(face: Face | None) -> Face | None:
+    """Return a face, or None if it is one of values, which only products read."""
+    return None if face is None or face.format.values_of is not None else face
