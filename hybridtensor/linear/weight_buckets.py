@@ -24,7 +24,7 @@ from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.kept_faces import Kept, Stamp, stream_of
-from hybridtensor.subclasses.observing import for_products, observers
+from hybridtensor.subclasses.observing import observers
 
 _BUCKET = 2**26
 """Elements of a bucket: so much memory the faces take that are made before they are needed; a launch of that size takes
@@ -181,9 +181,9 @@ class _Jobs:
             return  # rounded before, into memory of its own; or to be made when it is used
         faces.begin(stamp, forward=True)
         outlast, _ = faces.lifetime(config.keep_faces)
-        both, context = use.backward_follows and outlast, weight.context
-        if use.trained and not outlast:
-            context = for_products(context, dtype, row=True, column=True)
+        both = use.backward_follows and outlast
+        once = use.trained and not outlast
+        context = weight.context_of_products(dtype) if once else weight.context
         plan, measuring = self.plans(context, dtype, weight, True, both)
         if plan is None:
             return
@@ -206,9 +206,8 @@ class _Jobs:
             return  # this stream does not wait for what that forward measured
         if config.keep_faces == "never":
             return
-        context, (_, outlast) = weight.context, faces.lifetime(config.keep_faces)
-        if not outlast:
-            context = for_products(context, dtype, row=True, column=True)
+        _, outlast = faces.lifetime(config.keep_faces)
+        context = weight.context if outlast else weight.context_of_products(dtype)
         plan, _ = self.plans(context, dtype, weight, False, True)
         if plan is not None and not (any(plan.measured) and kept.amaxes[1] is None):
             self._add((plan, None, 0), _Job(weight, stamp, context, kept))

@@ -38,6 +38,16 @@ class QuantizedWhenUsed(InterceptingTensor):
         """The plain values that faces are made of: ``plain``, unless the recipe rounds them before."""
         return weight_values(self.config, self.plain)
 
+    def context_of_products(self, dtype: torch.dtype) -> Context:
+        """Return the context of faces that only products read; see ``for_products``."""
+        context = self.context
+        if observers or dtype != torch.bfloat16 or context.groups is not None:
+            return context
+        known = self.record.for_products
+        if known is None or known[0] is not context:
+            known = self.record.for_products = context, context.with_values((True, True))
+        return known[1]
+
     @property
     def version(self) -> int:
         """A number that changes with every write, also with those that others may have made through

@@ -91,6 +91,7 @@ class WeightRecord:
         replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
         kept: The faces that are kept.
         context: Which tensor the weight is to quantizers, as that was asked last; None if it was not, and of a stack.
+        for_products: The same, and that of faces which only products read.
         readers: Of a tensor that was quantized for layers; None of any other tensor.
         amaxes: Where the amaxes of such a tensor were recorded, for the forward that reads it, or None.
     """
@@ -104,6 +105,7 @@ class WeightRecord:
         "context",
         "counted_writes",
         "first",
+        "for_products",
         "gathered",
         "is_held_elsewhere",
         "kept",
@@ -131,6 +133,7 @@ class WeightRecord:
         self.is_held_elsewhere = False
         self.kept = KeptFaces()
         self.context: Context | None = None
+        self.for_products: tuple[Context, Context] | None = None
         self.readers: ReadBy | None = None
         self.amaxes: Tensor | Notes | None = None
         self._holders: dict[int, _Holder] = {}

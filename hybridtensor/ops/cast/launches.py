@@ -103,8 +103,6 @@ class FaceOutput:
         if not count:
             return nothing, nothing, 0, 0, nothing, amax
         other, along = self.scale_strides
-        if count == 2:  # most are
-            return take(tensors[0]), take(tensors[1]), other, along, nothing, amax
         scales = take(tensors[1]) if count > 1 else nothing
         level = take(tensors[2]) if count > 2 else nothing
         return take(tensors[0]), scales, other, along, level, amax
@@ -212,6 +210,16 @@ class KernelTask(NamedTuple):
         )
 
 
+def _plain_output(
+    tensors: list[Tensor], strides: tuple[int, ...], nothing: int, amax: int
+) -> tuple[int, ...]:
+    """Return the parts of ``Output`` of elements and scales, or of a face that is not asked for; see ``FaceOutput``."""
+    if not tensors:
+        return nothing, nothing, 0, 0, nothing, amax
+    codes, scales = tensors
+    return codes.data_ptr(), scales.data_ptr(), *strides, nothing, amax
+
+
 class CastLaunch:
     """The kernel that casts.
 
@@ -237,6 +245,8 @@ class CastLaunch:
         following = reverse and overlaps_kernels(task.device)
         self._task, self._numbers = task, (row.slot, row.stream, column.slot, column.stream)
         several = task.several
+        self._lies, self._strides = task.matrix[1:], [out.scale_strides for out in task.outputs]
+        self._is_plain = several is None and all(len(o.layouts) in (0, 2) for o in task.outputs)
         constants: dict[str, object] = {
             **task.constants(column, note, store=store),
             "REVERSED": reverse,
@@ -270,6 +280,20 @@ class CastLaunch:
             plan: Which rows each row of tiles has, where groups of rows are cast.
         """
         launch = self._launch
+        if inputs is NO_INPUTS and self._is_plain and launch.is_compiled:  # most casts
+            at, (row_amax, column_amax) = x.data_ptr(), amaxes
+            of_row = at if row_amax is x else row_amax.data_ptr()
+            of_column = of_row if column_amax is row_amax else column_amax.data_ptr()
+            (of_rows, of_columns), (row_strides, column_strides) = outs, self._strides
+            launch.start(
+                (at, *self._lies),
+                _plain_output(of_rows, row_strides, at, of_row),
+                _plain_output(of_columns, column_strides, at, of_column),
+                (at, at, at),
+                0,
+                *self._numbers,
+            )
+            return
         matrix, row, column = self._task.arguments(x, outs, amaxes, launch, inputs.prologue)
         taken, first_row = matrix[0], 0
         state: tuple[Address, ...] = (taken, taken, taken)
