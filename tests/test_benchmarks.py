@@ -9,7 +9,7 @@ from tiers import long
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.filterwarnings("default")  # compiling, torch warns of its own ways
-SLOW = ["imports", "linear", "linear_details", "end_to_end", "saved", "memory"]
+SLOW = ["imports", "linear", "linear_details", "end_to_end", "saved", "memory", "small_batches"]
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["blocks", "cast", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)]
+    "name",
+    ["blocks", "cast", "small_batches", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)],
 )
 def test_runs(name, run, tmp_path):
     run(name, "--repeats", 1, "--out", tmp_path)
