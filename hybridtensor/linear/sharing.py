@@ -217,15 +217,15 @@ def reading(
         context: Which tensor of which layer this is.
     """
     groups = context.groups
-    if groups is not None:
-        how = *how, *_mark(groups)
     if not context.direct and is_traced():
-        return _of_graph(input, how)
+        return _of_graph(input, how if groups is None else (*how, *_mark(groups)))
     scope, layer = _thread.scope, record.layer
     if scope is None or not _enabled or input.grad_fn is None or is_recorded():
         return Reading()
     of_module = isinstance(layer, LayerState) and layer.parent in scope.parents
-    return scope.read(input, record, how) if of_module else Reading()
+    if not of_module:
+        return Reading()
+    return scope.read(input, record, how if groups is None else (*how, *_mark(groups)))
 
 
 def _mark(groups: Groups) -> tuple[object, ...]:
