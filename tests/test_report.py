@@ -120,13 +120,6 @@ def test_a_recording_of_other_types_is_refused(name, tmp_path):
         ht.report(saved, tmp_path / "page.html")
 
 
-def test_deep_nesting_is_refused(tmp_path):
-    saved = tmp_path / "run.json"
-    saved.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"run\.json"):
-        ht.report(saved, tmp_path / "page.html")
-
-
 def test_what_was_not_noted_or_not_finite_is_said(tmp_path):
     shown = " ".join(Page(ht.report(recording(note=False), tmp_path / "page.html")).texts)
     assert "No losses were noted" in shown

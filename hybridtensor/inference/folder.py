@@ -7,7 +7,6 @@ Links are followed inside the folder, and where the cache of the Hugging Face hu
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -17,10 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, open_file
+from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, read_json
 from hybridtensor.inference.files import DIGESTS, INDEX
 
 _CACHES = ("models--", "datasets--")
+_LIMIT = 1 << 28  # some hundred bytes per tensor, and per file
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError)
 
 
 class Folder:
@@ -38,7 +39,10 @@ class Folder:
     def __init__(self, who: str, library: ModuleType, path: Path) -> None:
         self._who, self._library, self._files = who, library, contextlib.ExitStack()
         self._of: dict[str, Any] = {}
+        self._file: dict[str, str] = {}
+        self._path = path
         self.used: set[str] = set()
+        self._taken: list[str] = []  # for one parameter
         if not path.is_dir():
             raise ValueError(f"{who}: a folder is required, got {str(path)!r}")
         path = path.resolve()
@@ -54,9 +58,10 @@ class Folder:
             twice = sorted(self._of.keys() & set(handle.keys()))
             if twice:
                 raise ValueError(
-                    f"{who}: each tensor in one file is required, got {twice[:3]} in two"
+                    f"{who}: each tensor in one file is required, got {twice[:3]} in {name} and another"
                 )
             self._of |= dict.fromkeys(handle.keys(), handle)
+            self._file |= dict.fromkeys(handle.keys(), name)
 
     def __enter__(self) -> Folder:
         return self
@@ -69,6 +74,7 @@ class Folder:
 
     def __getitem__(self, name: str) -> Tensor:
         self.used.add(name)
+        self._taken.append(name)
         with self._reading(name):
             tensor: Tensor = self._of[name].get_tensor(name)
         return tensor
@@ -83,10 +89,25 @@ class Folder:
                 f"{self._who}: {what} as safetensors writes it is required, got damage: {error}"
             ) from error
 
+    @contextlib.contextmanager
+    def naming_files(self) -> Iterator[None]:
+        """Have a ValueError name the files of the tensors that were taken meanwhile."""
+        self._taken.clear()
+        try:
+            yield
+        except ValueError as error:
+            files = sorted({self._file[name] for name in self._taken})
+            raise ValueError(f"{error}; read from {', '.join(files)} in {self._path}") from error
+
     @property
     def unused(self) -> list[str]:
         """Names that nobody took."""
         return sorted(self._of.keys() - self.used)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with tensors."""
+        return sorted(set(self._file.values()))
 
     def _check_digests(self, path: Path) -> set[str] | None:
         """Return the names of files that are what was written, or None where nobody wrote down what they are.
@@ -96,52 +117,56 @@ class Folder:
         """
         if not os.path.lexists(path / DIGESTS):
             return None
-        text = _content(self._who, path, DIGESTS)
+        file = _regular(self._who, path, DIGESTS)
         try:
-            files = json.loads(text)["files"]
+            files = read_json(file.parent, file.name, _LIMIT)["files"]
             known = {
-                str(name): (int(told["size"]), str(told["sha256"])) for name, told in files.items()
+                _plain(name): (int(told["size"]), str(told["sha256"]))
+                for name, told in files.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _DAMAGE as error:
             raise ValueError(
                 f"{self._who}: {DIGESTS} as export_pretrained writes it is required, got {error!r}"
             ) from error
-        for name, written in known.items():
-            if digest_file(_regular(self._who, path, Path(name).name)) != written:
+        for name, (size, sha256) in known.items():
+            file = _regular(self._who, path, name, f", as {DIGESTS} lists it,")
+            if digest_file(file, size=size) != (size, sha256):
                 raise ValueError(
-                    f"{self._who}: {path / Path(name).name} as it was written is required, got other bytes; "
-                    "export it again"
+                    f"{self._who}: {path / name} as it was written is required, got other bytes than {DIGESTS} has of "
+                    "it; export it again"
                 )
         return set(known)
 
     def _names(self, path: Path) -> list[str]:
         """Return the names of the files with tensors."""
         if os.path.lexists(path / INDEX):
-            text = _content(self._who, path, INDEX)
+            file = _regular(self._who, path, INDEX)
             try:
-                found = sorted(set(json.loads(text)["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                found = read_json(file.parent, file.name, _LIMIT)["weight_map"].values()
+                names = sorted(set(map(_plain, found)))
+            except _DAMAGE as error:
                 raise ValueError(
                     f"{self._who}: an index with a weight_map is required, got {error!r} in {INDEX}"
                 ) from error
-            names = [Path(str(name)).name for name in found]
         else:
             names = sorted(file.name for file in path.glob("*.safetensors"))
         absent = [name for name in names if not os.path.lexists(path / name)]
         if absent or not names:
+            listed = f", as {INDEX} lists them" if os.path.lexists(path / INDEX) else ""
             raise ValueError(
-                f"{self._who}: files of safetensors are required in {path}, got none or without {absent[:5]}"
+                f"{self._who}: files of safetensors are required in {path}{listed}, got none or without {absent[:5]}"
             )
         return names
 
 
-def _content(who: str, folder: Path, name: str) -> bytes:
-    file = _regular(who, folder, name)
-    with open_file(file.parent, file.name) as stream:
-        return stream.read()
+def _plain(name: object) -> str:
+    """Take the name of a file in the folder."""
+    if type(name) is not str or Path(name).name != name:
+        raise ValueError(f"{name!r:.80} is no name of a file in the folder")
+    return name
 
 
-def _regular(who: str, folder: Path, name: str) -> Path:
+def _regular(who: str, folder: Path, name: str, why: str = "") -> Path:
     """Return the regular file that a name in a folder, itself no link, leads to.
 
     Raises:
@@ -149,9 +174,9 @@ def _regular(who: str, folder: Path, name: str) -> Path:
     """
     try:
         file = (folder / name).resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # the latter for links in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names with a zero
         raise ValueError(
-            f"{who}: a file {name} is required in {folder}, got none, or a link to none: {error}"
+            f"{who}: a file {name}{why} is required in {folder}, got none, or a link to none: {error}"
         ) from error
     if not any(file.is_relative_to(place) for place in (folder, *_blobs(folder))):
         raise ValueError(

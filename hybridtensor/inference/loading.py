@@ -81,33 +81,37 @@ def load_pretrained(
     missing = []
     with Folder(_WHO, library, path) as stored:
         for name, value in named(model):
-            found = (
-                _of_stack(stored, names, name, value, id(value) in turned)
-                if value.dim() == 3
-                else _of_matrix(stored, names, name, value)
-            )
+            with stored.naming_files():
+                found = (
+                    _of_stack(stored, names, name, value, id(value) in turned)
+                    if value.dim() == 3
+                    else _of_matrix(stored, names, name, value)
+                )
+                if found is not None:
+                    _require_place(name, value, found)
             if found is None:
                 missing.append(name)
             else:
                 state[name] = found
-        left = stored.unused
+        left, files = stored.unused, stored.files
     if missing or left:
-        _report_left_out(path, len(state), missing, left, strict=strict)
+        where = f"{path} ({', '.join(files[:5])})"
+        _report_left_out(where, len(state), missing, left, strict=strict)
     write(_WHO, model, state)
     return model
 
 
 def _report_left_out(
-    path: Path, loaded: int, missing: list[str], left: list[str], *, strict: bool
+    where: str, loaded: int, missing: list[str], left: list[str], *, strict: bool
 ) -> None:
     """Raise ValueError, or warn, about parameters that a folder lacks, and tensors that a model lacks."""
     if strict:
         raise ValueError(
             f"{_WHO}: each parameter in the folder, and nothing else, is required, got no {missing[:5]} and "
-            f"{left[:5]} besides, {len(missing)} and {len(left)} in all; or pass strict=False"
+            f"{left[:5]} besides, {len(missing)} and {len(left)} in all, in {where}; or pass strict=False"
         )
     warnings.warn(
-        f"{_WHO}: {loaded} parameters and buffers were loaded from {path}; it has no {missing[:5]}, and of "
+        f"{_WHO}: {loaded} parameters and buffers were loaded from {where}; it has no {missing[:5]}, and of "
         f"{left[:5]} the model has none, {len(missing)} and {len(left)} in all",
         stacklevel=3,
     )
@@ -271,6 +275,15 @@ def _require_shape(name: str, needed: Sequence[int], found: Sequence[int]) -> No
     if tuple(found) != tuple(needed):
         raise ValueError(
             f"{_WHO}: {name} of {list(needed)} is required, got {list(found)} in the folder"
+        )
+
+
+def _require_place(name: str, value: Tensor, found: Tensor) -> None:
+    """Raise ValueError for a parameter or buffer without memory, or of another shape than what was read."""
+    _require_shape(name, value.shape, found.shape)
+    if value.is_meta:
+        raise ValueError(
+            f"{_WHO}: {name} with memory is required, got one on the meta device; call to_empty(device=...) first"
         )
 
 

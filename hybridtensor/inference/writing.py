@@ -22,19 +22,10 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor]) -> None:
     Args:
         who: The caller, for errors.
         model: The model.
-        state: The tensors by name. They leave it as they are written: what was before takes their place.
-
-    Raises:
-        ValueError: If a parameter or buffer has another shape, or no memory.
+        state: The tensors by name, in the shapes of the model. They leave it as they are written: what was before
+            takes their place.
     """
     found = [(name, value) for name, value in named(model) if name in state]
-    for name, value in found:  # before anything changes
-        if value.shape != state[name].shape or value.is_meta:
-            where = " on the meta device; call to_empty(device=...) first" if value.is_meta else ""
-            raise ValueError(
-                f"{who}: {name} of {list(value.shape)} is required, got {list(state[name].shape)} in the folder"
-                f"{where and ', and a parameter'}{where}"
-            )
     undo: list[Callable[[], None]] = []
     try:
         for name, value in found:

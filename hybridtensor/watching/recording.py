@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridtensor.arguments import require_kind
+from hybridtensor.distributed.checkpoint.untrusted.files import read_json
 from hybridtensor.printed import Printed
 from hybridtensor.version import __version__
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _VERSION = 1
+_LIMIT = 1 << 32  # some hundred bytes per face or product of a step that was measured
 _SHOWN = 16  # rows of the table
 
 
@@ -63,11 +65,12 @@ class Recording(Printed):
         """Return what ``save`` wrote.
 
         Raises:
-            ValueError: If there is no such file, or another one.
+            ValueError: If there is no such file, or another one, or it is no regular file.
         """
         require_kind("Recording.load", "a path", path, (str, Path))
         try:
-            found = json.loads(Path(path).read_text())
+            file = Path(path).resolve()
+            found = read_json(file.parent, file.name, _LIMIT)
             if found["version"] != _VERSION:
                 raise ValueError(f"version {_VERSION} is required, got {found['version']}")
             losses = tuple((int(step), float(loss)) for step, loss in found["losses"])
@@ -82,7 +85,7 @@ class Recording(Printed):
             KeyError,
             OSError,
             OverflowError,  # an infinite step, or a number that no float holds
-            RecursionError,
+            RuntimeError,  # links in a circle
             TypeError,
             ValueError,
         ) as error:

@@ -21,9 +21,8 @@ import torch
 
 from hybridtensor.distributed.checkpoint.untrusted.files import (
     check_folder,
-    digest_stream,
-    open_file,
-    read_file,
+    digest_file,
+    read_json,
 )
 from hybridtensor.distributed.checkpoint.untrusted.metadata import METADATA, read_metadata
 from hybridtensor.version import __version__
@@ -94,7 +93,7 @@ class Manifest:
             OSError: If it cannot be read.
         """
         try:
-            content = _parsed(read_file(path, MANIFEST, _LIMIT))
+            content = read_json(path, MANIFEST, _LIMIT, fractions=False)
             digest = content.pop("digest")
             if digest != _digest(content):
                 raise ValueError("its digest is wrong")
@@ -108,29 +107,6 @@ class Manifest:
             return cls(**content, weights=weights, files=files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path / MANIFEST}: damaged manifest: {error}") from error
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    """Return the JSON of a manifest, which has each name once, and no fractions."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name is in it twice")
-        return found
-
-    def refused(text: str) -> int:
-        raise ValueError(f"the number {text[:20]} is in it")
-
-    def number(text: str) -> int:
-        return int(text) if len(text) < 20 else refused(text)
-
-    content = json.loads(
-        data, object_pairs_hook=once, parse_int=number, parse_float=refused, parse_constant=refused
-    )
-    if not isinstance(content, dict):
-        raise ValueError(f"it is no dictionary but {type(content).__name__}")
-    return content
 
 
 def _is_text(value: Any) -> bool:
@@ -267,10 +243,7 @@ def _file_problems(path: Path, name: str, size: int, sha: str) -> list[str]:
     if Path(name).name != name:
         return [f"{path.name}: the manifest names {name[:100]!r}, which is not in it"]
     try:
-        with open_file(path, name) as stream:
-            got = os.fstat(stream.fileno()).st_size, ""
-            if got[0] == size:
-                got = digest_stream(stream, size)
+        got = digest_file(path / name, size=size)
     except FileNotFoundError:
         return [f"{path.name}: {name} is missing"]
     except ValueError as error:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _CHUNK = 1 << 20
 # Neither follow a link nor wait for who writes into a pipe, on systems that know these
@@ -63,6 +64,47 @@ def read_file(folder: Path, name: str, limit: int) -> bytes:
         return stream.read(size)
 
 
+def read_json(folder: Path, name: str, limit: int, *, fractions: bool = True) -> dict[str, Any]:
+    """Read a JSON object, which has each name once, from a file of ``limit`` bytes at most.
+
+    Args:
+        folder: The folder of the file.
+        name: The file.
+        limit: How large it may be.
+        fractions: Whether numbers may have a fraction or an exponent.
+
+    Raises:
+        ValueError: If it is anything else, or no regular file in the folder.
+        OSError: If it cannot be read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name is in it twice")
+        return found
+
+    def refused(text: str) -> int:
+        raise ValueError(f"the number {text[:20]} is in it")
+
+    def number(text: str) -> int:
+        return int(text) if len(text) < 20 else refused(text)
+
+    try:
+        content = json.loads(
+            read_file(folder, name, limit),
+            object_pairs_hook=once,
+            parse_int=number,
+            parse_float=float if fractions else refused,
+            parse_constant=refused,
+        )
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deeply: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it is no dictionary but {type(content).__name__}")
+    return content
+
+
 def digest_stream(stream: BinaryIO, size: int | None = None) -> tuple[int, str]:
     """Return the number of bytes of a stream, and their SHA-256; of ``size`` + 1 bytes at most."""
     digest, seen = hashlib.sha256(), 0
@@ -74,10 +116,22 @@ def digest_stream(stream: BinaryIO, size: int | None = None) -> tuple[int, str]:
     return seen, digest.hexdigest()
 
 
-def digest_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Return size and SHA-256 of a file; with ``sync``, once it is on the disk."""
+def digest_file(path: Path, *, size: int | None = None, sync: bool = False) -> tuple[int, str]:
+    """Return size and SHA-256 of a file.
+
+    Args:
+        path: The file.
+        size: What it should have; a file of another size is not read, and has the digest ``""``.
+        sync: Bring it to the disk first.
+
+    Raises:
+        ValueError: If it is no regular file.
+        OSError: If it cannot be read.
+    """
     with open_file(path.parent, path.name) as stream:
-        found = digest_stream(stream)
+        found = os.fstat(stream.fileno()).st_size, ""
+        if size is None or size == found[0]:
+            found = digest_stream(stream, size)
         if sync:
             os.fsync(stream.fileno())
     return found
