@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,10 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import (
-    require_choice,
     require_flag,
     require_function,
-    require_items,
     require_module,
     require_text,
 )
@@ -32,6 +28,7 @@ from hybridtensor.common_scales import (
     take_amaxes,
     values_of,
 )
+from hybridtensor.distributed.checkpoint.undo import of_parts
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.dtensor import with_local
 from hybridtensor.fitting import check_plan, check_sizes, check_tied, check_weight
@@ -43,10 +40,18 @@ from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.linear.weight_buckets import bucket_weights
 from hybridtensor.optim import watch_plain_optimizers
-from hybridtensor.quantizers import IdentityQuantizer
 from hybridtensor.ranks import PATIENCE, require_alike
-from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
-from hybridtensor.selection import Filter, Plan, Recipe, choose, coverage, note_left_alone
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.selection import (
+    Filter,
+    Plan,
+    Recipe,
+    choose,
+    coverage,
+    keeping,
+    note_left_alone,
+    with_layouts,
+)
 from hybridtensor.state import LayerState
 from hybridtensor.state.contract import ADVICE, groups_of
 from hybridtensor.state.watch import watch
@@ -56,6 +61,7 @@ from hybridtensor.subclasses.common_scale import CommonScale
 from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight, refresh_all_
 from hybridtensor.swap import apply_in_place_, swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
+from hybridtensor.undo import Undo, all_or_nothing
 
 _logger = logging.getLogger("hybridtensor")
 
@@ -108,35 +114,48 @@ def quantize_(
         ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, weights would have to
             turn from persistent to not, layers cannot have a common scale, or would have two recipes for one weight.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
+        RuntimeError: If a graph or a weak reference refers to a weight. After every error the model is as before.
     """
     require_module("quantize_", model)
     require_flag("quantize_", persistent=persistent)
     require_function("quantize_", "filter_fn", filter_fn)
     root = _checked_name(name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
-    plan = _keeping(_with_layouts(plan, transposed), keep_faces)
+    plan = keeping(with_layouts(plan, transposed), keep_faces)
     check_plan(plan, model, root, persistent)  # before anything changes
-    scales = common_scales(plan, common_scale)
-    with torch.inference_mode(False):  # what is made here is written and trained later
-        _convert_all(plan, persistent, scales, forget_common_scales(plan))
-        _finish(model, plan, root)
+    _carry_out(model, plan, root, persistent, common_scales(plan, common_scale))
     return model
 
 
+def _carry_out(
+    model: nn.Module,
+    plan: Plan,
+    root: str,
+    persistent: bool,
+    scales: dict[nn.Module, CommonScale],
+) -> None:
+    """Convert the layers of a plan, and do what concerns the whole model."""
+    with torch.inference_mode(False):  # what is made here is written and trained later
+        with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
+            _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
+            _finish(model, plan, root)
+        watch(model)
+        bucket_weights(model)
+        _tell_what_is_left(model)
+
+
 def _finish(model: nn.Module, plan: Plan, root: str) -> None:
-    """Do what concerns the whole model, once its layers are converted."""
+    """Change what is above the layers, once these are converted."""
     note_left_alone(layers_of(model, root), plan)
     _share_inputs(model, plan, root)
-    watch(model)
-    bucket_weights(model)
     _give_plain_values_to_all(model)
-    _tell_what_is_left(model)
 
 
 def _convert_all(
     plan: Plan,
     persistent: bool,
     scales: dict[nn.Module, CommonScale],
+    undo: list[Undo],
     others: Iterable[nn.Module] = (),
 ) -> None:
     """Convert the layers of a plan.
@@ -145,36 +164,17 @@ def _convert_all(
         plan: The layers and their recipes.
         persistent: As for ``quantize_``.
         scales: The common scales that some have.
+        undo: Gets what undoes this, but for what ``all_or_nothing`` restores.
         others: Layers that had one.
     """
     changed = dict.fromkeys([*scales, *others])
     converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
+    undo += of_parts(map(local_part, converted))
     if persistent:
         take_amaxes(scales, [step for step in plan if step[0].module not in converted])
     for layer, config in plan:
-        _convert(layer, config, persistent, scales.get(layer.module))
+        _convert(layer, config, persistent, undo, scales.get(layer.module))
     refresh_all_([(local_part(module), values) for module, values in converted.items()])
-
-
-def _with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
-    """Return the plan with the experts that ``patterns`` name stored the other way; each must name one."""
-    for pattern in require_items("quantize_", "a list of names as transposed", patterns):
-        require_text("quantize_", **{"a name in transposed": pattern})
-        named = [
-            layer
-            for layer, _ in plan
-            if layer.is_stack and fnmatch.fnmatchcase(layer.name, pattern)
-        ]
-        if not named:
-            stacks = ", ".join(layer.name for layer, _ in plan if layer.is_stack) or "none"
-            raise ValueError(
-                f"quantize_: transposed must name experts, got {pattern!r}; experts to convert are: {stacks}"
-            )
-        plan = [
-            (layer._replace(transposed=True) if layer in named else layer, config)
-            for layer, config in plan
-        ]
-    return plan
 
 
 def _give_plain_values_to_all(model: nn.Module) -> None:
@@ -193,19 +193,6 @@ def _tell_what_is_left(model: nn.Module) -> None:
     left = "".join(f"\n  {m.name} {list(m.shape)}: {m.why}" for m in found.plain)
     level = logging.INFO if all(m.deliberate for m in found.plain) else logging.WARNING
     _logger.log(level, "quantize_: %s%s%s", found, left and "; left in high precision:", left)
-
-
-def _keeping(plan: Plan, keep_faces: str | None) -> Plan:
-    """Return the plan with recipes that keep faces of weights so, where they make any; None leaves it to them."""
-    if keep_faces is None:
-        return plan
-    require_choice("quantize_", "keep_faces", keep_faces, KEEP_FACES)
-    return [
-        (layer, config)
-        if config.weight == IdentityQuantizer()
-        else (layer, dataclasses.replace(config, keep_faces=keep_faces))
-        for layer, config in plan
-    ]
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
@@ -274,11 +261,14 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     for layer, _ in plan:
         if isinstance(layer.weight, nn.Parameter):
             let_go(layer.weight)
-    for persistent in (False, True):
-        of_kind = [
-            step for step in plan if isinstance(part_of(step[0].weight), HybridTensor) == persistent
-        ]
-        _convert_all(of_kind, persistent, common_scales_of(of_kind))
+    with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
+        for persistent in (False, True):
+            of_kind = [
+                step
+                for step in plan
+                if isinstance(part_of(step[0].weight), HybridTensor) == persistent
+            ]
+            _convert_all(of_kind, persistent, common_scales_of(of_kind), undo)
     watch(model)
     bucket_weights(model)
     return model
@@ -298,11 +288,15 @@ def _checked_name(name: str | None) -> str:
 
 
 def _convert(
-    layer: Layer, config: HybridConfig, persistent: bool, scale: CommonScale | None = None
+    layer: Layer,
+    config: HybridConfig,
+    persistent: bool,
+    undo: list[Undo],
+    scale: CommonScale | None = None,
 ) -> None:
     """Give the weight of a layer, nameless if called ``""``, the config and the state it needs.
 
-    The Parameter object stays the same.
+    The Parameter object stays the same; what swaps it back goes into ``undo``.
     """
     module: Any = layer.module
     weight: Any = part_of(layer.weight)
@@ -333,7 +327,7 @@ def _convert(
             new = persistent_weight(values, config, trainable, state, section, first)
             watch_plain_optimizers()
         new.layer, new.record.section, new.record.first = state, section, first
-        swap("quantize_", layer.weight, with_local(layer.weight, new))
+        undo.append(swap("quantize_", layer.weight, with_local(layer.weight, new)))
     keep_recipe_(module)
     give_plain_values_(module)
     apply_in_place_(module)
@@ -396,7 +390,8 @@ def _torchao_handler(
     told = layer._replace(name=type(module).__name__)
     check_weight(told, persistent)
     check_sizes(told, config)
-    _convert(layer, config, persistent)
+    with all_or_nothing(module, [layer]) as undo:
+        _convert(layer, config, persistent, undo)
     watch(module)
     bucket_weights(module)
     return module

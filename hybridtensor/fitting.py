@@ -14,7 +14,9 @@ from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
 from hybridtensor.selection import Plan, coverage
-from hybridtensor.subclasses import HybridTensor, is_converted
+from hybridtensor.state import LayerState
+from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
+from hybridtensor.swap import require_swappable
 
 _TOLD = 3  # matrices that an error tells of
 
@@ -89,7 +91,9 @@ def check_weight(layer: Layer, persistent: bool) -> None:
 
     Raises:
         TypeError: If it is computed, of a wrong dtype or class, or was sharded by FSDP2 before.
-        ValueError: If it is persistent already and is to have a high-precision value.
+        ValueError: If it is persistent already and is to have a high-precision value, or the layer has something
+            else where the state of quantizers is to be.
+        RuntimeError: If it would be swapped, and something refers to it.
     """
     where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
@@ -125,6 +129,15 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         raise TypeError(
             f"{where}: a bfloat16, float16 or float32 weight is required, got {weight.dtype}; cast the model"
         )
+    taken = getattr(layer.module, layer.state_name, None)
+    if taken is not None and not isinstance(taken, LayerState):
+        raise ValueError(
+            f"{where}: an attribute {layer.state_name} that is free is required for the state of quantizers, got a "
+            f"{type(taken).__name__}; rename it"
+        )
+    stays = isinstance(part, HybridTensor) or (isinstance(part, MasterWeight) and not persistent)
+    if isinstance(weight, nn.Parameter) and not stays:
+        require_swappable(where, weight)
 
 
 def _check_all_sizes(plan: Plan) -> None:

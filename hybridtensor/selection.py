@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import re
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hybridtensor import recipes
-from hybridtensor.arguments import require_items, require_text, told
+from hybridtensor.arguments import require_choice, require_items, require_text, told
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
 from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import recipe_of
-from hybridtensor.quantizers import Quantizer
-from hybridtensor.recipes.config import HybridConfig, QuantizerRole, from_factory
+from hybridtensor.quantizers import IdentityQuantizer, Quantizer
+from hybridtensor.recipes.config import KEEP_FACES, HybridConfig, QuantizerRole, from_factory
 from hybridtensor.recipes.named import ByType
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.recipes.words import RecipeName
@@ -109,6 +110,40 @@ def _is_named(name: str, pattern: str) -> bool:
 
 
 _LEFT_ALONE = "_hybridtensor_left_alone"
+
+
+def with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
+    """Return the plan with the experts that ``patterns`` name stored the other way; each must name one."""
+    for pattern in require_items("quantize_", "a list of names as transposed", patterns):
+        require_text("quantize_", **{"a name in transposed": pattern})
+        named = [
+            layer
+            for layer, _ in plan
+            if layer.is_stack and fnmatch.fnmatchcase(layer.name, pattern)
+        ]
+        if not named:
+            stacks = ", ".join(layer.name for layer, _ in plan if layer.is_stack) or "none"
+            raise ValueError(
+                f"quantize_: transposed must name experts, got {pattern!r}; experts to convert are: {stacks}"
+            )
+        plan = [
+            (layer._replace(transposed=True) if layer in named else layer, config)
+            for layer, config in plan
+        ]
+    return plan
+
+
+def keeping(plan: Plan, keep_faces: str | None) -> Plan:
+    """Return the plan with recipes that keep faces of weights so, where they make any; None leaves it to them."""
+    if keep_faces is None:
+        return plan
+    require_choice("quantize_", "keep_faces", keep_faces, KEEP_FACES)
+    return [
+        (layer, config)
+        if config.weight == IdentityQuantizer()
+        else (layer, dataclasses.replace(config, keep_faces=keep_faces))
+        for layer, config in plan
+    ]
 
 
 def note_left_alone(layers: Iterable[Layer], plan: Plan) -> None:

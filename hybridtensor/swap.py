@@ -21,12 +21,17 @@ _REFERENCED = (
 )
 
 
+def require_swappable(who: str, parameter: nn.Parameter) -> None:
+    """Raise RuntimeError if a graph or a weak reference refers to a parameter, which ``swap`` would refuse."""
+    if not _is_swappable(parameter):
+        raise RuntimeError(f"{who}: {_REFERENCED}")
+
+
 def swap_all(who: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Make several parameters be other tensors, all of them or none; see ``swap``."""
     # before anything changes: swapping back does not mend the graphs of others
     for parameter, _ in pairs:
-        if not _is_swappable(parameter):
-            raise RuntimeError(f"{who}: {_REFERENCED}")
+        require_swappable(who, parameter)
     undo: list[Callable[[], None]] = []
     try:
         for parameter, new in pairs:

@@ -18,7 +18,7 @@ LAYERS = [
     "version", "graph_caches", "arguments", "printed", "dtensor", "ranks", "formats", "kernels", "ops", "debug",
     "state", "quantizers",
     "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "optim", "offload",
-    "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "convert", "plain",
+    "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",
     "check", "explanation", "explain", "export", "inference", "watching", "advising", "integrations", "commands",
     "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip

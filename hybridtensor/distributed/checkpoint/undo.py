@@ -85,7 +85,7 @@ def of_parts(
         tensors += flatten(part)[0]
         if isinstance(part, HybridTensor):
             values = part.high_precision
-            yield _slots(values)
+            yield of_slots(values)
             tensors += [] if values.current is None else [local(values.current)]
     yield from _of_tensors(tensors, kept)
 
@@ -100,7 +100,8 @@ def _write(tensor: Tensor, former: Tensor) -> None:
     tensor.copy_(former)
 
 
-def _slots(holder: object) -> Callable[[], None]:
+def of_slots(holder: object) -> Callable[[], None]:
+    """Return what gives an object with ``__slots__`` its attributes again."""
     names = type(holder).__slots__  # type: ignore[attr-defined]
     former = {name: getattr(holder, name) for name in names}
 
