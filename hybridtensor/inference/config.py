@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from hybridtensor import formats
-from hybridtensor.arguments import require_module
+from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.formats import Format
+from hybridtensor.inference.input_scales import check_inputs
 from hybridtensor.inference.layouts import AUTO, Settings, require_layout
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.weights import Exported, exported
@@ -32,7 +33,11 @@ _INPUTS: dict[Format, Settings] = {
 
 
 def inference_config(
-    model: nn.Module, layout: str = AUTO, *, experts: str = "separate"
+    model: nn.Module,
+    layout: str = AUTO,
+    *,
+    experts: str = "separate",
+    static_inputs: bool = False,
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` of ``config.json`` for what ``inference_tensors`` gives.
 
@@ -43,6 +48,7 @@ def inference_config(
         model: Any model, of which all ranks may ask.
         layout: See ``inference_tensors``.
         experts: See ``inference_tensors``.
+        static_inputs: See ``inference_tensors``.
 
     Returns:
         Plain dictionaries, lists, numbers and strings; empty where nothing is quantized.
@@ -54,7 +60,10 @@ def inference_config(
     who = "inference_config"
     require_module(who, model)
     require_layout(who, layout)
+    require_flag(who, static_inputs=static_inputs)
     found = exported(who, model, layout)
+    if static_inputs:
+        check_inputs(who, found)
     names = Names(who, model, experts)
     quantized = [one for one in found if one.layout is not None]
     if not quantized:
@@ -63,7 +72,7 @@ def inference_config(
     first = quantized[0].layout
     if first is not None and not first.stored_as:
         return {**first.settings, "modules_to_not_convert": plain}
-    return _compressed_tensors(quantized, names, plain)
+    return _compressed_tensors(quantized, names, plain, static_inputs)
 
 
 def _plain_modules(model: nn.Module, found: list[Exported], names: Names) -> list[str]:
@@ -83,7 +92,7 @@ def _plain_modules(model: nn.Module, found: list[Exported], names: Names) -> lis
 
 
 def _compressed_tensors(
-    quantized: list[Exported], names: Names, plain: list[str]
+    quantized: list[Exported], names: Names, plain: list[str], static_inputs: bool
 ) -> dict[str, Any]:
     """Return the configuration of compressed-tensors: a group of layers for each way that weights and inputs are
     stored.
@@ -94,7 +103,7 @@ def _compressed_tensors(
             continue
         scheme = {
             "weights": one.layout.settings,
-            "input_activations": _inputs(one),
+            "input_activations": _inputs(one, static_inputs),
             "output_activations": None,
             "format": one.layout.stored_as,
         }
@@ -118,8 +127,10 @@ def _compressed_tensors(
     }
 
 
-def _inputs(one: Exported) -> Settings | None:
+def _inputs(one: Exported, static: bool) -> Settings | None:
     """Return how engines quantize a layer's inputs, or None where they have no such rule."""
     fmt = one.part.recipe.input.rowwise_format
     rule = _INPUTS.get(fmt)
-    return None if rule is None else {**_DYNAMIC, **rule}
+    if rule is None:
+        return None
+    return {**_DYNAMIC, **rule, "dynamic": not static or one.input_scales is None}

@@ -44,6 +44,7 @@ def export_pretrained(
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = _SHARD,
     bucket_bytes: int = BUCKET,
+    static_inputs: bool = False,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Path:
     """Write what ``inference_tensors`` gives into a folder, which is there whole or not at all.
@@ -60,6 +61,7 @@ def export_pretrained(
         dtype: See ``inference_tensors``.
         shard_bytes: How large a file may be; one with a larger tensor is.
         bucket_bytes: See ``inference_tensors``.
+        static_inputs: See ``inference_tensors``.
         timeout: How long to wait for the slowest rank of a sharded model.
 
     Returns:
@@ -73,17 +75,21 @@ def export_pretrained(
     """
     who = "export_pretrained"
     require_module(who, model)
-    require_path(who, folder)
-    require_int(who, at_least=1, shard_bytes=shard_bytes)
-    library, target = safetensors(who), Path(folder)
     everyone = together(who, model, timeout)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    everyone(lambda: _check_new(who, target) if first else None)
+
+    def read() -> tuple[ModuleType, Path]:
+        require_path(who, folder)
+        require_int(who, at_least=1, shard_bytes=shard_bytes)
+        if first:
+            _check_new(who, Path(folder))
+        return safetensors(who), Path(folder)
+
+    library, target = everyone(read)
     sending: dict[str, Any] = {"ranks": "first", "bucket_bytes": bucket_bytes, "timeout": timeout}
-    tensors = inference_tensors(model, layout, experts=experts, dtype=dtype, **sending)
-    config = everyone(
-        lambda: _config(model, inference_config(model, layout, experts=experts), dtype)
-    )
+    stored: dict[str, Any] = {"experts": experts, "static_inputs": static_inputs}
+    tensors = inference_tensors(model, layout, dtype=dtype, **stored, **sending)
+    config = everyone(lambda: _config(model, inference_config(model, layout, **stored), dtype))
     with contextlib.ExitStack() as stack:
         made = _written(stack, library, target, tensors, shard_bytes) if first else None
         collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done

@@ -51,6 +51,11 @@ class Layout:
     stored_as: str = ""
     block: tuple[int, int] = (1, 1)
 
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether it can store a scale of inputs per tensor: engines have that beside scales per tensor and per row."""
+        return self.settings.get("strategy") in ("tensor", "channel")
+
     def check(self, who: str, fmt: Format, size: tuple[int, int]) -> None:
         """Raise unless weights of a format and a size can be stored.
 

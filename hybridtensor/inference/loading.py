@@ -15,6 +15,7 @@ from hybridtensor.arguments import require_flag, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.inference.files import safetensors
 from hybridtensor.inference.folder import Folder
+from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.stored import (
@@ -26,7 +27,7 @@ from hybridtensor.inference.stored import (
     stored_face,
 )
 from hybridtensor.inference.weights import named
-from hybridtensor.inference.writing import write
+from hybridtensor.inference.writing import Inputs, write
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.dequantize import face_values
@@ -44,7 +45,8 @@ def load_pretrained(
 
     Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
     these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of
-    NVFP4 the amax is one that has the stored global scale: the one that was, if weights were bf16.
+    NVFP4 the amax is one that has the stored global scale: the one that was, if weights were bf16. Scales of inputs
+    become the delayed scales of layers that have such.
 
     A model is loaded whole, or is as it was: everything is checked before the first write, and a write that fails is
     undone. Links are followed inside the folder, and from a snapshot of the Hugging Face hub into its blobs.
@@ -76,29 +78,40 @@ def load_pretrained(
         )
     library, path = safetensors(_WHO), Path(folder)
     names = Names(_WHO, model, "separate")
-    turned = {id(layer.weight) for layer in layers_of(model) if layer.transposed}
-    state: dict[str, Tensor] = {}
-    missing = []
     with Folder(_WHO, library, path) as stored:
-        for name, value in named(model):
-            with stored.naming_files():
-                found = (
-                    _of_stack(stored, names, name, value, id(value) in turned)
-                    if value.dim() == 3
-                    else _of_matrix(stored, names, name, value)
-                )
-                if found is not None:
-                    _require_place(name, value, found)
-            if found is None:
-                missing.append(name)
-            else:
-                state[name] = found
+        state, inputs, missing = _read(model, names, stored)
         left, files = stored.unused, stored.files
     if missing or left:
         where = f"{path} ({', '.join(files[:5])})"
         _report_left_out(where, len(state), missing, left, strict=strict)
-    write(_WHO, model, state)
+    write(_WHO, model, state, inputs)
     return model
+
+
+def _read(
+    model: nn.Module, names: Names, stored: Folder
+) -> tuple[dict[str, Tensor], Inputs, list[str]]:
+    """Read parameters and buffers by name, and scales of inputs; and name the parameters that a folder lacks."""
+    layers = {id(layer.weight): layer for layer in layers_of(model)}
+    state: dict[str, Tensor] = {}
+    inputs: Inputs = []
+    missing = []
+    for name, value in named(model):
+        layer = layers.get(id(value))
+        turned = layer is not None and layer.transposed
+        with stored.naming_files():
+            found = (
+                _of_stack(stored, names, name, value, turned)
+                if value.dim() == 3
+                else _of_matrix(stored, names, name, value)
+            )
+            if found is None:
+                missing.append(name)
+                continue
+            _require_place(name, value, found)
+            state[name] = found
+            inputs += stored_inputs(stored, names, name, value, layer)
+    return state, inputs, missing
 
 
 def _report_left_out(

@@ -175,7 +175,9 @@ def _reverter(model: nn.Module) -> _Revert | None:
 def _as_stack(name: str, packed: list[Packed]) -> Named:
     """Yield the tensors of all experts as one each."""
     for suffix in packed[0]:
-        ending = "" if suffix in ("weight", "weight_packed") else suffix.removeprefix("weight")
+        ending = (
+            "" if suffix in ("weight", "weight_packed") else f"_{suffix.removeprefix('weight_')}"
+        )
         yield f"{name}{ending}", _stacked([of_one[suffix] for of_one in packed])
 
 

@@ -86,7 +86,7 @@ def require_values(name: str, stored: Tensor) -> None:
         )
 
 
-def _require_scales(name: str, scale: Tensor) -> None:
+def require_scales(name: str, scale: Tensor) -> None:
     """Raise ValueError unless scales are numbers above zero; those of NVFP4's blocks may be zero.
 
     Args:
@@ -127,7 +127,7 @@ def stored_face(name: str, packed: Packed) -> Face | None:
     if scale is None:
         require_values(name, elements)
         return None
-    _require_scales(name, scale)
+    require_scales(name, scale)
     if elements.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"{name}: elements in float8_e4m3fn are required, got {elements.dtype} with scales"
@@ -185,10 +185,10 @@ def _nvfp4(name: str, packed: Packed) -> Face:
             f"{name}: uint8 weight_packed {list(codes.shape)} with weight_scale {[rows, columns // 16]} and "
             "one weight_global_scale are required, got others"
         )
-    _require_scales(name, scale.view(torch.float8_e4m3fn))
-    _require_scales(name, level)
+    require_scales(name, scale.view(torch.float8_e4m3fn))
+    require_scales(name, level)
     amax = amax_of(level).view(1, 1)
-    _require_scales(name, amax)
+    require_scales(name, amax)
     return Face(codes, scale.view(torch.float8_e4m3fn), amax, formats.NVFP4)
 
 

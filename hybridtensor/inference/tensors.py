@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from hybridtensor.arguments import (
     require_choice,
     require_dtype,
+    require_flag,
     require_int,
     require_module,
     require_timeout,
 )
 from hybridtensor.distributed.checkpoint.agreement import check_arguments
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks, is_sharded, together
+from hybridtensor.inference.input_scales import SUFFIX, check_inputs
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.sources import experts_of, places_of, size_of, whole_tensors
@@ -36,6 +39,7 @@ def inference_tensors(
     dtype: torch.dtype = torch.bfloat16,
     bucket_bytes: int = BUCKET,
     ranks: str = "all",
+    static_inputs: bool = False,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights of a model as inference engines load them.
@@ -58,12 +62,14 @@ def inference_tensors(
         dtype: Of everything that is not quantized.
         bucket_bytes: Of how many bytes of whole tensors travel together; at least one tensor.
         ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
+        static_inputs: Whether layers with delayed scales of inputs have these as ``input_scale``, where compressed
+            tensors per tensor or row have that; else engines measure inputs.
         timeout: How long to wait for the slowest rank of a sharded model.
 
     Yields:
         Names and plain tensors. ``weight`` float8_e4m3fn ``[N, K]`` with ``weight_scale_inv`` or
         ``weight_scale``, or ``weight_packed`` uint8 ``[N, K / 2]`` with ``weight_scale`` and
-        ``weight_global_scale``.
+        ``weight_global_scale``; ``input_scale`` fp32 ``[1]``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -74,13 +80,20 @@ def inference_tensors(
     """
     who = "inference_tensors"
     require_module(who, model)
-    require_layout(who, layout)
-    require_dtype(who, dtype)
-    require_int(who, at_least=1, bucket_bytes=bucket_bytes)
-    require_choice(who, "ranks", ranks, ("all", "first"))
     require_timeout(who, timeout)
-    names = Names(who, model, experts)
-    found = together(who, model, timeout)(lambda: exported(who, model, layout))
+
+    def read() -> tuple[Names, list[Exported]]:
+        require_layout(who, layout)
+        require_dtype(who, dtype)
+        require_int(who, at_least=1, bucket_bytes=bucket_bytes)
+        require_choice(who, "ranks", ranks, ("all", "first"))
+        require_flag(who, static_inputs=static_inputs)
+        found = exported(who, model, layout)
+        if static_inputs:
+            check_inputs(who, found)
+        return Names(who, model, experts), found
+
+    names, found = together(who, model, timeout)(read)  # an argument that is wrong on one rank
     everyone = None
     if is_sharded(model):
         everyone = Ranks(who, None, timeout)
@@ -91,10 +104,12 @@ def inference_tensors(
             dtype=str(dtype),
             bucket_bytes=bucket_bytes,
             ranks=ranks,
+            static_inputs=static_inputs,
             timeout=str(timeout),
             weights=_digest(found),
         )
-    return _named(found, names, dtype, bucket_bytes, ranks == "first", everyone)
+    pack = functools.partial(_packed, names=names, static_inputs=static_inputs)
+    return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
 
 
 def _digest(found: list[Exported]) -> str:
@@ -108,7 +123,7 @@ def _digest(found: list[Exported]) -> str:
 
 def _named(
     found: list[Exported],
-    names: Names,
+    pack: Callable[[Exported, Face | Tensor], Iterator[tuple[str, Tensor]]],
     dtype: torch.dtype,
     bucket_bytes: int,
     first_only: bool,
@@ -125,7 +140,7 @@ def _named(
             if whole is None or not mine or failed is not None:
                 continue
             try:
-                pairs = list(_packed(one, whole, names))
+                pairs = list(pack(one, whole))
                 _check_new(one, pairs, seen)
             except Exception as error:  # other ranks may wait in gathers to come
                 failed = error
@@ -161,13 +176,20 @@ def _buckets(found: list[Exported], dtype: torch.dtype, most: int) -> Iterator[l
         yield bucket
 
 
-def _packed(one: Exported, whole: Face | Tensor, names: Names) -> Iterator[tuple[str, Tensor]]:
+def _packed(
+    one: Exported, whole: Face | Tensor, names: Names, static_inputs: bool
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of what is exported as its layout stores them."""
     if one.layout is None or isinstance(whole, Tensor):
         if isinstance(whole, Tensor):
             yield from names.of_values(one.name, whole)
         return
+    faces = experts_of(whole) if one.value.dim() == 3 else [whole]
+    packed = [one.layout.pack(face) for face in faces]
+    scales = one.input_scales if static_inputs else None
+    for of_one, scale in zip(packed, () if scales is None else scales, strict=False):
+        of_one[SUFFIX] = scale.reshape(1)
     if one.value.dim() == 3:
-        yield from names.of_experts(one.name, [one.layout.pack(face) for face in experts_of(whole)])
-        return
-    yield from names.of_matrix(one.name, one.layout.pack(whole))
+        yield from names.of_experts(one.name, packed)
+    else:
+        yield from names.of_matrix(one.name, packed[0])

@@ -27,9 +27,10 @@ from hybridtensor.formats import (
 )
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
 from hybridtensor.layers import Layer, layers_of
-from hybridtensor.state import weight_of_state
+from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.subclasses import HybridTensor, is_converted
 
+_INPUT = ("input", "input_rowwise")
 _HUGGING_FACE = {  # by the formats of inputs that engines then make
     "hf_fp8_ue8m0": {FP8_E4M3_1X128},
     "hf_fp8": {FP8_E4M3_1X128, FP8_E4M3_1X128_FP32_SCALE},
@@ -72,9 +73,27 @@ class Exported(NamedTuple):
         return is_converted(self.part) and bool(self.part.is_transposed)
 
     @property
+    def input_scales(self) -> Tensor | None:
+        """Delayed scales that quantized inputs are multiplied with, fp32 ``[1]``, of a stack ``[E]``; None if the layer
+        measures inputs, or the layout has no place for them.
+        """
+        if self.layer is None or self.layer.recipe is None or self.layout is None:
+            return None
+        state = self.layer.recipe.state
+        slots = input_slots(state)
+        if not slots or not self.layout.has_input_scales or state.encode_scale is None:
+            return None
+        return state.encode_scale[slots].reciprocal()
+
+    @property
     def shard(self) -> Shard | None:
         """What FSDP2 shards, or None."""
         return None if self.sharded is None else shard_of(self.sharded)
+
+
+def input_slots(state: LayerState) -> list[int]:
+    """Return which delayed scales are those of the input that forward multiplies: one, or one per expert."""
+    return [i for i, slot in enumerate(state.slots) if slot.partition("[")[0] in _INPUT]
 
 
 def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from hybridtensor.inference.weights import named
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor
 
+Inputs: TypeAlias = list[tuple[LayerState, dict[str, Tensor]]]
+"""States of quantizers, and what they load."""
+
 
 @torch.no_grad()
-def write(who: str, model: nn.Module, state: dict[str, Tensor]) -> None:
+def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) -> None:
     """Write tensors into the parameters and buffers of a model, which is as before if that fails.
 
     Args:
@@ -24,6 +27,7 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor]) -> None:
         model: The model.
         state: The tensors by name, in the shapes of the model. They leave it as they are written: what was before
             takes their place.
+        inputs: States of quantizers, and what they load.
     """
     found = [(name, value) for name, value in named(model) if name in state]
     undo: list[Callable[[], None]] = []
@@ -31,6 +35,9 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor]) -> None:
         for name, value in found:
             undo += _former(value)
             value.detach().copy_(state.pop(name).to(value.device))
+        for quantizers, content in inputs:
+            undo += of_module(quantizers)
+            quantizers.load_state_dict(content)
     except BaseException as error:
         for back in reversed(undo):
             try:

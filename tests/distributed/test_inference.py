@@ -337,3 +337,23 @@ def other_recipes(rank):
 
 def test_ranks_with_other_recipes(two):
     two.run(other_recipes)
+
+
+def other_arguments(rank, folder):
+    """On one rank: others would wait for it, or gather other bytes."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("tp",))
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 128, bias=False)).to(here()), "fp8_rowwise")
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    for name, other in {"dtype": torch.float32, "ranks": "first", "bucket_bytes": 7, "experts": "stacked"}.items():
+        with pytest.raises(ValueError, match=f"the same arguments are required on all ranks, got {name}=.* on rank 1"):
+            ht.inference_tensors(model, **({name: other} if rank else {}))
+    for name, wrong in {"dtype": "bf16", "ranks": "some", "bucket_bytes": 0, "layout": "hf"}.items():
+        with pytest.raises((TypeError, ValueError), match=r"inference_tensors: .*\(rank 1\)"):
+            ht.inference_tensors(model, **({name: wrong} if rank else {}))
+    with pytest.raises(ValueError, match=r"export_pretrained: .*shard_bytes.*\(rank 1\)"):
+        ht.export_pretrained(model, folder, shard_bytes=0 if rank else 1)
+
+
+def test_ranks_with_other_arguments(two, tmp_path):
+    two.run(other_arguments, str(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())

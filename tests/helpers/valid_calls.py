@@ -264,13 +264,14 @@ ROWS = {
     "inference_tensors": row(
         ht.inference_tensors, {"model": "module", "bucket_bytes": "integer"},
         model=linear, layout="auto", experts="separate", dtype=torch.bfloat16, bucket_bytes=1, ranks="all",
+        static_inputs=False,
         timeout=datetime.timedelta(minutes=1),
     ),
     "export_pretrained": row(
         ht.export_pretrained, 
         {"model": "module", "folder": "text", "shard_bytes": "integer", "bucket_bytes": "integer"},
         model=linear, folder=fresh, layout="auto", experts="separate", dtype=torch.bfloat16, shard_bytes=100,
-        bucket_bytes=1, timeout=datetime.timedelta(minutes=1),
+        bucket_bytes=1, static_inputs=False, timeout=datetime.timedelta(minutes=1),
     ),
     "load_pretrained": row(
         ht.load_pretrained, {"model": "module", "strict": "flag"}, model=linear, folder=pretrained, strict=False,
@@ -280,7 +281,8 @@ ROWS = {
         model=linear, batch=lambda: torch.randn(4, 32), layout="auto", activation=None, tensors=None, seed=0,
     ),
     "inference_config": row(
-        ht.inference_config, {"model": "module"}, model=linear, layout="auto", experts="separate",
+        ht.inference_config, {"model": "module"}, model=linear, layout="auto",
+        experts="separate", static_inputs=False,
     ),
     "debug": row(debugging, {"offsets": "flag"}, offsets=True),
     "share_inputs": row(sharing, {"enabled": "flag"}, enabled=True),

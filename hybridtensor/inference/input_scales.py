@@ -1,0 +1,98 @@
+"""Scales of inputs that delayed scaling has learned, stored beside a weight for engines that do not measure inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtensor.inference.names import Names
+from hybridtensor.inference.stored import Tensors, require_scales
+from hybridtensor.inference.weights import Exported, input_slots
+from hybridtensor.layers import Layer
+from hybridtensor.state import LayerState
+
+SUFFIX = "input_scale"
+
+
+def check_inputs(who: str, found: list[Exported]) -> None:
+    """Raise ValueError unless a layer has a scale of inputs to export, and all of these were measured."""
+    delayed = [one for one in found if one.input_scales is not None]
+    if not delayed:
+        raise ValueError(
+            f"{who}: static_inputs requires a layer with delayed scales of inputs in layout 'ct_fp8_tensor' or "
+            "'ct_fp8_row', got none; train with 'fp8_delayed', or leave static_inputs out"
+        )
+    for one in delayed:
+        layer: Any = one.layer
+        state = layer.recipe.state
+        if not bool(state.amax_history[input_slots(state)].any()):
+            raise ValueError(
+                f"{who}: static_inputs requires scales that follow from inputs, got none measured of {one.name}; run "
+                "steps of training first"
+            )
+
+
+def stored_inputs(
+    stored: Tensors, names: Names, name: str, value: Tensor, layer: Layer | None
+) -> Iterator[tuple[LayerState, dict[str, Tensor]]]:
+    """Yield the state of a layer's quantizers, and its content with the scales of inputs that a folder has.
+
+    Args:
+        stored: The tensors of the folder.
+        names: Of these.
+        name: Of the weight.
+        value: The weight.
+        layer: Whose it is. One that measures its inputs takes no scales.
+
+    Raises:
+        ValueError: If scales are missing or no numbers above zero, or parts of one expert have several.
+    """
+    recipe = None if layer is None else layer.recipe
+    slots = [] if recipe is None else input_slots(recipe.state)
+    if recipe is None or layer is None or not slots:
+        return
+    scales: dict[int, Tensor] = {}
+    for key, expert, scale in _found(stored, names, name, value, layer):
+        require_scales(key, scale)
+        if scale.numel() != 1 or scale.item() != scales.setdefault(expert, scale).item():
+            raise ValueError(
+                f"load_pretrained: {key}: one scale of inputs per layer, or expert, is required, got others"
+            )
+    if scales and sorted(scales) != list(range(len(slots))):
+        raise ValueError(
+            f"load_pretrained: {name}: {len(slots)} scales of inputs are required, got {len(scales)}"
+        )
+    if scales:
+        every = torch.cat([scales[expert].reshape(1) for expert in range(len(slots))])
+        yield recipe.state, _with_scales(recipe.state.state_dict(), slots, every)
+
+
+def _found(
+    stored: Tensors, names: Names, name: str, value: Tensor, layer: Layer
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield name, expert (0 of a linear layer) and tensor of the scales of inputs beside a weight."""
+    experts = {names.of_module(name)[0]: 0} if not layer.is_stack else {}
+    if layer.is_stack and (whole := f"{name}_{SUFFIX}") in stored:
+        yield from ((whole, expert, one) for expert, one in enumerate(stored[whole].unbind(0)))
+    elif layer.is_stack:
+        rows, _ = layer.size(tuple(value.shape))
+        places = names.places(name, value.shape[0], rows)
+        experts = {own: int(place[0]) // rows for own, place in places.items()}
+    for own, expert in experts.items():
+        key = own.removesuffix("weight") + SUFFIX
+        if key in stored:
+            yield key, expert, stored[key]
+
+
+def _with_scales(state: dict[str, Tensor], slots: list[int], scales: Tensor) -> dict[str, Tensor]:
+    """Return a state dict with encode scales whose reciprocals are ``scales``, bit for bit where there are such."""
+    encode = scales.float().reciprocal()
+    for other in (encode.nextafter(torch.zeros(())), encode.nextafter(torch.full((), torch.inf))):
+        misses = encode.reciprocal() != scales
+        encode = torch.where(misses & (other.reciprocal() == scales), other, encode)
+    whole = state["encode_scale"].clone()
+    whole[slots] = encode.to(whole.device)
+    return {**state, "encode_scale": whole}
