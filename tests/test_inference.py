@@ -12,6 +12,7 @@ import torch
 from experts import Experts
 from inference_models import BF16_VALUES, FAMILIES, WEIGHTS, recipe, values_of
 from readers import read
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -188,6 +189,34 @@ def test_experts(layout, stored):
         values = got[f"{e}.{name}.weight"]
         assert ((values.double() - wanted.double()).abs() <= wanted.double().abs() * 2**-8).all()
         assert layout == "ct_nvfp4" or torch.equal(values.to(dtype), wanted)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("stored", ["separate", "stacked"])
+def test_biases_of_experts_are_stored_as_their_matrices(stored, quantized, tmp_path):
+    """Those of experts in high precision stay with the stack, which no checkpoint has matrix by matrix."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        experts = Experts(3, 128, 256)
+        experts.w1_bias, experts.w4_bias = (nn.Parameter(torch.randn(3, 256)) for _ in range(2))
+        return ht.quantize_(nn.ModuleDict({"e": experts}), "fp8_rowwise", persistent=True) if quantized else experts
+
+    one, other = made(0), made(1)
+    tensors = dict(ht.inference_tensors(one, experts=stored, dtype=torch.float32))
+    bias = one["e"].w1_bias if quantized else one.w1_bias
+    if quantized and stored == "separate":
+        assert "e.w1_bias" not in tensors
+        assert all(torch.equal(tensors[f"e.{e}.w1.bias"], bias[e]) for e in range(3))
+        assert "e.w4_bias" in tensors  # there is no w4
+        save_file({**tensors, "e.1.w1.bias": torch.ones(1)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=r"e\.1\.w1\.bias of \[256\] is required, got \[1\]"):
+            ht.load_pretrained(made(1), tmp_path)
+    else:
+        assert torch.equal(tensors["e.w1_bias" if quantized else "w1_bias"], bias)
+    folder = ht.export_pretrained(one, tmp_path / "out", experts=stored, dtype=torch.float32)
+    ht.load_pretrained(other, folder)
+    assert torch.equal(other["e"].w1_bias if quantized else other.w1_bias, bias)
 
 
 @pytest.mark.parametrize("layout", ["hf_fp8", "ct_fp8_row", "ct_mxfp8"])

@@ -93,9 +93,10 @@ def test_scales_that_are_none_change_nothing(name, tmp_path):
     assert bits(net) == before
 
 
-def test_a_write_that_fails_restores_the_scales(tmp_path, monkeypatch):
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_write_that_fails_restores_the_scales(persistent, tmp_path, monkeypatch):
     folder = ht.export_pretrained(model(), tmp_path / "out", static_inputs=True, dtype=torch.float32)
-    net = model(seed=1)
+    net = model(seed=1, persistent=persistent)
     before = bits(net)
     load = nn.Module.load_state_dict
 

@@ -67,7 +67,12 @@ def stored_inputs(
         )
     if scales:
         every = torch.cat([scales[expert].reshape(1) for expert in range(len(slots))])
-        yield recipe.state, _with_scales(recipe.state.state_dict(), slots, every)
+        content = recipe.state.state_dict()
+        encode = content["encode_scale"].clone()
+        encode[slots] = (
+            every.float().reciprocal().to(encode.device)
+        )  # whose reciprocals are the scales, all of them
+        yield recipe.state, {**content, "encode_scale": encode}
 
 
 def _found(
@@ -85,14 +90,3 @@ def _found(
         key = own.removesuffix("weight") + SUFFIX
         if key in stored:
             yield key, expert, stored[key]
-
-
-def _with_scales(state: dict[str, Tensor], slots: list[int], scales: Tensor) -> dict[str, Tensor]:
-    """Return a state dict with encode scales whose reciprocals are ``scales``, bit for bit where there are such."""
-    encode = scales.float().reciprocal()
-    for other in (encode.nextafter(torch.zeros(())), encode.nextafter(torch.full((), torch.inf))):
-        misses = encode.reciprocal() != scales
-        encode = torch.where(misses & (other.reciprocal() == scales), other, encode)
-    whole = state["encode_scale"].clone()
-    whole[slots] = encode.to(whole.device)
-    return {**state, "encode_scale": whole}

@@ -134,9 +134,13 @@ def _of_matrix(stored: Folder, names: Names, name: str, value: Tensor) -> Tensor
     """Return the values or faces for a parameter or buffer; None if the folder has none."""
     (own,) = names.of_module(name)
     if not own.endswith("weight") or value.dim() != 2:
-        if own not in stored:
+        biases = names.of_biases(name, value.shape)
+        if own in stored:
+            tensor = stored[own]
+        elif biases and all(bias in stored for bias in biases):  # of experts, one by one
+            tensor = torch.stack([_of_size(bias, stored[bias], value.shape[1:]) for bias in biases])
+        else:
             return None
-        tensor = stored[own]
         if value.is_floating_point():
             require_values(own, tensor)
         elif tensor.dtype != value.dtype:
@@ -289,6 +293,13 @@ def _require_shape(name: str, needed: Sequence[int], found: Sequence[int]) -> No
         raise ValueError(
             f"{_WHO}: {name} of {list(needed)} is required, got {list(found)} in the folder"
         )
+
+
+def _of_size(name: str, tensor: Tensor, size: Sequence[int]) -> Tensor:
+    """Return a tensor of ``size``, or raise ValueError."""
+    require_values(name, tensor)
+    _require_shape(name, size, tensor.shape)
+    return tensor
 
 
 def _require_place(name: str, value: Tensor, found: Tensor) -> None:

@@ -5,7 +5,7 @@ checkpoints have one by one, and for models of transformers, which know what the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hybridtensor.inference.layouts import Packed
 
 Named = Iterator[tuple[str, Tensor]]
 
+_BIAS = "_bias"
 _SIDE = 128  # rows of a block, where scales are not of rows
 _Revert = Callable[[str, Tensor], dict[str, Tensor]]
 """Gives what a checkpoint has in place of a parameter."""
@@ -70,6 +71,22 @@ class Names:
     def of_values(self, name: str, values: Tensor) -> Named:
         """Yield values under the names of the checkpoint."""
         yield from self._stored(name, values).items()
+
+    def of_biases(self, name: str, shape: Sequence[int]) -> list[str]:
+        """Return the names of the biases of experts whose matrices a checkpoint has one by one; none of anything else.
+
+        Args:
+            name: Of a parameter, that of the stack of the matrices with ``_bias`` behind.
+            shape: ``[E, N]``.
+        """
+        if not self._separate or not name.endswith(_BIAS) or len(shape) != 2:
+            return []
+        prefix, parameter = _split(name.removesuffix(_BIAS))
+        rows = torch.empty(shape[0], shape[1], 2, device="meta")
+        known = self._stored(f"{prefix}{parameter}", rows).keys() | self._stored(name, rows).keys()
+        if known != {name, f"{prefix}{parameter}"}:
+            return []
+        return [f"{prefix}{number}.{parameter}.bias" for number in range(shape[0])]
 
     def of_matrix(self, name: str, packed: Packed) -> Named:
         """Yield the tensors of a weight called ``name``."""

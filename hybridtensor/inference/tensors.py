@@ -108,7 +108,8 @@ def inference_tensors(
             timeout=str(timeout),
             weights=_digest(found),
         )
-    pack = functools.partial(_packed, names=names, static_inputs=static_inputs)
+    stacks = {one.name for one in found if one.layout is not None and one.value.dim() == 3}
+    pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
     return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
 
 
@@ -177,11 +178,14 @@ def _buckets(found: list[Exported], dtype: torch.dtype, most: int) -> Iterator[l
 
 
 def _packed(
-    one: Exported, whole: Face | Tensor, names: Names, static_inputs: bool
+    one: Exported, whole: Face | Tensor, names: Names, stacks: set[str], static_inputs: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of what is exported as its layout stores them."""
     if one.layout is None or isinstance(whole, Tensor):
-        if isinstance(whole, Tensor):
+        biases = names.of_biases(one.name, one.value.shape)
+        if biases and one.name.removesuffix("_bias") in stacks and isinstance(whole, Tensor):
+            yield from zip(biases, whole.unbind(0), strict=True)
+        elif isinstance(whole, Tensor):
             yield from names.of_values(one.name, whole)
         return
     faces = experts_of(whole) if one.value.dim() == 3 else [whole]
