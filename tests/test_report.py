@@ -164,13 +164,51 @@ console.log(JSON.stringify({
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
+def drawn_by(page):
+    """Return what the script of a page draws."""
+    script = page.with_suffix(".js")
+    script.write_text(NODE)
+    return json.loads(subprocess.run(["node", script, page], capture_output=True, text=True, check=True).stdout)
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
+
+
+@needs_node
+def test_the_script_draws_both_recordings(tmp_path):
+    """A row of each for each layer, in the same colours; of what one lacks, the row of the other alone."""
+    one = recording().recording()
+    other = dataclasses.replace(one, recipes=dict(list(one.recipes.items())[:4]), samples=one.samples[:2])
+    page = ht.report(one, tmp_path / "page.html", beside=other)
+    data, (second,), found = data_of(page), data_of(page)["beside"], drawn_by(page)
+    assert (data["name"], second["name"]) == ("this one", "the other")
+    assert second == {"name": "the other", **{key: data_of(ht.report(other, tmp_path / "other.html"))[key] for key in
+                                              ("steps", "layers", "values")}}  # fmt: skip
+    layers = [name.removesuffix(" (this one)") for name in found["names"] if name.endswith(" (this one)")]
+    expected = [[f"{name} (this one)", *[f"{name} (the other)"] * (name in second["layers"])] for name in layers]
+    assert found["names"] == [name for names in expected for name in names]
+    assert sorted(layers) == sorted(data["layers"])
+    counts = [len(pixels) // 4 for pixels in found["pixels"][:: len(found["pixels"]) // len(found["names"])]]
+    assert counts == [len((data if "this" in name else second)["steps"]) for name in found["names"]]
+    alone = dict(zip(*columns_of(drawn_by(ht.report(one, tmp_path / "alone.html"))), strict=True))
+    beside = dict(zip(*columns_of(found), strict=True))
+    for name in second["layers"]:  # the second one has the beginning of the first, of the same numbers
+        mine = beside[f"{name} (this one)"]
+        assert [pixels[:8] for pixels in mine] == [pixels[:8] for pixels in beside[f"{name} (the other)"]]
+        assert mine == alone[name]
+
+
+def columns_of(found):
+    """Return names of rows, and the pixels of each."""
+    width = len(found["pixels"]) // len(found["names"])
+    return found["names"], [found["pixels"][i * width : (i + 1) * width] for i in range(len(found["names"]))]
+
+
+@needs_node
 def test_the_script_puts_the_worst_layer_first(tmp_path):
     watched = recording()
     page = ht.report(watched, tmp_path / "page.html")
-    (tmp_path / "run.js").write_text(NODE)
-    ran = subprocess.run(["node", tmp_path / "run.js", page], capture_output=True, text=True, check=True)
-    found = json.loads(ran.stdout)
+    found = drawn_by(page)
     assert found["metrics"][0] == "cosine"
     smallest = {}
     for row in watched.samples[-1].products:

@@ -63,11 +63,12 @@ def report(
     """
     require_kind("report", "a path", path, (str, Path))
     recording = _recording(watched)
-    parts = _parts(recording)
-    parts["beside"] = ""
+    runs, compared = {"": recording}, ""
     if beside is not None:
-        other = _recording(beside)
-        parts["beside"] = side_by_side(recording, other, _names(watched, beside))
+        other, names = _recording(beside), _names(watched, beside)
+        runs = dict(zip(names, (recording, other), strict=True))
+        compared = side_by_side(recording, other, names)
+    parts = {**_parts(recording), "beside": compared, "data": _data(runs)}
     page = files("hybridtensor.watching").joinpath("report.html").read_text(encoding="utf-8")
     # in one go: what a recording says may look like a place of the page
     page = re.sub(r"<!--(\w+)-->", lambda place: parts[place[1]], page)
@@ -111,7 +112,6 @@ def _parts(recording: Recording) -> dict[str, str]:
     """Render what stands in each place of the page."""
     last = recording.samples[-1]
     found = judged(recording)
-    data = json.dumps(_data(recording), separators=(",", ":")).replace("<", "\\u003c")
     return {
         "findings": findings(recording, found),
         "tiles": _tiles(recording, last),
@@ -121,12 +121,22 @@ def _parts(recording: Recording) -> dict[str, str]:
         "experts": _experts(recording.samples),
         "recipe": _recipe(recording),
         "words": _words(),
-        "data": data,
     }
 
 
-def _data(recording: Recording) -> dict[str, Any]:
-    """Return the numbers of the heatmaps, by metric, layer, product or face, and sampled step."""
+def _data(runs: dict[str, Recording]) -> str:
+    """Render the numbers of the heatmaps as JSON for the page's script: of the first run, and of those beside it."""
+    scales = {
+        name: {"good": good, "bad": bad, "log": log}
+        for name, (_, good, bad, log) in _SCALES.items()
+    }
+    first, *others = ({"name": name, **_heat(run)} for name, run in runs.items())
+    content = {**first, "scales": scales, "beside": others}
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _heat(recording: Recording) -> dict[str, Any]:
+    """Return the numbers of heatmaps, by metric, layer, product or face, and sampled step."""
     samples = _thinned(recording.samples)
     layers = list(recording.recipes)
     values: dict[str, dict[str, list[list[float | None]]]] = {}
@@ -137,16 +147,7 @@ def _data(recording: Recording) -> dict[str, Any]:
             column: [[_rounded(one.get((layer, column))) for one in found] for layer in layers]
             for column in (_PRODUCTS if kind == "products" else _FACES)
         }
-    scales = {
-        name: {"good": good, "bad": bad, "log": log}
-        for name, (_, good, bad, log) in _SCALES.items()
-    }
-    return {
-        "steps": [sample.step for sample in samples],
-        "layers": layers,
-        "values": values,
-        "scales": scales,
-    }
+    return {"steps": [sample.step for sample in samples], "layers": layers, "values": values}
 
 
 def _by_place(sample: Sample, kind: str, name: str) -> dict[tuple[str, str], float]:
