@@ -6,6 +6,7 @@ import datetime
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,36 +82,39 @@ def inference_tensors(
     who = "inference_tensors"
     require_module(who, model)
     require_timeout(who, timeout)
-
-    def read() -> tuple[Names, list[Exported]]:
-        require_layout(who, layout)
-        require_dtype(who, dtype)
-        require_int(who, at_least=1, bucket_bytes=bucket_bytes)
-        require_choice(who, "ranks", ranks, ("all", "first"))
-        require_flag(who, static_inputs=static_inputs)
-        found = exported(who, model, layout)
-        if static_inputs:
-            check_inputs(who, found)
-        return Names(who, model, experts), found
-
-    names, found = together(who, model, timeout)(read)  # an argument that is wrong on one rank
-    everyone = None
-    if is_sharded(model):
-        everyone = Ranks(who, None, timeout)
-        check_arguments(
-            everyone,
-            layout=layout,
-            experts=experts,
-            dtype=str(dtype),
-            bucket_bytes=bucket_bytes,
-            ranks=ranks,
-            static_inputs=static_inputs,
-            timeout=str(timeout),
-            weights=_digest(found),
-        )
+    given: dict[str, Any] = {"layout": layout, "experts": experts, "dtype": dtype}
+    given |= {"bucket_bytes": bucket_bytes, "ranks": ranks, "static_inputs": static_inputs}
+    names, found = together(who, model, timeout)(lambda: _read(who, model, **given))
+    everyone = Ranks(who, None, timeout) if is_sharded(model) else None
+    if everyone is not None:
+        known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
+        check_arguments(everyone, **known, weights=_digest(found))
     stacks = {one.name for one in found if one.layout is not None and one.value.dim() == 3}
     pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
     return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
+
+
+def _read(
+    who: str,
+    model: nn.Module,
+    *,
+    layout: str,
+    experts: str,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    ranks: str,
+    static_inputs: bool,
+) -> tuple[Names, list[Exported]]:
+    """Check arguments, and find what is exported and its names: on all ranks, as one may have another argument."""
+    require_layout(who, layout)
+    require_dtype(who, dtype)
+    require_int(who, at_least=1, bucket_bytes=bucket_bytes)
+    require_choice(who, "ranks", ranks, ("all", "first"))
+    require_flag(who, static_inputs=static_inputs)
+    found = exported(who, model, layout)
+    if static_inputs:
+        check_inputs(who, found)
+    return Names(who, model, experts), found
 
 
 def _digest(found: list[Exported]) -> str:
