@@ -42,7 +42,7 @@ class Reader(NamedTuple):
         read: Reads the folder, and returns what can be compared; or raises.
         error: What it raises.
         sealed: Whether a digest covers all of the file.
-        step: Of how many bytes one is attacked.
+        step: Of how many bytes one is attacked; the long tier attacks eight times as many, and all of their bits.
         header: Returns how many bytes at the beginning say what the others are; those others are values.
     """
 
@@ -147,14 +147,14 @@ save_plain = {"write": lambda path: dcp.save({"a": torch.ones(4), "b": 3}, check
 READERS = {
     **{f"step {n}": Reader(file=n, step=97, **save_step) for n in ("manifest.json", ".metadata", "__0_0.distcp")},
     "manifest": Reader(save_step["write"], "manifest.json", checkpoint.manifest.Manifest.read, step=3),
-    "metadata": Reader(file=".metadata", read=read_metadata, **save_plain),
-    "data": Reader(file="__0_0.distcp", read=read_data, step=7, **save_plain),
+    "metadata": Reader(file=".metadata", read=read_metadata, step=3, **save_plain),
+    "data": Reader(file="__0_0.distcp", read=read_data, step=13, **save_plain),
     "safetensors": Reader(
-        lambda path: write_folder(path, sealed=False, shard_bytes=50), SHARD, load_folder, header=header_of
+        lambda path: write_folder(path, sealed=False, shard_bytes=50), SHARD, load_folder, step=2, header=header_of
     ),
-    "index": Reader(lambda path: write_folder(path, sealed=False, shard_bytes=50), INDEX, load_folder, step=2),
+    "index": Reader(lambda path: write_folder(path, sealed=False, shard_bytes=50), INDEX, load_folder, step=5),
     **{
-        f"sealed {name}": Reader(lambda path: write_folder(path, shard_bytes=50), name, load_folder, step=7)
+        f"sealed {name}": Reader(lambda path: write_folder(path, shard_bytes=50), name, load_folder, step=23)
         for name in ("digests.json", "config.json", INDEX, SHARD)
     },
     "exported": Reader(
@@ -166,15 +166,19 @@ READERS = {
 JSON = [b"", b"[]", b"3", b"null", b"\xff", b'"\xed\xa0\x80"', b"{", b"{}", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 5000]
 
 
+def every(reader):
+    return -(-reader.step // 8) if tiers.LONG else reader.step
+
+
 def flipped(good, reader):
     """Yield a file with one bit flipped, for every byte that is attacked."""
-    for at in range(0, reader.header(good), reader.step):
+    for at in range(0, reader.header(good), every(reader)):
         for bit in range(8) if tiers.LONG else [at % 8]:
             yield good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :]
 
 
 def cut(good, reader):
-    for length in range(0, len(good), reader.step):
+    for length in range(0, len(good), every(reader)):
         yield good[:length]
 
 
@@ -269,7 +273,6 @@ def _nobody_waits():
         raise LateError
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, 20)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
@@ -287,6 +290,7 @@ def attack(request, folders, tmp_path):
     def run():
         listed = {p.name: p.lstat().st_mtime_ns for p in path.iterdir()}
         told = None
+        signal.setitimer(signal.ITIMER_REAL, 20)
         try:
             found = reader.read(path)
         except reader.error as error:
