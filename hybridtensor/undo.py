@@ -14,7 +14,7 @@ from hybridtensor.distributed.checkpoint.undo import of_slots
 from hybridtensor.distributed.fsdp.hooks import part_of, sharded_as
 from hybridtensor.layers import Layer
 from hybridtensor.linear.layer_forward import recipe_of
-from hybridtensor.state.watch import layer_states
+from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses import HybridTensor, is_converted
 
 Undo: TypeAlias = Callable[[], object]

@@ -165,13 +165,14 @@ class LayerState(nn.Module):
         if self.replayed:
             return None
         buffers, lineage = self._buffers, self.__dict__["_lineage"]
-        inputs: object = lineage.inputs(buffers["encode_scale"], buffers["amax_history"])
+        inputs: object = lineage.inputs_of(buffers["encode_scale"], buffers["amax_history"])
         return inputs
 
     def follow(self, inputs: object | None) -> None:
         """Set the lineage of the input's delayed scales, as they are now; None if unknown."""
         buffers = self._buffers
-        self._lineage.follow(inputs, buffers["encode_scale"], buffers["amax_history"])
+        made = Lineage.of(inputs, buffers["encode_scale"], buffers["amax_history"])
+        self.__dict__["_lineage"] = made  # faster than an attribute of a module
 
     def note_backward(self, recorded: bool) -> None:
         """Remember that a backward of the layer ran."""

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 from torch import Tensor
 
 NOTHING = "nothing"  # what scales that begin followed from
 
 
-class Lineage:
-    """What the delayed scales of a layer's input followed from; nothing is known at first.
+class Lineage(NamedTuple):
+    """What the delayed scales of a layer's input followed from.
 
-    It holds while only ``follow`` says what the scales are: torch counts writes of any other, such as of
+    It holds while the scales are those of which it was said: torch counts any other write, such as that of
     DistributedDataParallel, which broadcasts buffers in each forward by default.
+
+    Attributes:
+        inputs: Equal where all inputs so far were the same; None if that is not known.
+        versions: Version counters of the scales and their history when that was said.
     """
 
-    __slots__ = ("_inputs", "_versions")
+    inputs: object | None = None
+    versions: tuple[int, int] | None = None
 
-    def __init__(self) -> None:
-        self._inputs: object | None = None
-        self._versions: tuple[int, int] | None = None
+    @classmethod
+    def of(cls, inputs: object | None, scale: Tensor | None, history: Tensor | None) -> Lineage:
+        """Return the lineage of scales, and their amax history, as they are now."""
+        if inputs is None or scale is None or history is None:
+            return cls()
+        return cls(inputs, (scale._version, history._version))
 
-    def inputs(self, scale: Tensor | None, history: Tensor | None) -> object | None:
-        """Return what is equal where all inputs so far were the same, or None if that is not known.
-
-        Args:
-            scale: The layer's delayed scales.
-            history: Their amax history.
-        """
-        if self._inputs is None or scale is None or history is None:
+    def inputs_of(self, scale: Tensor | None, history: Tensor | None) -> object | None:
+        """Return ``inputs`` if it still holds of the scales and their amax history."""
+        if self.inputs is None or scale is None or history is None:
             return None
-        return self._inputs if self._versions == (scale._version, history._version) else None
-
-    def follow(self, inputs: object | None, scale: Tensor | None, history: Tensor | None) -> None:
-        """Set what the scales, as they are now, followed from; None if unknown."""
-        self._inputs = None if scale is None or history is None else inputs
-        if scale is not None and history is not None:
-            self._versions = scale._version, history._version
+        return self.inputs if self.versions == (scale._version, history._version) else None
 
 
 def digest(slots: tuple[str, ...], scale: Tensor | None, history: Tensor | None) -> str | None:

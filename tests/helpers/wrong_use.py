@@ -72,7 +72,7 @@ METHODS_OF_OTHERS = {
         "take_name",
     ),
     *("become", "check_common_scale", "faces_apart", "parameter_of", "present", "seen"),
-    *("of_gradient", "stamp", "with_values"),
+    *("context_of_products", "of_gradient", "stamp", "with_values"),
     *("tensor_scale_shape", "tensors"),
     # torch, with what it made
     *("check_shards", "commit_tensor", "create_local_plan", "extra_repr", "fsdp_post_all_gather"),
