@@ -30,8 +30,8 @@ class Grouped(torch.autograd.Function):
         for rows, weight in zip(x.split(sizes), weights, strict=True):
             context = Context("input", weight.state)
             left = input_operand(rows, rows, weight, weight.config, needs, context)
-            right = weight_operand(weight, needs, x.dtype)
-            outs.append(output(left.rowwise(), right.rowwise(), None, x.dtype))
+            right = weight_operand(weight, needs, x.dtype, context, weight.context)
+            outs.append(output(left.rowwise(), right.rowwise(), None, x.dtype, direct=False))
             backward, tensors = Backward.save(left, right, weight.config, needs, context)
             ctx.groups.append((backward, len(tensors)))
             saved += tensors

@@ -52,6 +52,7 @@ class _Call(NamedTuple):
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
         context: What is quantized: the layer's input, and its gradient in backward.
+        of_weight: Which tensor the weight is.
         cast_from: What the input is, or was cast from.
         operand: What the input was quantized to by someone else, or None.
     """
@@ -60,6 +61,7 @@ class _Call(NamedTuple):
     needs: Needs
     dtype: torch.dtype
     context: Context
+    of_weight: Context
     cast_from: Tensor
     operand: Operand | None
 
@@ -144,7 +146,8 @@ def multiplied(
         bias=grad and bias is not None and bias.requires_grad,
     )
     training = needs.input or needs.weight or needs.bias
-    state = weight.state
+    of_weight = weight.context
+    state = of_weight.state
     if training and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, Notes)
@@ -153,11 +156,11 @@ def multiplied(
         "input",
         state,
         record=training,
-        section=weight.record.section,
+        section=of_weight.section,
         groups=groups,
         direct=runs_directly(input),
     )
-    call = _Call(config, needs, dtype, context, cast_from, operand)
+    call = _Call(config, needs, dtype, context, of_weight, cast_from, operand)
     if not training:
         out, _, w = _forward(input, weight, bias, call)
         w.save()  # lets go of faces that nothing uses again
@@ -208,7 +211,7 @@ def _forward(
     x = call.operand
     if x is None:
         x = input_operand(input, call.cast_from, weight, call.config, needs, call.context)
-    w = weight_operand(weight, needs, dtype, call.context)
+    w = weight_operand(weight, needs, dtype, call.context, call.of_weight)
     left, right = x.rowwise(), w.rowwise()
     if observers:
         key = x if any(needs) else None

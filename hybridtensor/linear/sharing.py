@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridtensor.arguments import require_flag
 from hybridtensor.ops import Faces, Groups
-from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.ops.library import is_captured, is_recorded, is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.record import WeightRecord
@@ -220,7 +220,9 @@ def reading(
     if not context.direct and is_traced():
         return _of_graph(input, how if groups is None else (*how, *_mark(groups)))
     scope, layer = _thread.scope, record.layer
-    if scope is None or not _enabled or input.grad_fn is None or is_recorded():
+    if scope is None or not _enabled or input.grad_fn is None:
+        return Reading()
+    if is_captured() if context.direct else is_recorded():
         return Reading()
     of_module = isinstance(layer, LayerState) and layer.parent in scope.parents
     if not of_module:

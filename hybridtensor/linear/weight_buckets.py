@@ -270,24 +270,17 @@ _BUCKETS: weakref.WeakKeyDictionary[LayerState, WeightBucket] = weakref.WeakKeyD
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[WeightBucket]] = weakref.WeakKeyDictionary()
 
 
-def refresh_bucket(weight: MasterWeight, stamp: Stamp) -> None:
-    """Before a forward uses a weight: if it was written since the last one, quantize it with its neighbours.
-
-    Args:
-        weight: The weight.
-        stamp: What its faces depend on now.
-    """
-    record = weight.record
-    if record.kept.is_old(stamp) and not record.is_held_elsewhere:
+def refresh_bucket(weight: MasterWeight) -> None:
+    """Before a forward uses a weight that was written since the last one: quantize it with its neighbours."""
+    if not weight.record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
             bucket.refresh()
 
 
 def add_columns_of_bucket(weight: MasterWeight) -> None:
-    """Before a backward uses a weight: if its columnwise face is to be made, make it with its neighbours'."""
-    record = weight.record
-    if record.kept.awaits_column and not record.is_held_elsewhere:
+    """Before a backward uses a weight whose columnwise face is to be made: make it with its neighbours'."""
+    if not weight.record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
             bucket.add_columns()

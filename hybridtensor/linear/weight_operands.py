@@ -36,6 +36,7 @@ class MasterOperand(Operand):
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
         record: Where backward records the amaxes of delayed scales, or None.
+        context: Which tensor the weight is, as it was before its common scale was measured again.
     """
 
     __slots__ = (
@@ -50,13 +51,21 @@ class MasterOperand(Operand):
     )
 
     def __init__(
-        self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, record: AmaxRecord | None
+        self,
+        weight: MasterWeight,
+        needs: Needs,
+        dtype: torch.dtype,
+        record: AmaxRecord | None,
+        context: Context,
     ) -> None:
         self._training, self._backward_follows = any(needs), needs.input
-        self._seen = seen = weight.seen()  # which measures a common scale, for the context
-        self._context = context = weight.context
+        self._seen = seen = weight.seen()
+        if isinstance(seen.scales, tuple):
+            context = weight.context  # with the common scale as it is now
+        self._context = context
         stamp = weight.stamp(dtype, seen)
-        refresh_bucket(weight, stamp)
+        if weight.record.kept.is_old(stamp):
+            refresh_bucket(weight)
         kept = weight.faces_in_eager_code(
             rowwise=True,
             columnwise=False,
@@ -93,9 +102,12 @@ class MasterOperand(Operand):
                 "grad_input: a graph that is retained is required for a second backward, got one that is not; "
                 "call backward(retain_graph=True) first"
             )
-        seen = self._unchanged(weight)
-        if weight.config == self._config:
-            add_columns_of_bucket(weight)
+        config = getattr(weight, "config", None)  # what stands there may be no weight of ours
+        same_recipe = config is self._config or config == self._config
+        seen = self._unchanged(weight, same_recipe)
+        if same_recipe:
+            if self._record.kept.awaits_column:
+                add_columns_of_bucket(weight)
             column = weight.faces_in_eager_code(
                 rowwise=False,
                 columnwise=True,
@@ -110,15 +122,19 @@ class MasterOperand(Operand):
             )[1]
         return required_face(column, "columnwise", "grad_input")
 
-    def _unchanged(self, weight: MasterWeight) -> Seen:
+    def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
         """Return the counts of the weight's writes, which are those of forward.
+
+        Args:
+            weight: What stands where forward found the weight.
+            same_recipe: Whether the recipe is that of forward; else its scales do not matter.
 
         Raises:
             RuntimeError: If the weight, or a scale of it, was written since forward.
         """
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
         seen = self._seen if replaced else weight.seen()
-        same_scales = seen.scales == self._seen.scales or weight.config != self._config
+        same_scales = seen.scales == self._seen.scales or not same_recipe
         if not replaced and seen.writes == self._seen.writes and same_scales:
             return seen
         of = "" if self._context.state is None else self._context.state.name
@@ -206,7 +222,9 @@ class GatheredWeight(Operand):
         return required_face(column, "columnwise", "grad_input")
 
 
-def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype, context: Context) -> Operand:
+def weight_operand(
+    weight: Weight, needs: Needs, dtype: torch.dtype, context: Context, of_weight: Context
+) -> Operand:
     """Return the operand that a weight is: quantized now, kept from before, persistent or gathered.
 
     Args:
@@ -214,6 +232,7 @@ def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype, context: Co
         needs: Which gradients backward will be asked for.
         dtype: Dtype of the computation.
         context: That of the input, with where this forward records amaxes.
+        of_weight: That of the weight.
     """
     if isinstance(weight, MasterWeight):
         state = context.state
@@ -228,9 +247,8 @@ def weight_operand(weight: Weight, needs: Needs, dtype: torch.dtype, context: Co
                 *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=amax)
             )
         record = None if noted is None else noted.step_amax
-        return MasterOperand(
-            weight, needs, dtype, record if isinstance(record, AmaxRecord) else None
-        )
+        record = record if isinstance(record, AmaxRecord) else None
+        return MasterOperand(weight, needs, dtype, record, of_weight)
     gathered = weight.is_gathered
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
     if gathered:

@@ -131,11 +131,15 @@ def _multiply_whole(
     ):
         pad_k, pad_n = -contraction % 16, -columns % 16
         left, right = pad(left, 0, pad_k), pad(right, pad_n, pad_k)
-    scale_b = _scales(b)
+    scale_a, scale_b = a.scale, b.scale
+    if scale_a is None or scale_a.storage_offset():
+        scale_a = _scales(a)
+    if scale_b is None or scale_b.storage_offset():
+        scale_b = _scales(b)
     if b.format.block == _PER_ROW:
         scale_b = (F.pad(scale_b, (0, 0, 0, pad_n), value=1.0) if pad_n else scale_b).t()
     fused = bias if out_dtype == torch.bfloat16 and not pad_n else None
-    out = torch._scaled_mm(left, right.t(), _scales(a), scale_b, fused, None, out_dtype, fast_accum)
+    out = torch._scaled_mm(left, right.t(), scale_a, scale_b, fused, None, out_dtype, fast_accum)
     if pad_n:
         out = out[:, :columns].contiguous()
     return out if bias is None or fused is not None else out + bias.to(out_dtype)

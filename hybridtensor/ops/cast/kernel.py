@@ -21,6 +21,7 @@ from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, Hint, check_inputs
 from hybridtensor.ops.cast.tiles import MEASURED, PER_ROW, KernelFace, Tiling, computed, tile_of
+from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import is_current, on_device
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
@@ -188,7 +189,10 @@ class KernelCast(PreparedCast):
         else:
             with on_device(x.device):
                 self._run(x, outs, inputs)
-        return row.face(outs[0]), column.face(outs[1])
+        return (
+            None if row.kind is None else Face.of(outs[0], row.kind),
+            None if column.kind is None else Face.of(outs[1], column.kind),
+        )
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""

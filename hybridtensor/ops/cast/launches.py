@@ -21,7 +21,7 @@ from hybridtensor.kernels.groups import (
 )
 from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
-from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
+from hybridtensor.ops.face import FaceKind, Layout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch
 from hybridtensor.ops.prologue import Prologue, as_argument
 
@@ -45,6 +45,7 @@ class FaceOutput:
         device: Where ``empty`` makes them.
 
     Attributes:
+        kind: The same.
         layouts: The same.
         scale_strides: Strides of the scales, the last two.
     """
@@ -55,7 +56,7 @@ class FaceOutput:
         layouts: tuple[Layout, ...],
         device: torch.device | None = None,
     ) -> None:
-        self._kind, self.layouts = kind, layouts
+        self.kind, self.layouts = kind, layouts
         self.scale_strides = layouts[1].strides[-2:] if len(layouts) > 1 else _NO_STRIDES
         self._makers = [
             functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
@@ -83,10 +84,6 @@ class FaceOutput:
     def empty(self) -> list[Tensor]:
         """Make the tensors, not filled."""
         return [make() for make in self._makers]
-
-    def face(self, tensors: list[Tensor]) -> Face | None:
-        """Return the face that the tensors hold, or None if it is not asked for."""
-        return None if self._kind is None else Face.of(tensors, self._kind)
 
     def arguments(
         self, tensors: list[Tensor], amax: Address, nothing: Address, take: Take
