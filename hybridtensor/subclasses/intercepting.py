@@ -50,6 +50,35 @@ class Gathering(Protocol):
         """Quantize new values into parts of persistent weights; return those that are none."""
 
 
+class PreAllGather:
+    """The first hook of FSDP2 on a weight.
+
+    FSDP2 asks for its signature before every gather of every weight. To work out that of a method takes longer than
+    what a gather asks of this package; an object that has one is asked at once.
+
+    Args:
+        tensor: The weight.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: InterceptingTensor) -> None:
+        self._tensor = tensor
+
+    def __call__(
+        self,
+        mesh: object,
+        outer_size: object,
+        outer_stride: object,
+        module: nn.Module,
+        mp_policy: object,
+    ) -> tuple[tuple[Tensor, ...], Sent]:
+        """Return the tensors that this rank sends, and what the second hook needs."""
+        return _required(self._tensor.gathering).pre_all_gather(self._tensor, module)
+
+    __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
+
+
 class InterceptingTensor(WrapperTensor):
     """A wrapper that sees torch functions, such as ``F.linear``, before autograd takes them apart.
 
@@ -243,20 +272,10 @@ class InterceptingTensor(WrapperTensor):
         self.record.layer = own.pop("layer", self.record.layer)
         super()._take_attributes(own)
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: object,
-        outer_size: object,
-        outer_stride: object,
-        module: nn.Module,
-        mp_policy: object,
-    ) -> tuple[tuple[Tensor, ...], Sent]:
-        """Return the tensors that this rank sends when FSDP2 gathers; see ``hybridtensor.distributed.fsdp``."""
-        return _required(self.gathering).pre_all_gather(self, module)
-
-    # FSDP2 asks for the signature before every gather of every weight; working it out takes longer
-    # than the answer
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
+    @property
+    def fsdp_pre_all_gather(self) -> PreAllGather:
+        """What FSDP2 calls for the tensors that this rank sends; see ``hybridtensor.distributed.fsdp``."""
+        return PreAllGather(self)
 
     def fsdp_post_all_gather(
         self,

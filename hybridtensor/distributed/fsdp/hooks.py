@@ -10,7 +10,6 @@ autograd and compiled graphs can hold on to them.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import Any, NamedTuple
 
@@ -114,11 +113,6 @@ def _record_of(sharded: Sharded) -> WeightRecord | None:
     return tensor.record if isinstance(tensor, HybridTensor) else None
 
 
-def _no_grad() -> contextlib.AbstractContextManager[object]:
-    """Record no gradients; FSDP2 gathers so anyway, and entering the mode takes longer than to ask."""
-    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
-
-
 class _Gathering:
     """The two hooks; see ``InterceptingTensor``.
 
@@ -132,9 +126,13 @@ class _Gathering:
     ) -> tuple[tuple[Tensor, ...], tuple[Shard, Sent]]:
         """Return the tensor that this rank sends, and the shard and record for the second half."""
         # which attributes of a weight would pass through, here and in all that follows
-        with torch._C.DisableTorchFunctionSubclass(), _no_grad():
+        with torch._C.DisableTorchFunctionSubclass():
             shard = find(module, tensor)
-            flat, sent = shard.send(tensor)
+            if torch.is_grad_enabled():  # FSDP2 gathers without
+                with torch.no_grad():
+                    flat, sent = shard.send(tensor)
+            else:
+                flat, sent = shard.send(tensor)
         return (flat,), (shard, sent)
 
     @staticmethod
@@ -149,6 +147,9 @@ class _Gathering:
         shard, sent = metadata
         with torch._C.DisableTorchFunctionSubclass():
             gathered = None if out is None else local(out)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return shard.receive(tensor, outputs[0], sent, dtype, gathered)
             return shard.receive(tensor, outputs[0], sent, dtype, gathered)
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -102,14 +102,18 @@ class Shard:
     def measured(self) -> MasterWeight | None:
         """This rank's part, if a gather quantizes it with the amaxes of other ranks or weights."""
         tensor = self.sharded.tensor
+        return tensor if self.is_measured(tensor) else None
+
+    def is_measured(self, tensor: object) -> TypeGuard[MasterWeight]:
+        """Return whether a gather quantizes this rank's part with the amaxes of other ranks or weights."""
         if not isinstance(tensor, MasterWeight):
-            return None
-        return None if self.plan.reduce is None and self.common is None else tensor
+            return False
+        return self.plan.reduce is not None or common_of(tensor) is not None
 
     @property
     def common(self) -> Any:
         """The common scale of this weight, a ``CommonScale``, or None."""
-        return getattr(getattr(self.sharded.tensor, "layer", None), "common", None)
+        return common_of(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
         """Return a key that changes with every counted write to this rank's part, on all ranks
@@ -138,7 +142,7 @@ class Shard:
         self._agree()
         sharded.reshard_to_all_ranks()
         sharded.drop_outputs()
-        wanted, dtype = self._wanted(), self.dtype
+        wanted, dtype = self._wanted(), sharded.param.mp_policy.param_dtype or tensor.dtype
         if self.faces is not None and self._made_for == (self.plan, dtype):
             sharded.free_on_reshard(self.faces.needed(*wanted))
         sent = self._sends[wanted]
@@ -159,10 +163,9 @@ class Shard:
             if self.agreed != self.config:
                 check_recipes(self.with_all())
             self.agreed = self.config
-        mine = self.measured
-        if mine is None:
-            return
-        siblings.renew(self, mine)
+        mine = self.sharded.tensor
+        if self.is_measured(mine):
+            siblings.renew(self, mine, common_of(mine))
 
     def with_all(self) -> list[Shard]:
         """Return all converted weights under the same root, with their present recipes."""
@@ -297,7 +300,7 @@ class Shard:
             alloc_storage(one)
         # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
         # tensors in forward, and would take the gather before backward for a write in place
-        with torch.no_grad(), preserve_versions(tuple(needed)):
+        with preserve_versions(tuple(needed)):
             self._fill(self.faces, tensor, received, sent)
         self.sharded.free_on_reshard(needed)
         self.sharded.drop_outputs()
@@ -383,6 +386,12 @@ class Shard:
                 shard_of(sharded).recomputed = True
         self.sharded.gather_again()
         return self.faces.stored(direction)
+
+
+def common_of(tensor: object) -> Any:
+    """Return the common scale that a weight has with others, a ``CommonScale``, or None."""
+    layer = tensor.record.layer if isinstance(tensor, InterceptingTensor) else None
+    return getattr(layer, "common", None)
 
 
 def shard_of(sharded: Sharded) -> Shard:

@@ -30,13 +30,17 @@ class Shard(common_scale.Shard, Protocol):
         """Return all converted weights under the same root."""
 
 
-def renew(shard: Shard, mine: MasterWeight) -> None:
-    """Reduce the magnitudes of all weights under the same root, if ``mine``, this rank's part of one, or one that it
-    has a common scale with, was written.
+def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
+    """Reduce the magnitudes of all weights under the same root, if one was written, or one that it has a common scale
+    with.
+
+    Args:
+        shard: The weight.
+        mine: This rank's part.
+        common: Its common scale, or None.
     """
     # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not all
     # ranks see a write, so that all renew the scale
-    common = shard.common
     if common is None:  # then it is measured for its own sake
         if shard.reduced == shard.written(mine):
             return

@@ -178,6 +178,9 @@ class Sharded(NamedTuple):
         """
         # ``_use_post_forward_mesh`` is whether the two meshes differ: made equal, FSDP2 reshards to
         # all ranks as for ``reshard_after_forward=True``
+        # (which compares all that these hold, before every gather: ask first whether they are one)
+        if self.group.post_forward_mesh_info is self.group.mesh_info:
+            return
         if self.group._use_post_forward_mesh:
             self.group.post_forward_mesh_info = self.group.mesh_info  # type: ignore[assignment]
             self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
