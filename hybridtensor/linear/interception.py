@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear, require_own_tokens
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
+from hybridtensor.linear.operands import Weight
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
@@ -40,10 +41,11 @@ def intercept(*functions: Func) -> Callable[[T], T]:
     return add
 
 
-def default(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def default(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Do what torch does, which then reaches the class's operator table."""
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        result: Tensor = func(*args, **kwargs)
+        return result
 
 
 _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
@@ -71,7 +73,7 @@ def _require_only_operands(who: str, others: Kwargs) -> None:
 def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     if getattr(operands["weight"], "config", None) is None:
-        return default(func, args, kwargs)  # type: ignore[no-any-return]
+        return default(func, args, kwargs)
     with (
         torch._C.DisableTorchFunctionSubclass()
     ):  # every attribute of a weight would come back here
@@ -84,12 +86,12 @@ class _Values(torch.autograd.Function):
     """The values of a weight; their gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: MasterWeight | HybridTensor) -> Tensor:
+    def forward(ctx: object, weight: Weight) -> Tensor:
         note_read(weight, "a product of two weights")
         return weight.dequantize().detach()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+    def backward(ctx: object, grad_output: Tensor) -> Tensor:
         return grad_output
 
 
@@ -97,12 +99,12 @@ class _Rows(torch.autograd.Function):
     """What an embedding reads of a weight; its gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: HybridTensor) -> Tensor:
+    def forward(ctx: object, weight: HybridTensor) -> Tensor:
         note_read(weight, "embedding")
         return weight.rows().detach()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+    def backward(ctx: object, grad_output: Tensor) -> Tensor:
         return grad_output
 
 
@@ -121,7 +123,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     operands = dict(zip(names, args, strict=False)) | kwargs
     weight = operands["weight"]
     if not is_weight(weight):
-        return default(func, args, kwargs)  # type: ignore[no-any-return]
+        return default(func, args, kwargs)
     if operands.get("max_norm") is not None:
         raise NotImplementedError(
             f"embedding: max_norm writes to the weight, which holds quantized values, got {operands['max_norm']}; "
@@ -145,7 +147,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if func is Tensor.__rmatmul__:
         left, right = right, left
     if not is_weight(left) and not is_weight(right):
-        return default(func, args, kwargs)  # type: ignore[no-any-return]
+        return default(func, args, kwargs)
     _require_only_operands("matmul", others)
     if is_weight(left) and is_weight(right):
         return torch.matmul(_Values.apply(left), _Values.apply(right))  # type: ignore[no-untyped-call]
@@ -169,7 +171,7 @@ def _times(input: Tensor, weight: Any) -> Tensor:
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (bias, left, right), others = _operands(("input", "mat1", "mat2"), args, kwargs)
     if not is_weight(right) and not is_weight(left):
-        return default(func, args, kwargs)  # type: ignore[no-any-return]
+        return default(func, args, kwargs)
     beta, alpha = others.pop("beta", 1), others.pop("alpha", 1)
     _require_only_operands("addmm", others)
     if is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
@@ -191,7 +193,7 @@ def _grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (left, right), others = _operands(("input", "mat2"), args, kwargs)
     if not is_weight(left) and not is_weight(right):
-        return default(func, args, kwargs)  # type: ignore[no-any-return]
+        return default(func, args, kwargs)
     _require_only_operands("bmm", others)
     return _of_stack(left, right, None)
 
@@ -200,7 +202,7 @@ def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     torch.einsum, torch.tensordot, torch.inner, torch.addmv, torch.baddbmm, torch.addbmm, torch.chain_matmul,
     torch.linalg.multi_dot, F.bilinear, Tensor.inner, Tensor.addmv, Tensor.baddbmm, Tensor.addbmm,
 )  # fmt: skip
-def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Raise for the products of torch that no handler quantizes."""
     if any(map(is_weight, tree_leaves((args, kwargs)))):
         raise NotImplementedError(

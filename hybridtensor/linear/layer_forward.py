@@ -123,7 +123,7 @@ class LayerForward:
 
     _ran = False  # whether a forward has run, the first of which is watched
 
-    def __init__(self, layer: nn.Module, inner: Callable[..., Any] | None = None) -> None:
+    def __init__(self, layer: nn.Module, inner: Callable[..., object] | None = None) -> None:
         self._layer, self.inner = weakref.ref(layer), inner
 
     @property
@@ -136,7 +136,7 @@ class LayerForward:
         del method.__wrapped__  # type: ignore[attr-defined]  # often a method of the layer: a cycle
         return types.MethodType(method, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Run the layer's forward."""
         layer = self._layer()
         if layer is None:
@@ -163,7 +163,7 @@ class LayerForward:
                 with torch._C.DisableTorchFunctionSubclass():
                     return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
             return type(layer).forward(layer, *args, **kwargs)
-        part: Any = local(weight) if isinstance(weight, DTensor) else None
+        part = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             state = layer.__dict__[_RECIPE].state
             if not torch.compiler.is_dynamo_compiling():
@@ -177,27 +177,27 @@ class LayerForward:
                 return self.run(layer, args, kwargs)
         return _with_recipe(self, layer, args, kwargs)
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
         """Run the forward that the layer has without this one."""
         if self.inner is None:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerForward:
         return type(self)(
             _required(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         inner = self.inner
         # pickle writes a bound method as its name, which of the layer's own attribute would find this forward
         if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
             return _unbound, (), (self._layer(), inner.__func__, True)
         return _unbound, (), (self._layer(), inner, False)
 
-    def __setstate__(self, state: tuple[nn.Module, Any, bool]) -> None:
+    def __setstate__(self, state: tuple[nn.Module, Callable[..., object], bool]) -> None:
         layer, inner, bound = state
-        self.__init__(layer, types.MethodType(inner, layer) if bound else inner)  # type: ignore[misc]
+        LayerForward.__init__(self, layer, types.MethodType(inner, layer) if bound else inner)
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:
@@ -207,11 +207,11 @@ def _with_self(signature: inspect.Signature) -> inspect.Signature:
 
 
 @functools.cache
-def _method(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _method(forward: Callable[..., object]) -> Callable[..., object]:
     """Return the function of ``LayerForward.bound`` for layers whose class has this forward."""
 
     @functools.wraps(forward, updated=())
-    def bound(self: LayerForward, *args: Any, **kwargs: Any) -> Any:
+    def bound(self: LayerForward, *args: object, **kwargs: object) -> object:
         return self(*args, **kwargs)
 
     bound.__name__ = "bound"  # pickle and copy find the method of a ``LayerForward`` by this name
@@ -229,7 +229,7 @@ def _unbound() -> LayerForward:
     return LayerForward.__new__(LayerForward)
 
 
-def _input(input: Any) -> Any:
+def _input(input: Tensor) -> Tensor:
     """Return the argument of ``nn.Linear.forward``, given by position or by name."""
     return input
 
@@ -269,15 +269,12 @@ class _OnParts(TorchFunctionMode):
 
 # a graph cannot make a weight's record
 @torch.compiler.disable(reason="a plain tensor stands at the weight of a converted layer")  # type: ignore[untyped-decorator]
-def _with_recipe(
-    forward: LayerForward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a layer's forward where a tensor stands at its weight that is none of ours."""
     require_plain_autograd()
     with parametrize.cached():
-        weight: Any = (
-            layer.weight
-        )  # computed now, by a parametrization, not while its products are watched
+        # computed now, by a parametrization, not while its products are watched
+        weight: Any = layer.weight
         with _AtWeight(layer, weight):
             return forward.run(layer, args, kwargs)
 
@@ -322,7 +319,7 @@ class _AtWeight(TorchFunctionMode):
         """Return the product that is quantized, for messages."""
         return "x @ weight or torch.addmm" if self._is_transposed else "F.linear"
 
-    def _refuse_weight(self, operands: list[Any]) -> None:
+    def _refuse_weight(self, operands: list[object]) -> None:
         """Raise for another product with the weight, or its transpose."""
         leaves = tree_leaves(operands)  # some functions take lists
         if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
@@ -357,20 +354,24 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-def _of_matmul(input: Any, other: Any, **others: Any) -> tuple[Any, ...]:
+_ByRight = tuple[Tensor | None, Tensor, Tensor, dict[str, object]]
+"""Bias, input, weight, and what is none of these."""
+
+
+def _of_matmul(input: Tensor, other: Tensor, **others: object) -> _ByRight:
     return None, input, other, others
 
 
-def _of_mm(input: Any, mat2: Any, **others: Any) -> tuple[Any, ...]:
+def _of_mm(input: Tensor, mat2: Tensor, **others: object) -> _ByRight:
     return None, input, mat2, others
 
 
-def _of_addmm(input: Any, mat1: Any, mat2: Any, **others: Any) -> tuple[Any, ...]:
+def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: object) -> _ByRight:
     return input, mat1, mat2, others
 
 
-# Products with a weight [in, out] on the right: from their arguments to bias, input, weight and what is none of these.
-_BY_RIGHT: dict[Func, Callable[..., tuple[Any, ...]]] = {
+# Products with a weight [in, out] on the right, and how to read their arguments.
+_BY_RIGHT: dict[Func, Callable[..., _ByRight]] = {
     torch.matmul: _of_matmul, Tensor.matmul: _of_matmul, Tensor.__matmul__: _of_matmul,
     torch.mm: _of_mm, Tensor.mm: _of_mm, torch.addmm: _of_addmm, Tensor.addmm: _of_addmm,
 }  # fmt: skip
@@ -380,9 +381,9 @@ class _AsWeight(torch.autograd.Function):
     """A plain tensor as a weight with a recipe; gradients pass."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, config: HybridConfig) -> MasterWeight:
+    def forward(ctx: object, values: Tensor, config: HybridConfig) -> MasterWeight:
         return MasterWeight(values.detach(), config)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output, None

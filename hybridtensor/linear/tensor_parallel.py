@@ -154,11 +154,11 @@ class _Elsewhere(torch.autograd.Function):
     """A bias that another rank adds to a sum over ranks; its gradient is the same everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
+    def forward(ctx: object, bias: Tensor) -> Tensor:
         return torch.zeros_like(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+    def backward(ctx: object, grad_output: Tensor) -> Tensor:
         return grad_output
 
 
