@@ -80,7 +80,7 @@ class Layer(NamedTuple):
         if known is not None or not self.is_stack:
             return known
         part = part_of(self.weight)
-        if not is_converted(part):
+        if not is_converted(part) or part.config is None:
             return None
         state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
         return LayerRecipe(part.config, state)

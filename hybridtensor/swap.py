@@ -92,7 +92,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
         _register(parameter, hooks)
 
 
-def _register(parameter: nn.Parameter, hooks: dict[str, Any]) -> None:
+def _register(parameter: nn.Parameter, hooks: dict[str, object]) -> None:
     """Give a parameter its hooks again, which went with what it was."""
     for name, registered in hooks.items():
         if registered:
@@ -129,7 +129,7 @@ class ApplyInPlace:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> nn.Module:
         """Convert the parameters and buffers of the module, and of those inside."""
         module = self._module()
         if module is None:
@@ -144,14 +144,14 @@ class ApplyInPlace:
             module._parameters.update(own)
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ApplyInPlace:
+    def __deepcopy__(self, memo: dict[int, object]) -> ApplyInPlace:
         return type(self)(copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return copyreg.__newobj__, (ApplyInPlace,), (self._module(),)  # type: ignore[attr-defined]
 
     def __setstate__(self, state: tuple[nn.Module]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        ApplyInPlace.__init__(self, *state)
 
 
 def _is_own(parameter: object) -> bool:

@@ -23,8 +23,8 @@ LAYERS = [
     "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "common_scale",
-    "intercepting", "quantized_tensor", "identity_tensor", "shared_face", "sharded_face", "faces", "hybrid_tensor",
+    "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "intercepting",
+    "common_scale", "quantized_tensor", "identity_tensor", "shared_face", "sharded_face", "faces", "hybrid_tensor",
     "followers", "quantized_when_used", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "hybrid_values", "master"]

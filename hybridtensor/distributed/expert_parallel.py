@@ -100,7 +100,8 @@ class Route(NamedTuple):
 
 def _exchanged(tensor: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     made = c10d.all_to_all_single(tensor.contiguous(), received, sent, group)
-    return c10d.wait_tensor(made)  # type: ignore[no-any-return]
+    arrived: Tensor = c10d.wait_tensor(made)
+    return arrived
 
 
 def moved(tensor: Tensor, route: Route, *, back: bool, quantizer: Quantizer | None) -> Tensor:
@@ -218,9 +219,10 @@ class ExpertParallel(ParallelStyle):
             )
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.dim() and parameter.shape[0] == count:
-                cut: Any = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-                if is_converted(local(cut)):
-                    local(cut).record.first = first_expert(cut)
+                cut = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+                part = local(cut)
+                if is_converted(part):
+                    part.record.first = first_expert(cut)
                 module.register_parameter(
                     name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
                 )
@@ -234,18 +236,20 @@ class ExpertParallel(ParallelStyle):
 
 
 def tokens_travel(style: ExpertParallel, module: nn.Module) -> tuple[str, str]:
-    """Return what of tokens travels in forward, in words, and why it is values; or ""."""
+    """Describe what dispatch sends, and say why it is high-precision values; the second text is empty where it is
+    not.
+    """
     quantizer, reason = _input_quantizer(style, module)
     return ("values", reason) if quantizer is None else (f"rowwise, {quantizer.rowwise_format}", "")
 
 
 def _input_quantizer(style: ExpertParallel, module: nn.Module) -> tuple[Quantizer | None, str]:
-    """Return what quantizes tokens before they travel, or None and why they are not."""
+    """Return the quantizer of the tokens that dispatch sends, or None and why they are sent in high precision."""
     if style.dispatch != "faces":
         return None, "dispatch='bf16'"
-    parts: list[Any] = [local(p) for p in module._parameters.values() if p is not None]
+    parts = [local(p) for p in module._parameters.values() if p is not None]
     weights = [part for part in parts if part.dim() == 3]
-    found = [part.config for part in weights if is_converted(part)]
+    found = [part.config for part in weights if is_converted(part) and part.config is not None]
     if not found or len(found) < len(weights) or any(config != found[0] for config in found):
         return None, "its experts have different recipes, or none"
     return _of_rows(found[0].input)
@@ -321,7 +325,6 @@ class _Forward:
             tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
         routed = sum(route.sent)
         quantizer, reason = _input_quantizer(style, module)
-        mine: Any
         if quantizer is None:
             _tell_once(module, reason)
             mine = _Move.apply(tokens[:routed], route, False, None, of_gradient)  # type: ignore[no-untyped-call]
@@ -339,8 +342,9 @@ class _Forward:
     def _run(self, tokens: Tensor, counts: Tensor) -> Tensor:
         if self._inner is not None:
             out: Tensor = self._inner(tokens, counts)
-            return out
-        return type(self._module).forward(self._module, tokens, counts)  # type: ignore[no-any-return]
+        else:
+            out = type(self._module).forward(self._module, tokens, counts)
+        return out
 
 
 @contextlib.contextmanager
@@ -350,7 +354,7 @@ def _local_parts(module: nn.Module) -> Iterator[None]:
     before = dict(module._parameters)
     for name, parameter in before.items():
         if isinstance(parameter, DTensor):
-            part: Any = local(parameter)
+            part = local(parameter)
             state = module._modules.get(f"{name}_{STATE}")
             if is_converted(part) and isinstance(state, LayerState):
                 part.record.layer = state  # that of a copied module is its own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -90,7 +89,7 @@ def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ..
         experts: Dimensions that experts go to.
     """
     for parameter in model.parameters():
-        part: Any = local(parameter)
+        part = local(parameter)
         if not isinstance(parameter, DTensor) or not is_converted(part):
             continue
         known = parameter.device_mesh.mesh_dim_names or ()

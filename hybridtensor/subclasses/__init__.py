@@ -1,5 +1,7 @@
 """The tensor classes; what they answer to aten operators is in ``operators``."""
 
+from typing import TypeGuard
+
 from hybridtensor.subclasses import operators, quantizing  # noqa: F401  (fill the tables, and add methods to quantizers)
 from hybridtensor.subclasses.faces import FaceTensor
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
@@ -19,6 +21,6 @@ __all__ = [
 ]
 
 
-def is_converted(weight: object) -> bool:
+def is_converted(weight: object) -> TypeGuard[MasterWeight | HybridTensor]:
     """Whether ``weight`` is one of ours."""
     return isinstance(weight, (MasterWeight, HybridTensor))

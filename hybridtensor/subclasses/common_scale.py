@@ -22,6 +22,7 @@ from hybridtensor.formats import FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 T = TypeVar("T")
 _ALIGNED = 4  # numbers of four bytes: kernels write where addresses are multiples of 16
@@ -55,7 +56,7 @@ class CommonScale:
         """The layers; None for those that are no more."""
         return [module() for module in self._modules]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CommonScale:
+    def __deepcopy__(self, memo: dict[int, object]) -> CommonScale:
         """Copy the layers along with one of them; a copy of a weight alone keeps its common scale."""
         modules = self.modules
         if not any(id(module) in memo for module in modules):
@@ -70,7 +71,7 @@ class CommonScale:
 
     def __setstate__(self, modules: list[nn.Module | None]) -> None:
         """Undo ``__getstate__``."""
-        self.__init__(module for module in modules if module is not None)  # type: ignore[misc]
+        CommonScale.__init__(self, (module for module in modules if module is not None))
 
     @property
     def num_weights(self) -> int:
@@ -78,7 +79,7 @@ class CommonScale:
         return len({id(part.record) for part in self.parts})
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[InterceptingTensor]:
         """The weights, or what this rank has of them.
 
         Raises:
@@ -97,7 +98,7 @@ class CommonScale:
         """Measure master weights that were written since the last time; FSDP2's parts are left to its
         gathers, which do that over all ranks.
         """
-        weights = self.parts
+        weights: list[Any] = self.parts
         if any(getattr(weight, "record", None) and weight.record.shard for weight in weights):
             return
         if not any(measures_tensor(weight.recipe.weight) for weight in weights):
@@ -135,7 +136,9 @@ class CommonScale:
         self.version += 1
 
 
-def by_scale(items: Iterable[T], part_of: Callable[[T], Any]) -> list[tuple[CommonScale, list[T]]]:
+def by_scale(
+    items: Iterable[T], part_of: Callable[[T], InterceptingTensor]
+) -> list[tuple[CommonScale, list[T]]]:
     """Return items by the common scale of the weights that they are of; those of no weight with an
     amax of the tensor are left out.
 
@@ -157,14 +160,15 @@ def by_scale(items: Iterable[T], part_of: Callable[[T], Any]) -> list[tuple[Comm
     return list(found.values())
 
 
-def _part(weight: Tensor) -> Any:
+def _part(weight: Tensor) -> InterceptingTensor:
     """Return this rank's part of a weight, also of one that FSDP2 has gathered."""
     part: Any = local(weight)
     gathered = getattr(getattr(part, "record", None), "gathered", None)
-    return part if gathered is None else gathered.sharded.tensor
+    found: InterceptingTensor = part if gathered is None else gathered.sharded.tensor
+    return found
 
 
-def _is_replayed(weights: Sequence[Any]) -> bool:
+def _is_replayed(weights: Sequence[InterceptingTensor]) -> bool:
     """Return whether a CUDA graph writes one of the weights, which nothing counts."""
     return any(weight.record.replayed for weight in weights)
 

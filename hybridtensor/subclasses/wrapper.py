@@ -303,8 +303,7 @@ class WrapperTensor(Tensor):
 
     def tolist(self) -> list[Any]:
         """Return the values as nested lists of numbers."""
-        values: list[Any] = self.dequantize().tolist()
-        return values
+        return self.dequantize().tolist()
 
 
 def require_plain(who: str, x: object) -> None:

@@ -17,7 +17,7 @@ from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
 from hybridtensor.dtensor import local, mesh_along, name_of
 from hybridtensor.linear.layer_forward import recipe_of, runs_linear
-from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.linear.operands import WEIGHTS, Weight
 from hybridtensor.ops.library import autocasts, left_whole
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -29,7 +29,7 @@ def config_of(layers: Sequence[nn.Linear]) -> HybridConfig | None:
     found = None
     for layer in layers:
         weight = layer._parameters.get("weight")
-        part: Any = None if weight is None else local(weight)
+        part = None if weight is None else local(weight)
         if not isinstance(part, WEIGHTS) or part.config is None:
             return None
         if found is not None and found.input != part.config.input:
@@ -73,14 +73,14 @@ def _is_even(x: DTensor) -> bool:
 
 def tokens_of(x: Tensor, layout: Placement | None) -> int | None:
     """Return how many tokens of a sequence this rank has, or None if no tokens are split."""
-    if not isinstance(layout, Shard) or not isinstance(x, Tensor) or not x.is_floating_point():
+    if not isinstance(layout, Shard) or not x.is_floating_point():
         return None
     dim = layout.dim % x.dim()
     return x.shape[dim] if dim < min(2, x.dim() - 1) else None
 
 
 def gathered_input(
-    x: Any, layers: Sequence[nn.Linear], layout: Placement, mesh: DeviceMesh
+    x: object, layers: Sequence[nn.Linear], layout: Placement, mesh: DeviceMesh
 ) -> HybridTensor | DTensor | None:
     """Return the whole of an input: quantized, or in values where scale blocks do not fit the
     shards; None if it is none of tokens, or the layers need other faces.
@@ -95,7 +95,9 @@ def gathered_input(
         if x.placements != (layout,) or not _is_even(x):
             return None
         x = x.to_local()
-    if config_of(layers) is None or tokens_of(x, layout) is None or not isinstance(layout, Shard):
+    if not isinstance(x, Tensor) or not isinstance(layout, Shard):
+        return None
+    if config_of(layers) is None or tokens_of(x, layout) is None:
         return None
     _require_common_scales(layers[0], mesh)
     needed = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)
@@ -130,7 +132,7 @@ def _gather_input(
     return GatherInput.apply(x, gathering)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scattered_output(y: Any, layer: nn.Linear, layout: Placement) -> Tensor | None:
+def scattered_output(y: object, layer: nn.Linear, layout: Placement) -> Tensor | None:
     """Return this rank's tokens of a sum over ranks, whose gradient is gathered quantized where one
     payload has both faces; None if they are no tokens, or the layer needs the gradient's values.
     """
@@ -160,7 +162,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
     return ScatterOutput.apply(values, gathering)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _tell_once(weight: Any, role: str, reason: str) -> None:
+def _tell_once(weight: Weight, role: str, reason: str) -> None:
     """Log why values are gathered, at the first call."""
     name = "" if weight.state is None else weight.state.name
     if (name, role, reason) not in _told:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed.tensor.parallel as torch_styles
 from torch import nn
@@ -18,6 +17,7 @@ from hybridtensor.distributed.sequence.activations import (
 from hybridtensor.dtensor import name_of, placement_along
 from hybridtensor.state.contract import require_contract
 from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.op_table import Args, Kwargs
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
@@ -39,9 +39,9 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         input_layouts: tuple[Placement, ...],
         desired_input_layouts: tuple[Placement, ...],
         mod: nn.Module,
-        inputs: tuple[Any, ...],
+        inputs: Args,
         device_mesh: DeviceMesh,
-    ) -> Any:
+    ) -> object:
         # torch's private hook, which its own ``_apply`` installs
         x = inputs[0]
         if isinstance(x, HybridTensor):
@@ -84,9 +84,7 @@ class _Preparation:
     def __init__(self, style: PrepareModuleInput, mesh: DeviceMesh, names: Sequence[str]) -> None:
         self.style, self.mesh, self.names = style, mesh, names
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Gather the inputs."""
         style = self.style
         layouts, desired = style.input_layouts or (), style.desired_input_layouts or ()
@@ -113,12 +111,16 @@ class _Preparation:
 
     def layers(self, module: nn.Module) -> list[nn.Linear]:
         """Return the column-parallel layers of the module."""
-        found: list[Any] = [module.get_submodule(name) for name in self.names]
-        return [layer for layer in found if is_column_parallel(layer, self.mesh)]
+        found = [module.get_submodule(name) for name in self.names]
+        return [
+            layer
+            for layer in found
+            if isinstance(layer, nn.Linear) and is_column_parallel(layer, self.mesh)
+        ]
 
     def _prepared(
-        self, layers: list[nn.Linear], x: Any, layout: Placement | None, wanted: Placement | None
-    ) -> Any:
+        self, layers: list[nn.Linear], x: object, layout: Placement | None, wanted: Placement | None
+    ) -> object:
         if layout is not None and isinstance(wanted, Replicate):
             gathered = gathered_input(x, layers, layout, self.mesh)
             if isinstance(gathered, DTensor) and self.style.use_local_output:
@@ -147,9 +149,9 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         output_layouts: tuple[Placement, ...],
         use_local_output: bool,
         mod: nn.Module,
-        outputs: Any,
+        outputs: object,
         device_mesh: DeviceMesh,
-    ) -> Any:
+    ) -> object:
         # torch's private hook, which its own ``_apply`` installs
         if isinstance(mod, nn.Linear):
             scattered = scattered_output(outputs, mod, output_layouts[0])

@@ -30,7 +30,7 @@ _NUM_INPUTS = 6
 _IN_GRAPHS = "Tensor? after=None, int notes=0"
 
 
-def _reference(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
+def _reference(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     taken, noted = _taken(x, *inputs)
     return [*tensors_of(define_faces(x, parse_request(request), taken)), *noted]
 
@@ -43,14 +43,14 @@ def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     return taken._replace(noted_amax=noted[0]) if noted else taken, noted
 
 
-def _on_a_gpu(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
+def _on_a_gpu(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     if x.numel() == 0:
         return _reference(x, request, *inputs)
     parsed, (taken, noted) = parse_request(request), _taken(x, *inputs)
     return [*tensors_of(cast_on_gpu(x, parsed, taken).run(x, taken)), *noted]
 
 
-def _fake(x: Tensor, request: str, *inputs: Any) -> list[Tensor]:
+def _fake(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     (rows, columns), (row, column, _source, _dtype) = x.shape, parse_request(request)
     layouts = () if row is None else face_layouts(row.format, rows, columns)
     if column is not None:
@@ -105,7 +105,7 @@ _MEASURE = define(
 implement("measure", _measure_on_a_gpu)
 
 
-def _reference_into(x: Tensor, out: list[Tensor], request: str, *inputs: Any) -> None:
+def _reference_into(x: Tensor, out: list[Tensor], request: str, *inputs: object) -> None:
     for target, made in zip(out, _reference(x, request, *inputs), strict=True):
         target.copy_(made)
     increment_version(out)  # where a mode watches, autograd does not see the copies
