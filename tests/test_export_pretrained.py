@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -356,9 +357,34 @@ class TestTheCommand:
         got, expected = load_file(tmp_path / "out" / "model.safetensors"), dict(ht.inference_tensors(model))
         assert all(torch.equal(got[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items())
 
-    def test_what_is_wrong_is_told(self, tmp_path, capsys):
-        assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out"), "--recipe", "fp8"]) == 1
-        assert "nowhere" in capsys.readouterr().err
+    def test_static_scales_of_a_run(self, tmp_path, capsys):
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"]), dtype=torch.bfloat16)
+        plain.config.save_pretrained(tmp_path / "config")
+        model = ht.quantize_(plain, "fp8_delayed")
+        model(input_ids=torch.arange(8)[None]).logits.float().square().mean().backward()
+        ht.step_(model)
+        checkpoint.save(tmp_path / "run", 3, {"model": model})
+        command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--recipe", "fp8_delayed", "--static-inputs"]
+        assert main([*command, "--config", str(tmp_path / "config")]) == 0
+        got = load_file(tmp_path / "out" / "model.safetensors")
+        expected = dict(ht.inference_tensors(model, static_inputs=True))
+        scales = [name for name in got if name.endswith("input_scale")]
+        assert scales
+        assert all(torch.equal(got[name], expected[name]) for name in scales)
+
+    @pytest.mark.parametrize(
+        ("source", "folder", "options", "told"),
+        [
+            ("nowhere", "out", [], "or one of a run's checkpoints, is required, got .*nowhere"),
+            (".", "there", [], "a new folder whose parent is there is required, got .*there"),
+            (".", "no/out", [], "a new folder whose parent is there is required, got .*no/out"),
+            (".", "out", ["--static-inputs"], "--static-inputs requires a run's checkpoints"),
+        ],
+    )
+    def test_what_is_wrong_is_told(self, source, folder, options, told, tmp_path, capsys):
+        (tmp_path / "there").mkdir()
+        assert main(["export", str(tmp_path / source), str(tmp_path / folder), "--recipe", "fp8", *options]) == 1
+        assert re.search(told, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("layout", ["ct_fp8_block", "hf_fp8", "ct_fp8_tensor", "ct_fp8_row"])

@@ -213,3 +213,53 @@ def test_weights_in_one_memory():
     flat = torch.randn(384 * 256 + 128 * 384).bfloat16() / 16
     model[0].weight.data, model[2].weight.data = flat[: 384 * 256].view(384, 256), flat[384 * 256 :].view(128, 384)
     assert ht.mismatch(ht.quantize_(model, "mxfp8"), random_tensor(8, 256)).is_zero
+
+
+def trained(net, width=256, steps=3):
+    """Train with delayed scales on small inputs."""
+    ht.quantize_(net, "fp8_delayed")
+    for step in range(steps):
+        net(random_tensor(40, width, seed=step, dtype=next(net.parameters()).dtype)).square().mean().backward()
+        ht.step_(net)
+    return net
+
+
+@pytest.mark.parametrize("layout", ["auto", "ct_fp8_row"])
+def test_static_scales_of_inputs(layout):
+    """With the scales of training the engine is at one with it, also where inputs saturate, but for the last bit of a
+    reciprocal of a reciprocal; without them it measures.
+    """
+    model = trained(mlp())
+    x = 8.0 * random_tensor(40, 256, dtype=torch.bfloat16, seed=9)
+    for static in ({"static_inputs": True}, {"tensors": stacked(model, layout)}):
+        found = ht.mismatch(model, x, layout, **static)
+        assert {layer.activation for layer in found.layers} == {"fp8_e4m3_tensor, static"}
+        assert max(layer.value for layer in found.layers) < 0.05
+    assert max(layer.value for layer in ht.mismatch(model, x, layout).layers) > 1
+    assert {layer.activation for layer in ht.mismatch(model, x, layout).layers} == {"fp8_e4m3_tensor"}
+
+
+def stacked(model, layout="auto"):
+    return ht.inference_tensors(model, layout, experts="stacked", static_inputs=True)
+
+
+def test_static_scales_of_experts():
+    model = trained(Mixture(), 64)
+    x = random_tensor(40, 64, dtype=torch.float32)
+    found = ht.mismatch(model, x, static_inputs=True)
+    assert {layer.activation for layer in found.layers} == {"fp8_e4m3_tensor, static"}
+    (one,) = (found.layers,)
+    assert max(layer.value for layer in one) < max(layer.value for layer in ht.mismatch(model, x).layers)
+
+
+def test_static_scales_that_are_wrong():
+    model = trained(mlp())
+    tensors = dict(stacked(model))
+    with pytest.raises(ValueError, match=r"mismatch: 0\.input_scale: finite scales above zero are required"):
+        ht.mismatch(model, random_tensor(4, 256), tensors=(tensors | {"0.input_scale": torch.zeros(1)}).items())
+    with pytest.raises(ValueError, match=r"mismatch: 0\.input_scale of 1 scales is required, got \[2\]"):
+        ht.mismatch(model, random_tensor(4, 256), tensors=(tensors | {"0.input_scale": torch.ones(2)}).items())
+    with pytest.raises(ValueError, match="static_inputs without tensors"):
+        ht.mismatch(model, random_tensor(4, 256), static_inputs=True, tensors=tensors.items())
+    with pytest.raises(ValueError, match="static_inputs requires a layer with delayed scales"):
+        ht.mismatch(ht.quantize_(mlp(), "fp8"), random_tensor(4, 256), static_inputs=True)

@@ -47,12 +47,18 @@ def add(parsers: Parsers) -> None:
     export.add_argument(
         "--persistent", action="store_true", help="the run trained persistent weights"
     )
+    export.add_argument(
+        "--static-inputs",
+        action="store_true",
+        help="store the delayed scales of inputs that the run learned; else engines measure inputs",
+    )
 
 
 def _run(given: argparse.Namespace) -> int:
+    _check(given)
     models: Any = transformers().AutoModelForCausalLM
     dtype = DTYPES[given.dtype]
-    if any(given.source.glob("step_*")):
+    if _is_run(given.source):
         if given.config is None:
             raise ValueError(
                 f"--config is required, a folder with config.json, for the checkpoints in {given.source}"
@@ -64,13 +70,37 @@ def _run(given: argparse.Namespace) -> int:
     else:
         loaded = models.from_pretrained(given.source, dtype=dtype)
         model, beside = _converted(loaded, given), given.source
-    folder = export_pretrained(model, given.folder, given.layout, experts=given.experts)
+    folder = export_pretrained(
+        model, given.folder, given.layout, experts=given.experts, static_inputs=given.static_inputs
+    )
     for pattern in _BESIDE:
         for file in beside.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
     print(folder)
     return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise ValueError for folders that cannot be, before anything is loaded."""
+    if not given.source.is_dir():
+        raise ValueError(
+            f"a folder that transformers loads, or one of a run's checkpoints, is required, got {given.source}"
+        )
+    if given.folder.exists() or not given.folder.parent.is_dir():
+        raise ValueError(
+            f"a new folder whose parent is there is required, got {given.folder}; name another"
+        )
+    if given.static_inputs and not _is_run(given.source):
+        raise ValueError(
+            f"--static-inputs requires a run's checkpoints, which have scales of inputs, got {given.source}; leave it "
+            "out"
+        )
+
+
+def _is_run(folder: Path) -> bool:
+    """Tell whether a folder is one of checkpoints."""
+    return any(folder.glob("step_*"))
 
 
 def _converted(model: nn.Module, given: argparse.Namespace) -> nn.Module:

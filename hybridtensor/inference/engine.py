@@ -95,6 +95,13 @@ def decoded_input(x: Tensor, quantizer: OneFormatQuantizer) -> Decoded:
     return _of_blocks(elements, row.scale)
 
 
+def static_input(x: Tensor, scale: Tensor) -> Decoded:
+    """Return tokens ``[T, K]`` as an engine quantizes them with a scale that is stored: times its reciprocal."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    elements = (x.float() * scale.reciprocal()).clamp(-most, most).to(torch.float8_e4m3fn)
+    return Decoded(elements.float(), scale.view(1, 1))
+
+
 def _of_blocks(elements: Tensor, scale: Tensor) -> Decoded:
     """Return elements with scales ``[rows, blocks]`` of 128 each."""
     if bool((torch.frexp(scale)[0] == 0.5).all()):

@@ -19,7 +19,9 @@ from hybridtensor.inference.engine import (
     decoded_weight,
     product,
     rule,
+    static_input,
 )
+from hybridtensor.inference.input_scales import scales_beside
 from hybridtensor.inference.stored import packed_matrix, packed_stack
 from hybridtensor.inference.weights import Exported
 from hybridtensor.quantizers import OneFormatQuantizer
@@ -43,16 +45,30 @@ class EngineWeight(NamedTuple):
         matrices: One, or one for each expert.
         is_stack: Whether it is of experts.
         inputs: How its inputs are quantized, or None.
+        scales: Scales of inputs that are stored, fp32 ``[1]``, as many as matrices; or None: inputs are measured.
     """
 
     matrices: list[Decoded]
     is_stack: bool
     inputs: OneFormatQuantizer | None
+    scales: tuple[Tensor, ...] | None = None
+
+    @property
+    def told(self) -> str:
+        """How inputs are quantized, for people."""
+        if self.inputs is None:
+            return "none"
+        return str(self.inputs.format) if self.scales is None else f"{self.inputs.format}, static"
 
     def linear(self, x: Tensor, bias: Tensor | None, expert: int = 0) -> Tensor:
         """Return the product of tokens of any shape with one matrix."""
         flat = x.reshape(-1, x.shape[-1])
-        given = Decoded(flat.float()) if self.inputs is None else decoded_input(flat, self.inputs)
+        if self.inputs is None:
+            given = Decoded(flat.float())
+        elif self.scales is None:
+            given = decoded_input(flat, self.inputs)
+        else:
+            given = static_input(flat, self.scales[expert].to(flat.device))
         out = product(given, self.matrices[expert], bias, x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -153,7 +169,10 @@ def engine_weight(
         if is_stack
         else [packed]
     )
-    return EngineWeight([decoded_weight(of_one) for of_one in each], is_stack, inputs)
+    scales = None
+    if name == "tensor":  # the one rule whose scales are stored
+        scales = scales_beside(who, one.name, known, len(each) if is_stack else None)
+    return EngineWeight([decoded_weight(of_one) for of_one in each], is_stack, inputs, scales)
 
 
 def put_weights(engine: nn.Module, weights: Mapping[str, EngineWeight]) -> Engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,33 @@ def check_inputs(who: str, found: list[Exported]) -> None:
                 f"{who}: static_inputs requires scales that follow from inputs, got none measured of {one.name}; run "
                 "steps of training first"
             )
+
+
+def scales_beside(
+    who: str, name: str, tensors: Mapping[str, Tensor], experts: int | None
+) -> tuple[Tensor, ...] | None:
+    """Return the scales of inputs that are stored beside a weight, fp32 ``[1]`` each, one for each expert; None if
+    there are none.
+
+    Args:
+        who: Begins messages.
+        name: Of the weight.
+        tensors: By name, stacks of experts as one each.
+        experts: How many a stack has; None of a matrix.
+
+    Raises:
+        ValueError: If there are others than one for each matrix, or they are no numbers above zero.
+    """
+    key = name.removesuffix("weight") + SUFFIX if experts is None else f"{name}_{SUFFIX}"
+    if key not in tensors:
+        return None
+    scale, count = tensors[key], 1 if experts is None else experts
+    require_scales(key, scale, who)
+    if scale.numel() != count:
+        raise ValueError(
+            f"{who}: {key} of {count} scales is required, got {list(scale.shape)}; pass what inference_tensors gives"
+        )
+    return scale.float().reshape(count, 1).unbind(0)
 
 
 def stored_inputs(

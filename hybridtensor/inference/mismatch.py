@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.arguments import require_choice, require_int, require_items, require_module, wrong
+from hybridtensor.arguments import (
+    require_choice,
+    require_flag,
+    require_int,
+    require_items,
+    require_module,
+    wrong,
+)
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.inference.engine_mode import (
     RULES,
@@ -25,7 +32,6 @@ from hybridtensor.inference.tensors import inference_tensors
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.plain import plain_
 from hybridtensor.printed import Printed
-from hybridtensor.quantizers import OneFormatQuantizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +46,7 @@ class LayerMismatch:
     Attributes:
         layer: Fully qualified name.
         layouts: Of its weights.
-        activation: The engine's rule for its inputs, or "none".
+        activation: The engine's rule for its inputs, "static" where their scales are stored, or "none".
         bits: Largest difference, in units in the last place of the output's dtype.
         value: Largest difference.
         share: Share of the outputs that differ.
@@ -111,6 +117,7 @@ def mismatch(
     activation: str | None = None,
     *,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
+    static_inputs: bool = False,
     seed: int = 0,
 ) -> Mismatch:
     """Run the forward that is trained, and the one of an engine that has the exported tensors.
@@ -129,19 +136,27 @@ def mismatch(
             ``"1x128"``, as MXFP8 ``"1x32"``, as NVFP4 ``"1x16"``; None is as the recipe, where that is
             one of these.
         tensors: What the engine has, if not what is exported now: as ``inference_tensors(model,
-            layout, experts="stacked")`` names it.
+            layout, experts="stacked")`` names it. Static scales of inputs among them are used.
+        static_inputs: Whether the engine has the delayed scales of inputs, as exports with ``static_inputs=True`` do;
+            else it measures inputs.
         seed: Of the tokens that are sampled for ratios.
 
     Raises:
         ImportError: If compressed-tensors is not installed, and needed for NVFP4.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a weight has no layout, a tensor is missing, the recipe's rule for inputs is no
-            engine's, or outputs are no logits.
+            engine's, there are no static scales to export, or outputs are no logits.
         NotImplementedError: If the model is sharded.
     """
     require_module(_WHO, model)
     require_layout(_WHO, layout)
     require_int(_WHO, at_least=0, seed=seed)
+    require_flag(_WHO, static_inputs=static_inputs)
+    if static_inputs and (tensors is not None or activation not in (None, "tensor")):
+        raise ValueError(
+            f"{_WHO}: static_inputs without tensors and without another rule than activation='tensor' is required, got "
+            "both; tensors that inference_tensors(..., static_inputs=True) gives have the scales"
+        )
     if activation is not None:
         require_choice(_WHO, "activation", activation, RULES)
     if is_sharded(model):
@@ -150,7 +165,9 @@ def mismatch(
             "exported in one process, and compare there"
         )
     found = [one for one in exported(_WHO, model, layout) if one.layout is not None]
-    sent = inference_tensors(model, layout, experts="stacked") if tensors is None else tensors
+    sent = tensors
+    if tensors is None:
+        sent = inference_tensors(model, layout, experts="stacked", static_inputs=static_inputs)
     known = _by_name(sent)
     with _evaluating(model):
         ran, trained = _recorded(model, batch, found)
@@ -243,17 +260,13 @@ def _compared(
             value = max(value, float(difference.max()) if difference.numel() else 0.0)
             differing, total = differing + int((apart != 0).sum()), total + apart.numel()
     layouts = "/".join(dict.fromkeys(one.layout.name for one in some if one.layout is not None))
-    rules = dict.fromkeys(_told(weights[one.name].inputs) for one in some)
+    rules = dict.fromkeys(weights[one.name].told for one in some)
     name = next(
         one.layer.name if not one.layer.is_stack else one.name.rpartition(".")[0]
         for one in some
         if one.layer
     )
     return LayerMismatch(name, layouts, "/".join(rules), bits, value, differing / max(total, 1))
-
-
-def _told(inputs: OneFormatQuantizer | None) -> str:
-    return "none" if inputs is None else str(inputs.format)
 
 
 def _tensors(output: Any) -> list[Tensor]:

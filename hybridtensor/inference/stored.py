@@ -19,6 +19,7 @@ from hybridtensor.ops.dequantize import face_values
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.state import Context
 
+_WHO = "load_pretrained"
 SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_global_scale")
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SIDE = 128
@@ -86,12 +87,13 @@ def require_values(name: str, stored: Tensor) -> None:
         )
 
 
-def require_scales(name: str, scale: Tensor) -> None:
+def require_scales(name: str, scale: Tensor, who: str = _WHO) -> None:
     """Raise ValueError unless scales are numbers above zero; those of NVFP4's blocks may be zero.
 
     Args:
         name: Of the weight.
         scale: Numbers; exponents (E8M0, or their bytes), of which 255 is NaN; or E4M3.
+        who: Begins messages.
     """
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         bad = scale.view(torch.uint8) == 255
@@ -102,11 +104,11 @@ def require_scales(name: str, scale: Tensor) -> None:
         bad = ~(numbers.isfinite() & (numbers > 0))
     else:
         raise ValueError(
-            f"load_pretrained: {name}: scales in a floating-point dtype are required, got {told(scale.dtype)}"
+            f"{who}: {name}: scales in a floating-point dtype are required, got {told(scale.dtype)}"
         )
     if bool(bad.any()):
         raise ValueError(
-            f"load_pretrained: {name}: finite scales above zero are required, got {int(bad.sum())} others of "
+            f"{who}: {name}: finite scales above zero are required, got {int(bad.sum())} others of "
             f"{scale.numel()}; the file is damaged, or was written by something else"
         )
 
