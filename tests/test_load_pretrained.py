@@ -4,6 +4,7 @@ Oracle: the bytes of parameters, buffers and the state of quantizers before.
 """
 
 import itertools
+import json
 import os
 
 import pytest
@@ -85,12 +86,38 @@ class TestNothingIsWritten:
             ("got no", {"3.bias": None}),
             (r"3\.bias of \[64\] is required", {"3.bias": torch.ones(1)}),
             (r"1\.num_batches_tracked in torch\.int64", {"1.num_batches_tracked": torch.tensor(1.0)}),
+            (r"3\.weight: elements that are numbers", {"3.weight": torch.full((64, 64), 0xFF, dtype=torch.uint8)}),
+            (
+                "scales are required with which elements are finite, got up to 3e",
+                {"3.weight_scale": torch.tensor([3e38])},
+            ),
+            (
+                r"3\.bias: values that are numbers are required, got 64 NaN of 64",
+                {"3.bias": torch.full((64,), torch.nan)},
+            ),
+            (r"3\.bias: values that torch\.float32 holds", {"3.bias": torch.full((64,), 1e300, dtype=torch.float64)}),
         ],
-        ids=["nan", "tiny", "no-elements", "no-scales", "packed-too", "global-too", "both", "missing", "bias", "dtype"],
+        ids=[
+            *(
+                "nan",
+                "tiny",
+                "no-elements",
+                "no-scales",
+                "packed-too",
+                "global-too",
+                "both",
+                "missing",
+                "bias",
+                "dtype",
+            ),
+            *("nan-elements", "huge", "nan-bias", "overflow"),
+        ],
     )
     def test_where_the_last_tensor_is_wrong(self, kind, says, change, tmp_path):
         folder = ht.export_pretrained(model(seed=1), tmp_path / "out", dtype=torch.float32)
         changed = {**load_file(folder / "model.safetensors"), **change}
+        if changed["3.weight"] is not None:
+            changed["3.weight"] = changed["3.weight"].view(torch.float8_e4m3fn)
         (tmp_path / "bad").mkdir()
         save_file({name: t for name, t in changed.items() if t is not None}, tmp_path / "bad" / "model.safetensors")
         net = model(kind)
@@ -268,3 +295,61 @@ class TestLinks:
         blobs.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(ValueError, match="in the blobs of its cache, is required"):
             ht.load_pretrained(model(), snapshot)
+
+
+class TestFalseClaims:
+    """What index and configuration say of the tensors must be so."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        """One in two files."""
+        tensors = dict(ht.inference_tensors(model(), dtype=torch.float32))
+        index = {name: f"{int(name == '3.bias')}.safetensors" for name in tensors}
+        for file in ("0.safetensors", "1.safetensors"):
+            save_file({name: tensors[name] for name in tensors if index[name] == file}, tmp_path / file)
+        return tmp_path, index
+
+    def loaded(self, folder, index):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        ht.load_pretrained(model(seed=1), folder)
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (
+                {"3.bias": "0.safetensors", "3.weight": "1.safetensors"},
+                r"'3\.bias' in 0\.safetensors by .* in 1\.safetensors of",
+            ),
+            ({"ghost": "0.safetensors"}, r"'ghost' in 0\.safetensors by .* in no file of"),
+            ({"3.weight": None}, r"'3\.weight' in no file by .* in 0\.safetensors of"),
+        ],
+    )
+    def test_an_index(self, folder, change, told):
+        path, index = folder
+        self.loaded(path, index)
+        with pytest.raises(ValueError, match=f"an index that has each tensor with its file is required, got {told}"):
+            self.loaded(path, {name: file for name, file in (index | change).items() if file is not None})
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("{", "config.json as transformers writes it is required"),
+            ('{"quantization_config": 3}', "config.json as transformers writes it is required"),
+            ('{"quantization_config": {"quant_method": "gptq"}}', "a quant_method of .* is required .* got 'gptq'"),
+            (
+                '{"quantization_config": {"quant_method": ["fp8"]}}',
+                r"a quant_method of .* is required .* got \['fp8'\]",
+            ),
+            (
+                '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}',
+                r"a weight_block_size of \[128, 128\] is required .* got \[64, 64\]",
+            ),
+        ],
+    )
+    def test_a_configuration(self, folder, text, told):
+        path, index = folder
+        (path / "config.json").write_text('{"quantization_config": null, "time_step_limit": [0.0, Infinity]}')
+        self.loaded(path, index)
+        (path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=told):
+            self.loaded(path, index)

@@ -29,6 +29,7 @@ from hybridtensor.inference.names import unwrapped
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
 from hybridtensor.version import __version__
 
+CONFIG = "config.json"
 DIGESTS = "digests.json"
 INDEX = "model.safetensors.index.json"
 _SHARD = 5 * 10**9
@@ -187,7 +188,7 @@ def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) 
 
 def _write_rest(folder: Path, config: dict[str, Any]) -> None:
     """Write the configuration, and the digests of all files, and bring everything to the disk."""
-    _write_json(folder / "config.json", config)
+    _write_json(folder / CONFIG, config)
     files = {}
     for path in sorted(folder.iterdir()):
         size, sha256 = digest_file(path, sync=True)

@@ -17,9 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, read_json
-from hybridtensor.inference.files import DIGESTS, INDEX
+from hybridtensor.inference.files import CONFIG, DIGESTS, INDEX
 
 _CACHES = ("models--", "datasets--")
+_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt")  # with elements as here
+_SIDE = 128  # of the blocks of "fp8"
 _LIMIT = 1 << 28  # some hundred bytes per tensor, and per file
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError)
 
@@ -47,7 +49,9 @@ class Folder:
             raise ValueError(f"{who}: a folder is required, got {str(path)!r}")
         path = path.resolve()
         listed = self._check_digests(path)
-        for name in self._names(path):
+        self._check_config(path)
+        names, indexed = self._names(path)
+        for name in names:
             if listed is not None and name not in listed:
                 raise ValueError(
                     f"{who}: files of {DIGESTS} are required, got {name} besides; remove it"
@@ -62,6 +66,8 @@ class Folder:
                 )
             self._of |= dict.fromkeys(handle.keys(), handle)
             self._file |= dict.fromkeys(handle.keys(), name)
+        if indexed is not None:
+            self._check_index(path, indexed)
 
     def __enter__(self) -> Folder:
         return self
@@ -86,7 +92,7 @@ class Folder:
             yield
         except (self._library.SafetensorError, OSError, OverflowError, RuntimeError) as error:
             raise ValueError(
-                f"{self._who}: {what} as safetensors writes it is required, got damage: {error}"
+                f"{self._who}: {what} as safetensors writes it is required in {self._path}, got damage: {error}"
             ) from error
 
     @contextlib.contextmanager
@@ -126,27 +132,66 @@ class Folder:
             }
         except _DAMAGE as error:
             raise ValueError(
-                f"{self._who}: {DIGESTS} as export_pretrained writes it is required, got {error!r}"
+                f"{self._who}: {DIGESTS} as export_pretrained writes it is required in {path}, got {error!r}"
             ) from error
         for name, (size, sha256) in known.items():
             file = _regular(self._who, path, name, f", as {DIGESTS} lists it,")
             if digest_file(file, size=size) != (size, sha256):
                 raise ValueError(
                     f"{self._who}: {path / name} as it was written is required, got other bytes than {DIGESTS} has of "
-                    "it; export it again"
+                    "it; copy or export it again"
                 )
         return set(known)
 
-    def _names(self, path: Path) -> list[str]:
-        """Return the names of the files with tensors."""
+    def _check_config(self, path: Path) -> None:
+        """Raise ValueError for a configuration that says of the tensors what they cannot be here."""
+        if not os.path.lexists(path / CONFIG):
+            return
+        file = _regular(self._who, path, CONFIG)
+        try:
+            told = read_json(file.parent, file.name, _LIMIT, infinite=True).get(
+                "quantization_config"
+            )
+            method = None if told is None else told["quant_method"]
+            block = None if told is None else told.get("weight_block_size")
+        except _DAMAGE as error:
+            raise ValueError(
+                f"{self._who}: {CONFIG} as transformers writes it is required in {path}, got {error!r}"
+            ) from error
+        if method is not None and method not in _METHODS:
+            raise ValueError(
+                f"{self._who}: a quant_method of {', '.join(_METHODS)} is required in {path / CONFIG}, got "
+                f"{method!r:.80}; load a folder that export_pretrained wrote, or one in FP8"
+            )
+        if block not in (None, [_SIDE, _SIDE]):
+            raise ValueError(
+                f"{self._who}: a weight_block_size of {[_SIDE, _SIDE]} is required in {path / CONFIG}, got "
+                f"{block!r:.80}"
+            )
+
+    def _check_index(self, path: Path, indexed: dict[str, str]) -> None:
+        """Raise ValueError unless an index has each tensor with its file."""
+        for name in sorted(indexed.keys() | self._file.keys()):
+            said, found = indexed.get(name), self._file.get(name)
+            if said != found:
+                raise ValueError(
+                    f"{self._who}: an index that has each tensor with its file is required, got {name!r:.200} in "
+                    f"{said or 'no file'} by {INDEX}, and in {found or 'no file'} of {path}; download the folder again, "
+                    "or remove the index, and all files are read"
+                )
+
+    def _names(self, path: Path) -> tuple[list[str], dict[str, str] | None]:
+        """Return the names of the files with tensors, and which has which by the index, if there is one."""
+        indexed = None
         if os.path.lexists(path / INDEX):
             file = _regular(self._who, path, INDEX)
             try:
-                found = read_json(file.parent, file.name, _LIMIT)["weight_map"].values()
-                names = sorted(set(map(_plain, found)))
+                found = read_json(file.parent, file.name, _LIMIT)["weight_map"].items()
+                indexed = {str(name): _plain(file) for name, file in found}
+                names = sorted(set(indexed.values()))
             except _DAMAGE as error:
                 raise ValueError(
-                    f"{self._who}: an index with a weight_map is required, got {error!r} in {INDEX}"
+                    f"{self._who}: an index with a weight_map is required, got {error!r} in {path / INDEX}"
                 ) from error
         else:
             names = sorted(file.name for file in path.glob("*.safetensors"))
@@ -156,7 +201,7 @@ class Folder:
             raise ValueError(
                 f"{self._who}: files of safetensors are required in {path}{listed}, got none or without {absent[:5]}"
             )
-        return names
+        return names, indexed
 
 
 def _plain(name: object) -> str:

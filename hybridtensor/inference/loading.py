@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.arguments import require_flag, require_module, require_path
+from hybridtensor.arguments import require_flag, require_module, require_path, told
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.inference.files import safetensors
 from hybridtensor.inference.folder import Folder
@@ -109,6 +109,7 @@ def _read(
                 missing.append(name)
                 continue
             _require_place(name, value, found)
+            _require_numbers(name, value, found)
             state[name] = found
             inputs += stored_inputs(stored, names, name, value, layer)
     return state, inputs, missing
@@ -188,6 +189,7 @@ def _of_stack(
         whole = torch.empty(value.shape[0] * rows, columns, dtype=value.dtype)
         for own, place in places.items():
             _require_shape(own, (len(place), columns), parts[own]["weight"].shape)
+            _require_numbers(own, value, parts[own]["weight"])
             whole[place] = parts[own]["weight"].to(value.dtype)
         values: Tensor = whole.view(value.shape[0], rows, -1)
         return values.transpose(-2, -1) if turned else values
@@ -253,7 +255,7 @@ def _joined(name: str, value: Any, faces: list[Face], turned: bool) -> Tensor:
         _require_shape(name, (rows, columns), _size(face))
     fmt = _own_format(value)
     if fmt is None:
-        values = torch.stack([_values(face, value) for face in faces])
+        values = torch.stack([_values(name, face, value) for face in faces])
         return values.transpose(-2, -1) if turned else values
     own = [in_format(name, face, fmt) for face in faces]
     others = [column for face in own if (column := _columnwise(value, face)) is not None]
@@ -275,7 +277,7 @@ def _as_value(name: str, value: Any, face: Face) -> Tensor:
     """Return a face as a parameter takes it: as it is, or its values."""
     fmt = _own_format(value)
     if fmt is None:
-        return _values(face, value)
+        return _values(name, face, value)
     size = value.shape[::-1] if value.is_transposed else value.shape
     _require_shape(name, size, _size(face))
     row = in_format(name, face, fmt)
@@ -311,9 +313,33 @@ def _require_place(name: str, value: Tensor, found: Tensor) -> None:
         )
 
 
-def _values(face: Face, value: Tensor) -> Tensor:
-    """Return the values of a face in the dtype of a parameter."""
-    return face_values(face, value.dtype).to(value.device)
+def _require_numbers(name: str, value: Tensor, found: Tensor) -> None:
+    """Raise ValueError for values that a dtype makes infinite, and for a parameter with NaN."""
+    if isinstance(found, HybridTensor) or not found.is_floating_point():
+        return
+    if isinstance(value, nn.Parameter) and bool(found.isnan().any()):
+        raise ValueError(
+            f"{_WHO}: {name}: values that are numbers are required, got {int(found.isnan().sum())} NaN of "
+            f"{found.numel()}; the file is damaged, or its model had diverged"
+        )
+    if found.dtype != value.dtype and bool(
+        (found.isfinite() & ~found.to(value.dtype).isfinite()).any()
+    ):
+        raise ValueError(
+            f"{_WHO}: {name}: values that {told(value.dtype)} holds are required, got some up to "
+            f"{float(found.abs().max()):.3g} in {told(found.dtype)}; load into a model with another dtype"
+        )
+
+
+def _values(name: str, face: Face, value: Tensor) -> Tensor:
+    """Return the values of a face in the dtype of a parameter, which must hold them."""
+    values = face_values(face, value.dtype)
+    if not bool(values.isfinite().all()):  # elements and scales are
+        raise ValueError(
+            f"{_WHO}: {name}: values that {told(value.dtype)} holds are required, got larger ones; load into a model "
+            "with another dtype"
+        )
+    return values.to(value.device)
 
 
 def _columnwise(value: Any, row: Face) -> Face | None:

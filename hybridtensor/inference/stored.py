@@ -23,6 +23,7 @@ _WHO = "load_pretrained"
 SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_global_scale")
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SIDE = 128
+_NAN = 0x7F  # of E4M3, without its sign
 _GROUPS = {formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3, formats.NVFP4_16X16: formats.NVFP4}
 _POW2 = {formats.FP8_E4M3_128X128: formats.FP8_E4M3_128X128_FP32_SCALE}
 
@@ -87,6 +88,21 @@ def require_values(name: str, stored: Tensor) -> None:
         )
 
 
+def require_elements(name: str, elements: Tensor, scale: Tensor) -> None:
+    """Raise ValueError unless elements in E4M3 are numbers, and no scale makes them infinite."""
+    bad = int(((elements.view(torch.uint8) & _NAN) == _NAN).sum())
+    if bad:
+        raise ValueError(
+            f"load_pretrained: {name}: elements that are numbers are required, got {bad} NaN of {elements.numel()}; "
+            "the file is damaged, or its model had diverged"
+        )
+    if not bool((scale.float() * torch.finfo(elements.dtype).max).isfinite().all()):
+        raise ValueError(
+            f"load_pretrained: {name}: scales are required with which elements are finite, got up to "
+            f"{float(scale.float().max()):.3g}; the file is damaged, or was written by something else"
+        )
+
+
 def require_scales(name: str, scale: Tensor, who: str = _WHO) -> None:
     """Raise ValueError unless scales are numbers above zero; those of NVFP4's blocks may be zero.
 
@@ -132,17 +148,22 @@ def stored_face(name: str, packed: Packed) -> Face | None:
     require_scales(name, scale)
     if elements.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"{name}: elements in float8_e4m3fn are required, got {elements.dtype} with scales"
+            f"{_WHO}: {name}: elements in float8_e4m3fn are required, got {elements.dtype} with scales"
         )
     if elements.dim() != 2:
-        raise ValueError(f"{name}: a matrix is required, got {list(elements.shape)} with scales")
+        raise ValueError(
+            f"{_WHO}: {name}: a matrix is required, got {list(elements.shape)} with scales"
+        )
     rows, columns = elements.shape
     fmt = _format(scale, rows, columns, in_squares="weight_scale_inv" in packed)
     if fmt is None:
         raise ValueError(
-            f"{name}: scales of a layout of inference_tensors are required, got {scale.dtype} {list(scale.shape)} "
-            f"for a matrix {[rows, columns]}"
+            f"{_WHO}: {name}: scales of a layout of inference_tensors are required, got {scale.dtype} "
+            f"{list(scale.shape)} for a matrix {[rows, columns]}"
         )
+    require_elements(
+        name, elements, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+    )
     if fmt is formats.MXFP8_E4M3:
         return Face(elements, scale.view(torch.float8_e8m0fnu), None, fmt)
     if scale.dtype == torch.uint8:
@@ -173,7 +194,9 @@ def _nvfp4(name: str, packed: Packed) -> Face:
         packed.get("weight_global_scale"),
     )
     if codes.dim() != 2:
-        raise ValueError(f"{name}: a matrix weight_packed is required, got {list(codes.shape)}")
+        raise ValueError(
+            f"{_WHO}: {name}: a matrix weight_packed is required, got {list(codes.shape)}"
+        )
     rows, columns = codes.shape[0], codes.shape[1] * 2
     if (
         codes.dtype != torch.uint8
@@ -184,7 +207,7 @@ def _nvfp4(name: str, packed: Packed) -> Face:
         or tuple(scale.shape) != (rows, columns // 16)
     ):
         raise ValueError(
-            f"{name}: uint8 weight_packed {list(codes.shape)} with weight_scale {[rows, columns // 16]} and "
+            f"{_WHO}: {name}: uint8 weight_packed {list(codes.shape)} with weight_scale {[rows, columns // 16]} and "
             "one weight_global_scale are required, got others"
         )
     require_scales(name, scale.view(torch.float8_e4m3fn))

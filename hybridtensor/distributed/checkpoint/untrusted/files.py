@@ -64,7 +64,9 @@ def read_file(folder: Path, name: str, limit: int) -> bytes:
         return stream.read(size)
 
 
-def read_json(folder: Path, name: str, limit: int, *, fractions: bool = True) -> dict[str, Any]:
+def read_json(
+    folder: Path, name: str, limit: int, *, fractions: bool = True, infinite: bool = False
+) -> dict[str, Any]:
     """Read a JSON object, which has each name once, from a file of ``limit`` bytes at most.
 
     Args:
@@ -72,6 +74,7 @@ def read_json(folder: Path, name: str, limit: int, *, fractions: bool = True) ->
         name: The file.
         limit: How large it may be.
         fractions: Whether numbers may have a fraction or an exponent.
+        infinite: Whether ``NaN`` and ``Infinity`` are numbers, as ``json.dump`` writes them.
 
     Raises:
         ValueError: If it is anything else, or no regular file in the folder.
@@ -96,7 +99,7 @@ def read_json(folder: Path, name: str, limit: int, *, fractions: bool = True) ->
             object_pairs_hook=once,
             parse_int=number,
             parse_float=float if fractions else refused,
-            parse_constant=refused,
+            parse_constant=float if infinite else refused,
         )
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply: {error}") from error
