@@ -95,6 +95,15 @@ def test_end_to_end_table(name):
     assert table(name) == [[r["mode"], r["recipe"], f"{r['ms']:.1f}", f"{r['speedup']:.2f}x"] for r in rows]
 
 
+def test_small_batches_table():
+    found = {}
+    for row in results("small_batches_nvidia_h100_80gb_hbm3")["rows"]:
+        cells = found.setdefault((f"{row['tokens']:,}", row["recipe"]), {})
+        cells[row["device thread"]] = [f"{row['ms']:.1f}", f"{row['speedup']:.2f}x"]
+    expected = [[*name, *cells[True], *cells[False]] for name, cells in found.items()]
+    assert table("small_batches_nvidia_h100_80gb_hbm3") == expected
+
+
 def test_blocks_table():
     rows = results("blocks_nvidia_h200")["rows"]
     assert table("blocks_nvidia_h200") == [
