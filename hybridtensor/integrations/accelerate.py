@@ -17,7 +17,7 @@ from hybridtensor.state.training import layer_states
 
 
 def prepare(
-    accelerator: Accelerator, *objects: Any, recipe: Recipe, keep_bf16: Iterable[str] = ()
+    accelerator: Accelerator, *objects: object, recipe: Recipe, keep_bf16: Iterable[str] = ()
 ) -> Any:
     """Do what ``accelerator.prepare(*objects)`` does with a model that ``recipe`` quantizes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _OF_THE_REST = (
 class _Converting:
     """What both plugins do: convert, and leave the rest to Lightning's plugin for ``precision``."""
 
-    _kinds: Any = fabric
+    _kinds: ModuleType = fabric
 
     def __init__(self, recipe: Recipe, *, precision: str = "32-true", **options: Any) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,8 +76,8 @@ class HybridPrecision(_Converting, pytorch.Precision):  # type: ignore[misc]
     _kinds = pytorch
 
     def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[object]
+    ) -> tuple[nn.Module, list[Optimizer], list[object]]:
         """Have the optimizers advance the state; without any, as in a test, nothing does."""
         if optimizers:
             step_after(optimizers, model)
@@ -99,14 +100,15 @@ class FabricHybridPrecision(_Converting, fabric.Precision):  # type: ignore[misc
 
     def __init__(self, recipe: Recipe, **options: Any) -> None:
         super().__init__(recipe, **options)
-        self._leaders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._leaders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer] | None]
+        self._leaders = weakref.WeakKeyDictionary()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module, unless that was done before, and remember it."""
         self._leaders[super().convert_module(module)] = None
         return module
 
-    def optimizer_step(self, optimizer: Optimizer, **arguments: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, **arguments: object) -> object:
         """Step, then advance the state of modules whose parameters the optimizer holds."""
         result = super().optimizer_step(optimizer, **arguments)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hybridtensor import quantizers as ours
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Faces
@@ -41,7 +39,7 @@ def check(config: HybridConfig) -> None:
             raise _unable("a config without policies of our own products is", flag, advice)
 
 
-def _check_face(face: Any, role: str, direction: str, *, in_hybrid: bool) -> None:
+def _check_face(face: ours.Quantizer, role: str, direction: str, *, in_hybrid: bool) -> None:
     """Raise NotImplementedError if TransformerEngine cannot make one face of an operand."""
     where = f"{role}.{direction}"
     if getattr(face, "granularity", "") == "row":
@@ -82,7 +80,7 @@ def _check_face(face: Any, role: str, direction: str, *, in_hybrid: bool) -> Non
 
 
 def _family(face: ours.Quantizer) -> str:
-    """Return what both operands of a product must have in common."""
+    """Name the kind of a quantizer, which must be the same for both operands of a product."""
     if isinstance(face, ours.Float8Quantizer) and face.granularity == "block":
         return "block"
     return type(face).__name__.removeprefix("Delayed")  # scales per tensor, wherever they come from

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torchtitan.protocols.model import ModelConfigConverter
@@ -19,6 +19,10 @@ from hybridtensor.selection import Recipe
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.step import step_after
 from hybridtensor.state.training import layer_states
+
+if TYPE_CHECKING:
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.distributed import ParallelDims
 
 
 class TitanLayerState(LayerState, Module):  # type: ignore[misc]
@@ -51,7 +55,7 @@ class HybridConverter(ModelConfigConverter):  # type: ignore[misc]
         kind, recipe = type(model_config), self.config
 
         class Converted(kind):  # type: ignore[misc, valid-type]
-            def build(self, **kwargs: Any) -> nn.Module:
+            def build(self, **kwargs: object) -> nn.Module:
                 model = kind.build(self, **kwargs)
                 return _convert(model, recipe.recipe, keep_bf16=recipe.keep_bf16)
 
@@ -71,10 +75,10 @@ def quantized(spec: ModelSpec, recipe: Recipe, **options: Any) -> ModelSpec:
         TypeError: If ``spec`` is none.
     """
     require_kind("quantized", "a ModelSpec", spec, ModelSpec)
-    parallelize = spec.parallelize_fn
+    parallelize: Callable[..., nn.Module] = spec.parallelize_fn
 
-    def convert_and_parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
-        return parallelize(_convert(model, recipe, **options), **arguments)  # type: ignore[no-any-return]
+    def convert_and_parallelize(model: nn.Module, **arguments: object) -> nn.Module:
+        return parallelize(_convert(model, recipe, **options), **arguments)
 
     return advancing(dataclasses.replace(spec, parallelize_fn=convert_and_parallelize))
 
@@ -93,7 +97,9 @@ def advancing(spec: ModelSpec) -> ModelSpec:
     require_kind("advancing", "a ModelSpec", spec, ModelSpec)
     build: Callable[..., None] | None = spec.post_optimizer_build_fn
 
-    def build_and_advance(optimizers: Any, parts: list[nn.Module], parallel_dims: Any) -> None:
+    def build_and_advance(
+        optimizers: OptimizersContainer, parts: list[nn.Module], parallel_dims: ParallelDims
+    ) -> None:
         if build is not None:
             build(optimizers, parts, parallel_dims)
         for part in parts:
@@ -111,7 +117,7 @@ def _convert(model: nn.Module, recipe: Recipe, **options: Any) -> nn.Module:
     return model
 
 
-def _name_ranks(part: nn.Module, parallel_dims: Any) -> None:
+def _name_ranks(part: nn.Module, parallel_dims: ParallelDims) -> None:
     """Say which ranks train a part of the model, and what each has of it."""
     if parallel_dims.ep_enabled:
         raise NotImplementedError(

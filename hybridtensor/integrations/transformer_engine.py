@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformer_engine.common.recipe import Format
@@ -24,11 +24,14 @@ from hybridtensor.selection import matching
 from hybridtensor.state import ROLES
 from hybridtensor.torchao_compat import FqnToConfig
 
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.quantization import QuantizerRole
+
 _WHO = "qfactory"
 _FP8 = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
 
 
-def qfactory(recipe: str | HybridConfig | FqnToConfig) -> Callable[[Any], Any]:
+def qfactory(recipe: str | HybridConfig | FqnToConfig) -> Callable[[QuantizerRole | None], object]:
     """Return the factory of quantizers that has TransformerEngine's layers follow ``recipe``.
 
     ::
@@ -54,12 +57,12 @@ def qfactory(recipe: str | HybridConfig | FqnToConfig) -> Callable[[Any], Any]:
         recipe,
         (str, HybridConfig, FqnToConfig),
     )
-    rules: dict[str, Any] = {"_default": recipe}
+    rules: dict[str, object] = {"_default": recipe}
     if isinstance(recipe, FqnToConfig):
         rules = dict(recipe.fqn_to_config)
     configs = {key: _read(rule) for key, rule in rules.items()}
 
-    def factory(role: Any) -> Any:
+    def factory(role: QuantizerRole | None) -> object:
         if (
             role is None
             or role.module_type not in ("linear", "grouped_linear")
@@ -75,17 +78,18 @@ def qfactory(recipe: str | HybridConfig | FqnToConfig) -> Callable[[Any], Any]:
 def _read(rule: object) -> HybridConfig | None:
     """Return the config of a layer, after checking that TransformerEngine has all of it."""
     require_kind(_WHO, "a recipe's name, a config or None", rule, (str, HybridConfig, type(None)))
-    config: Any = from_name(rule) if isinstance(rule, str) else rule
-    if config is not None:
-        check(config)
-    return config  # type: ignore[no-any-return]
+    config = from_name(rule) if isinstance(rule, str) else rule
+    if not isinstance(config, HybridConfig):
+        return None
+    check(config)
+    return config
 
 
-def _made(role: str, config: HybridConfig) -> Any:
+def _made(role: str, config: HybridConfig) -> object:
     """Return TransformerEngine's quantizer of an operand, a new one each time: they have state."""
     quantizer = getattr(config, role)
     if isinstance(quantizer, ours.DelayedFloat8Quantizer):
-        grad: Any = config.grad_output
+        grad = config.grad_output
         return DelayedScalingRequest(
             fp8_format=Format.HYBRID if getattr(grad, "dtype", "") == "e5m2" else Format.E4M3,
             margin=quantizer.margin,
@@ -111,7 +115,7 @@ def _rotated(quantizer: ours.Quantizer) -> ours.Quantizer | None:
     return dataclasses.replace(quantizer, hadamard=True)
 
 
-def _one(quantizer: ours.Quantizer) -> Any:
+def _one(quantizer: ours.Quantizer) -> object:
     """Return TransformerEngine's quantizer of one format."""
     if isinstance(quantizer, ours.IdentityQuantizer):
         return IdentityQuantizer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,9 @@ from hybridtensor.state import STATE
 from hybridtensor.state.step import step_
 from hybridtensor.state.training import layer_states
 from hybridtensor.torchao_compat import FqnToConfig, config_from_dict, config_to_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 METHOD = "hybridtensor"
 _STATE_FILE = f"{STATE}.safetensors"  # beside adapters
@@ -50,9 +53,9 @@ class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        recipe: str | HybridConfig | FqnToConfig | dict[str, Any],
+        recipe: str | HybridConfig | FqnToConfig | dict[str, object],
         keep_bf16: Iterable[str] = (),
-        **saved: Any,
+        **saved: object,
     ) -> None:
         known = saved.pop("quant_method", METHOD)
         if saved or known != METHOD:
@@ -81,12 +84,13 @@ class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return config_from_dict(self.recipe)
 
 
-def _written(recipe: object) -> str | dict[str, Any]:
+def _written(recipe: object) -> str | dict[str, object]:
     """Return a recipe as JSON has it: a spec if there is one, else torchao's dictionary."""
     if isinstance(recipe, HybridConfig) and not str(recipe).startswith("HybridConfig("):
         return str(recipe)
     if isinstance(recipe, (HybridConfig, FqnToConfig)):
-        return config_to_dict(recipe)  # type: ignore[no-any-return]
+        written: dict[str, object] = config_to_dict(recipe)
+        return written
     raise TypeError(
         f"HybridTensorConfig: a spec, HybridConfig or FqnToConfig is required, got {told(recipe)}; "
         "others cannot be saved: load the model plain and call quantize_"
@@ -106,13 +110,13 @@ class HybridTensorQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: object
     ) -> None:
         self._files = [str(file) for file in checkpoint_files or ()]
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, rf"{STATE}\."}  # loaded by ourselves
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
         config = self.quantization_config
         quantize_(model, config.read(), keep_bf16=config.keep_bf16)
         saved: dict[str, Tensor] = {}
@@ -143,7 +147,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             raise wrong("StepCallback", "None, or an object with a method scalars()", watched)
         self._watched = watched
 
-    def attach(self, trainer: Any) -> StepCallback:
+    def attach(self, trainer: Trainer) -> StepCallback:
         """Put this callback before all others of a trainer, and return it."""
         require_kind("StepCallback.attach", "a Trainer", trainer, Trainer)
         trainer.callback_handler.callbacks.insert(0, self)
@@ -151,18 +155,25 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(
         self,
-        args: Any,
-        state: Any,
-        control: Any,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         model: Any = None,
-        optimizer: Any = None,
-        **_: Any,
+        optimizer: object = None,
+        **_: object,
     ) -> None:
         """Advance, unless a gradient scaler skipped the step."""
         if not getattr(optimizer, "step_was_skipped", False):
             step_(model)
 
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: object,
+    ) -> None:
         """Save the state of recipes beside adapters, whose checkpoints leave out the model below them."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir() and not _holds_state(folder):
@@ -171,7 +182,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 save_file(saved, folder / _STATE_FILE)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: object,
     ) -> None:
         """Load the state that was saved beside adapters, when Trainer resumes."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -188,7 +204,14 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 stacklevel=2,
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: object,
+    ) -> None:
         """Add the statistics to what is logged of training."""
         if self._watched is not None and "loss" in logs:
             numbers = self._watched.scalars()
