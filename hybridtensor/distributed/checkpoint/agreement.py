@@ -6,7 +6,7 @@ import ctypes
 import datetime
 import hashlib
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,9 @@ def _digest(tensor: Tensor) -> str:
     """Return the SHA-256 of the bytes of a tensor."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     # torch gives its memory to Python only through numpy, which need not be there
-    data: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr()) if len(flat) else b""
+    data: ctypes.Array[ctypes.c_char] | bytes = b""
+    if len(flat):
+        data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     return hashlib.sha256(data).hexdigest()
 
 

@@ -109,31 +109,32 @@ class Manifest:
             raise ValueError(f"{path / MANIFEST}: damaged manifest: {error}") from error
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return type(value) is str
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _dict_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: type(value) is dict and all(map(fits, value.values()))
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: type(value) is list and all(map(fits, value))
 
 
-def _is_weight(value: Any) -> bool:
-    return _dict_of(_is_text)(value) and value.keys() == {"kind", "fingerprint"}
+def _is_weight(value: object) -> bool:
+    fields = {"kind", "fingerprint"}
+    return type(value) is dict and value.keys() == fields and all(map(_is_text, value.values()))
 
 
-def _is_file(value: Any) -> bool:
+def _is_file(value: object) -> bool:
     return type(value) is list and len(value) == 2 and _is_count(value[0]) and _is_text(value[1])
 
 
-_FIELDS: dict[str, Callable[[Any], bool]] = {
+_FIELDS: dict[str, Callable[[object], bool]] = {
     "step": _is_count,
     "world_size": _is_count,
     "versions": _dict_of(_is_text),
@@ -145,7 +146,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _check(content: dict[str, Any]) -> None:
+def _check(content: dict[str, object]) -> None:
     """Raise ValueError unless a manifest has its fields, each of its type."""
     if content.keys() != _FIELDS.keys():
         raise ValueError(f"the fields {sorted(_FIELDS)} are required")

@@ -249,7 +249,7 @@ def _containers(value: object) -> object:
     return [_containers(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _as_in(own: object, loaded: Any) -> Any:
+def _as_in(own: object, loaded: object) -> object:
     """Return the loaded values in the kinds of containers that ``own`` has."""
     if isinstance(own, Mapping) and isinstance(loaded, dict):
         found = {key: _as_in(own.get(key), value) for key, value in loaded.items()}
@@ -260,7 +260,7 @@ def _as_in(own: object, loaded: Any) -> Any:
     return loaded
 
 
-def _filled(own: Any, loaded: Any, former: list[tuple[Any, Any]]) -> Any:
+def _filled(own: object, loaded: object, former: list[tuple[Any, Any]]) -> object:
     """Return ``own`` with what was loaded in it, where it is of dictionaries and lists; ``former``
     gets each of these and what it held.
     """

@@ -9,11 +9,13 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridtensor.distributed.checkpoint.training import Training
 from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
 from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.structure import flatten
 
 _Memory: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -100,10 +102,9 @@ def _write(tensor: Tensor, former: Tensor) -> None:
     tensor.copy_(former)
 
 
-def of_slots(holder: object) -> Callable[[], None]:
+def of_slots(holder: HighPrecisionValues) -> Callable[[], None]:
     """Return what gives an object with ``__slots__`` its attributes again."""
-    names = type(holder).__slots__  # type: ignore[attr-defined]
-    former = {name: getattr(holder, name) for name in names}
+    former = {name: getattr(holder, name) for name in type(holder).__slots__}
 
     def undo() -> None:
         for name, value in former.items():
@@ -113,7 +114,7 @@ def of_slots(holder: object) -> Callable[[], None]:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what gives an optimizer its attributes, state and groups again.
+    """Return a function that restores the attributes, state and groups that an optimizer has now.
 
     ``load_state_dict`` of torch makes new ones of the last two; others may change the former ones.
     """
@@ -138,6 +139,6 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return undo
 
 
-def _of_stateful(value: object) -> Callable[[], None]:
-    former = copy.deepcopy(value.state_dict())  # type: ignore[attr-defined]
-    return lambda: value.load_state_dict(former)  # type: ignore[attr-defined]
+def _of_stateful(value: Stateful) -> Callable[[], None]:
+    former = copy.deepcopy(value.state_dict())
+    return lambda: value.load_state_dict(former)
