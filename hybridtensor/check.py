@@ -31,6 +31,7 @@ from hybridtensor.subclasses.observing import observers
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from torch.utils.flop_counter import FlopCounterMode
 
 _NO_VALUES = ("_like.", "is_pinned", "is_same_size")  # operators that look at shapes only
 
@@ -134,7 +135,7 @@ class Check(Printed):
         for row in self.products:
             operands = f"{row.left} x {row.right}"
             ran.add_row(row.layer, row.gemm, operands, row.backend, str(row.times))
-        parts: list[Any] = [ran]
+        parts: list[Table | str] = [ran]
         if self.problems:
             parts.append("\n".join(["Not quantized:", *self.problems]))
         without = f" without {', '.join(self.uncounted)}" if self.uncounted else ""
@@ -196,11 +197,11 @@ class _Recorder:
 
 def check(
     model: nn.Module,
-    *args: Any,
+    *args: object,
     loss: Callable[[Any], Tensor] | None = None,
     strict: bool = False,
     show: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Check:
     """Run one forward and backward, and say per layer which products ran in which formats, which
     weights were read in high precision and by what, and which layers never ran.
@@ -256,7 +257,7 @@ def _check_arguments(model: object, loss: object, strict: object, show: object) 
     require_flag("check", strict=strict, show=show)
 
 
-def _flop_counter(uncounted: set[str]) -> Any:
+def _flop_counter(uncounted: set[str]) -> FlopCounterMode:
     """Return torch's counter; what its formulas raise for is noted in ``uncounted``, and counts as nothing."""
     from torch.utils.flop_counter import FlopCounterMode  # when first used: it takes long to import
 
@@ -269,9 +270,9 @@ def _flop_counter(uncounted: set[str]) -> Any:
 
 
 def _noting_errors(
-    formula: Callable[..., Any], name: str, uncounted: set[str]
-) -> Callable[..., Any]:
-    def count(*args: Any, **kwargs: Any) -> Any:
+    formula: Callable[..., object], name: str, uncounted: set[str]
+) -> Callable[..., object]:
+    def count(*args: object, **kwargs: object) -> object:
         try:
             return formula(*args, **kwargs)
         except Exception:  # anyone may have written it, and what runs is none of its business
@@ -298,7 +299,7 @@ def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             hook.remove()
 
 
-def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
     """Return the scalar to differentiate, or None if nothing can be."""
     if loss is not None:
         value = loss(out)

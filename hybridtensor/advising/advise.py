@@ -7,14 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridtensor import costs
 from hybridtensor.advising.choosing import Option, Step, cheapest, curve
-from hybridtensor.advising.measuring import Product, measure
+from hybridtensor.advising.measuring import Batch, Product, measure
 from hybridtensor.arguments import (
     require_function,
     require_items,
@@ -130,12 +130,12 @@ class Advice(Printed):
 
 def advise(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     formats: Iterable[str] = FORMATS,
     budget: str | float = "fp8",
     hardware: str | CostTable | None = None,
-    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss: Callable[[nn.Module, Batch], Tensor] | None = None,
 ) -> Advice:
     """Measure what each format does to each product of a model, and choose a recipe for each layer: the
     cheapest one whose error is within the budget.
@@ -249,16 +249,16 @@ def _prices(hardware: object) -> CostTable:
     return costs.table(hardware)
 
 
-def _default_loss(model: nn.Module, batch: Any) -> Any:
+def _default_loss(model: nn.Module, batch: object) -> object:
     """Return the loss that a model returns itself."""
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
     return out if isinstance(out, Tensor) else getattr(out, "loss", None)
 
 
-def _checked(loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
+def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module, Batch], Tensor]:
     """Return a function that returns a loss, which is one number."""
 
-    def run(model: nn.Module, batch: Any) -> Tensor:
+    def run(model: nn.Module, batch: Batch) -> Tensor:
         value = loss(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
@@ -271,7 +271,7 @@ def _checked(loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any]
 
 
 def _options(products: list[Product], specs: list[str], prices: CostTable) -> list[list[Option]]:
-    """Return what each product may have, at its part of the cost of all."""
+    """List the formats that fit each product, each with its error and its share of the cost of all products."""
     every = sum(product.operations for product in products)
     gemms = {gemm.name: gemm for gemm in GEMMS}
     cost = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
 from hybridtensor.state import Context
 from hybridtensor.subclasses import is_converted
+from hybridtensor.subclasses.op_table import Args, Kwargs
 
 
 def gradient_errors(
@@ -66,9 +66,7 @@ def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[nn.Parameter, 
 def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
     """Have a layer return the sum of its output and of the error that quantizing the product makes."""
 
-    def hook(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-    ) -> Tensor:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs, out: Tensor) -> Tensor:
         x = (args[0] if args else kwargs["input"]).detach().to(out.dtype)
         error = _error(GEMMS[0], config, {"input": x, "weight": values_of(one).to(out.dtype)})
         return out + error.view(out.shape)
@@ -84,7 +82,7 @@ def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
 def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
     """Have a layer's input get the sum of its gradient and of the error that quantizing the product makes."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x: Tensor = args[0] if args else kwargs["input"]
         if not (out.requires_grad and x.requires_grad):
             return

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from hybridtensor.advising.stream import Block, block_of, measured_blocks
 from hybridtensor.check import restored
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses.op_table import Args, Kwargs
+
+Batch = TypeVar("Batch")
 
 
 class Product(NamedTuple):
@@ -55,15 +58,15 @@ class Product(NamedTuple):
     noise: dict[str, float]
 
     def error(self, fmt: str) -> float:
-        """Return what a format adds to the error of a recipe."""
+        """Return the share of a recipe's error that comes from this product in a format."""
         return self.weight * self.noise[fmt]
 
 
 def measure(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Sequence[Batch],
     formats: Iterable[str],
-    run: Callable[[nn.Module, Any], Tensor],
+    run: Callable[[nn.Module, Batch], Tensor],
 ) -> list[Product]:
     """Return the products of all layers that ``quantize_`` would convert, in the order of the forward.
 
@@ -170,7 +173,7 @@ def _require_signal(layers: Iterable[Noise]) -> None:
         )
 
 
-def _run(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Tensor]) -> None:
+def _run(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Tensor]) -> None:
     """Run a batch forward and backward."""
     value = run(model, batch)
     if not value.requires_grad:
@@ -195,7 +198,7 @@ def _measuring(one: Noise, order: Iterator[int]) -> Callable[..., None]:
     is there.
     """
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> None:
         given = args[0] if args else kwargs["input"]
         x = given.detach().reshape(-1, given.shape[-1])
         weight = values_of(one)

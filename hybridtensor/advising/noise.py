@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
 from hybridtensor.state import Context
-from hybridtensor.watching.statistics import measure_product
+from hybridtensor.watching.statistics import Part, measure_product
 from hybridtensor.watching.statistics import part_of as stretch_of
 
 _ROWS = 256  # of each operand in a product that is measured
@@ -88,7 +87,7 @@ class Noise:
         return math.inf if math.isnan(found[_NOISE]) else found[_NOISE] / (found[_SIGNAL] or 1.0)
 
 
-def _part(config: HybridConfig, gemm: Gemm, index: int, operands: Mapping[str, Tensor]) -> Any:
+def _part(config: HybridConfig, gemm: Gemm, index: int, operands: Mapping[str, Tensor]) -> Part:
     """Return a stretch of an operand and its face."""
     role, direction = (gemm.left, gemm.right)[index]
     quantizer: Quantizer = getattr(config, role)

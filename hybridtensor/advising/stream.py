@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridtensor.layers import Layer
+from hybridtensor.subclasses.op_table import Args, Kwargs
 
 
 class Block:
@@ -60,7 +60,7 @@ def measured_blocks(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Bl
 
 
 def _coming(block: Block) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
         block.came = given if given is not None and given.is_floating_point() else None
 
@@ -70,7 +70,7 @@ def _coming(block: Block) -> Callable[..., None]:
 def _leaving(block: Block) -> Callable[..., None]:
     """Return a hook that measures what a block adds to the stream, and in backward to its gradient."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def hook(module: nn.Module, args: Args, output: object) -> None:
         came, block.came = block.came, None
         left = output[0] if isinstance(output, (tuple, list)) else output
         if came is None or not isinstance(left, Tensor) or left.shape != came.shape:

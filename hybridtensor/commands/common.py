@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import TypeAlias
 
 import torch
 
@@ -27,12 +29,12 @@ def add_command(
     return parser
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Print data for programs."""
     print(json.dumps(data, indent=1))
 
 
-def config_of(folder: Path) -> Any:
+def config_of(folder: Path) -> object:
     """Return the ``config.json`` that transformers reads in a folder.
 
     Raises:
@@ -44,16 +46,15 @@ def config_of(folder: Path) -> Any:
     return transformers().AutoConfig.from_pretrained(folder)
 
 
-def transformers() -> Any:
+def transformers() -> ModuleType:
     """Return the package.
 
     Raises:
         ImportError: If it is missing.
     """
     try:
-        import transformers
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
             "the package transformers is required; pip install hybridtensor[inference]"
         ) from error
-    return transformers

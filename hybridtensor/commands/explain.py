@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +56,6 @@ def _layer(size: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _model(folder: Path, dtype: torch.dtype) -> nn.Module:
-    models: Any = transformers().AutoModelForCausalLM
+    models = transformers().AutoModelForCausalLM
     model: nn.Module = models.from_config(config_of(folder), dtype=dtype)
     return model

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -56,7 +55,7 @@ def add(parsers: Parsers) -> None:
 
 def _run(given: argparse.Namespace) -> int:
     _check(given)
-    models: Any = transformers().AutoModelForCausalLM
+    models = transformers().AutoModelForCausalLM
     dtype = DTYPES[given.dtype]
     if _is_run(given.source):
         if given.config is None:
@@ -64,7 +63,7 @@ def _run(given: argparse.Namespace) -> int:
                 f"--config is required, a folder with config.json, for the checkpoints in {given.source}"
             )
         model = _converted(models.from_config(config_of(given.config), dtype=dtype), given)
-        state: dict[str, Any] = {given.entry: model}
+        state: dict[str, object] = {given.entry: model}
         checkpoint.load(given.source, state, step=given.step)
         beside = given.config
     else:

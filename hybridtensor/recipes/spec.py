@@ -164,9 +164,9 @@ class Option:
         directions: In which faces.
     """
 
-    kinds: tuple[type[Any], ...]
+    kinds: tuple[type[Quantizer], ...]
     field: str
-    value: Any
+    value: str | bool
     roles: tuple[str, ...] = ROLES
     directions: tuple[str, ...] = DIRECTIONS
 
