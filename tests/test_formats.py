@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtensor import formats, ops
+from hybridtensor import format_record, formats, ops
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR, FP8_E5M2_TENSOR, IDENTITY, Format
 from hybridtensor.ops.dequantize import element_values
 from hybridtensor.ops.references.float8 import cast_saturating
@@ -138,7 +138,7 @@ def test_a_second_record_of_one_name_is_refused():
 @pytest.mark.filterwarnings("default")
 def test_a_trace_works_out_nothing_of_a_record(monkeypatch):
     """Dynamo cannot enter the lock of a value that is worked out at its first use."""
-    monkeypatch.setattr(formats, "REGISTRY", dict(formats.REGISTRY))
+    monkeypatch.setattr(format_record, "REGISTRY", dict(formats.REGISTRY))
     fmt = formats.register_format(dataclasses.replace(formats.NVFP4, name="like_nvfp4"))
     for one in (fmt, fmt.values):
         known = {name for name, member in vars(Format).items() if isinstance(member, functools.cached_property)}

@@ -15,8 +15,8 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "graph_caches", "arguments", "printed", "dtensor", "ranks", "formats", "kernels", "ops", "debug",
-    "state", "quantizers",
+    "version", "graph_caches", "arguments", "printed", "dtensor", "ranks", "format_record", "formats", "kernels", "ops",
+    "debug", "state", "quantizers",
     "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "optim", "offload",
     "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",
     "check", "explanation", "explain", "export", "inference", "watching", "advising", "integrations", "commands",
