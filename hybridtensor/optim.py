@@ -12,11 +12,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, StateDict, register_optimizer_step_post_hook
 
 from hybridtensor.arguments import require_function, require_items, require_kind, wrong
 from hybridtensor.dtensor import local
+from hybridtensor.masters import follows_from_master, persistent_part, sharded_like, values_of
 from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.quantizing import refresh_all_
@@ -63,8 +63,9 @@ class MasterWeights(torch.optim.Optimizer):
         ):
             raise wrong("MasterWeights", "an Optimizer class", optimizer_class)
         given = require_items("MasterWeights", "a list of parameters", params)
-        groups: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
-        groups = [_checked_group("MasterWeights", group) for group in groups]
+        if not given or not isinstance(given[0], dict):
+            given = [{"params": given}]
+        groups = [_checked_group("MasterWeights", group) for group in given]
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []  # persistent parameter and its master
         inner_groups = [
             {**group, "params": [self._stepped(p) for p in group["params"]]} for group in groups
@@ -93,7 +94,7 @@ class MasterWeights(torch.optim.Optimizer):
         part = local(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
-        values = _like(parameter, _values(part).to(torch.float32, copy=True))
+        values = sharded_like(parameter, values_of(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
         part.high_precision.give_to(local(master), follows=part.high_precision.follows)
         self._pairs.append((parameter, master))
@@ -134,7 +135,7 @@ class MasterWeights(torch.optim.Optimizer):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
     def __getstate__(self) -> StateDict:
-        """Return what copies and pickles hold: also the masters and the inner optimizer."""
+        """Return the state of copies and pickles, with the masters and the inner optimizer."""
         state = {name: value for name, value in super().__getstate__().items() if name != "state"}
         return {**state, "inner": self.inner, "_pairs": self._pairs}
 
@@ -142,7 +143,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Undo ``__getstate__``."""
         super().__setstate__(state)
         for parameter, master in self._pairs:
-            _part(parameter).high_precision.give_to(local(master), follows=False)
+            persistent_part(parameter).high_precision.give_to(local(master), follows=False)
 
     def masters(self) -> dict[Tensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
@@ -173,11 +174,11 @@ class MasterWeights(torch.optim.Optimizer):
         self._write_back(self._stepped_pairs())
         for parameter, master in self._pairs:
             master.grad = None
-            _part(parameter).high_precision.loaded = False
+            persistent_part(parameter).high_precision.loaded = False
         return loss
 
     def _following(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """Return what evaluates a closure with parameters that are as their masters are then."""
+        """Wrap a closure so that each evaluation sees parameters quantized from the present masters."""
         evaluations = itertools.count()
 
         def evaluate() -> float:
@@ -212,19 +213,18 @@ class MasterWeights(torch.optim.Optimizer):
     def _follow_parameters(self) -> None:
         """Take masters anew of parameters that became other tensors, or that another optimizer steps."""
         for parameter, master in self._pairs:
-            part, own = _part(parameter), local(master)
+            part, own = persistent_part(parameter), local(master)
             if part.high_precision.is_of(own):
                 continue
             if not part.high_precision.was_of(own):
-                own.copy_(_values(part))
+                own.copy_(values_of(part))
             part.high_precision.give_to(own, follows=part.high_precision.follows)
 
     def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters; all together, because ranks exchange scales."""
-        parts = [(_part(parameter), local(master.detach())) for parameter, master in pairs]
-        refresh_all_(parts)
+        refresh_all_([(persistent_part(p), local(master.detach())) for p, master in pairs])
         for parameter, master in pairs:
-            _part(parameter).high_precision.give_to(local(master), follows=True)
+            persistent_part(parameter).high_precision.give_to(local(master), follows=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -261,9 +261,7 @@ class MasterWeights(torch.optim.Optimizer):
         order.
         """
         keys = [key for group in packed["param_groups"] for key in group["params"]]
-        every = [
-            id(parameter) for group in self.inner.param_groups for parameter in group["params"]
-        ]
+        every = [id(p) for group in self.inner.param_groups for p in group["params"]]
         of = dict(zip(every, keys, strict=False))
         return [of.get(id(master)) for _, master in self._pairs]
 
@@ -304,9 +302,8 @@ class MasterWeights(torch.optim.Optimizer):
                 [(parameter, master) for parameter, master, _, follows in found if follows]
             )
         for parameter, master, _, follows in found:
-            _part(parameter).high_precision.give_to(
-                local(master), follows=bool(follows), loaded=True
-            )
+            part = persistent_part(parameter)
+            part.high_precision.give_to(local(master), follows=bool(follows), loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -338,56 +335,19 @@ class MasterWeights(torch.optim.Optimizer):
                 )
 
 
-def follows_from_master(parameter: Tensor) -> bool:
-    """Whether a persistent parameter, or this rank's part of it, is what quantizing its master
-    gives, at any time.
-    """
-    part = _part(parameter)
-    return part.high_precision.follows and part.recipe.weight.repeatable
-
-
-def _part(parameter: Tensor) -> HybridTensor:
-    """Return this rank's part of a persistent parameter."""
-    part = local(parameter)
-    if not isinstance(part, HybridTensor):
-        raise TypeError(
-            f"MasterWeights: a persistent parameter became {type(part).__name__}; make the "
-            "optimizer anew"
-        )
-    return part
-
-
-def _values(part: HybridTensor) -> Tensor:
-    """Return the high-precision values of a persistent parameter, or else its dequantized ones."""
-    values = part.high_precision.current
-    return (part.dequantize() if values is None else values).detach()
-
-
 # Their rates are in their states; a group's ``lr`` is where these begin
 _RATES_OF_THEIR_OWN = (torch.optim.Rprop, torch.optim.ASGD)
 
 
 def _is_zero(rate: float | Tensor | None) -> bool:
     """Whether a learning rate is known to be zero, without asking the device."""
-    return (
-        not (isinstance(rate, Tensor) and rate.device.type != "cpu")
-        and rate is not None
-        and float(rate) == 0
-    )
+    if rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu"):
+        return False
+    return float(rate) == 0
 
 
 def _or(new: T | None, old: T) -> T:
     return old if new is None else new
-
-
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return ``part`` as this rank's part of a tensor that is sharded as ``parameter`` is."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    return DTensor.from_local(
-        part, mesh, placements, shape=shape, stride=parameter.stride(), run_check=False
-    )
 
 
 def _checked_group(who: str, group: object) -> dict[str, Any]:

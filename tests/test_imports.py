@@ -17,7 +17,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 LAYERS = [
     "version", "graph_caches", "arguments", "printed", "dtensor", "ranks", "format_record", "formats", "kernels", "ops",
     "debug", "state", "quantizers",
-    "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "optim", "offload",
+    "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "masters", "optim", "offload",
     "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",
     "check", "explanation", "explain", "export", "inference", "watching", "advising", "integrations", "commands",
     "__main__", "verify", "former_names", "testing",

@@ -1,0 +1,44 @@
+"""Persistent parameters and their fp32 masters: this rank's part of one, its values, whether it follows the master."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.dtensor import local
+from hybridtensor.subclasses import HybridTensor
+
+
+def follows_from_master(parameter: Tensor) -> bool:
+    """Whether a persistent parameter, or this rank's part of it, is what quantizing its master
+    gives, at any time.
+    """
+    part = persistent_part(parameter)
+    return part.high_precision.follows and part.recipe.weight.repeatable
+
+
+def persistent_part(parameter: Tensor) -> HybridTensor:
+    """Return this rank's part of a persistent parameter."""
+    part = local(parameter)
+    if not isinstance(part, HybridTensor):
+        raise TypeError(
+            f"MasterWeights: a persistent parameter became {type(part).__name__}; make the "
+            "optimizer anew"
+        )
+    return part
+
+
+def values_of(part: HybridTensor) -> Tensor:
+    """Return the high-precision values of a persistent parameter, or else its dequantized ones."""
+    values = part.high_precision.current
+    return (part.dequantize() if values is None else values).detach()
+
+
+def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return ``part`` as this rank's part of a tensor that is sharded as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(
+        part, mesh, placements, shape=shape, stride=parameter.stride(), run_check=False
+    )
