@@ -176,8 +176,8 @@ class Folder:
             if said != found:
                 raise ValueError(
                     f"{self._who}: an index that has each tensor with its file is required, got {name!r:.200} in "
-                    f"{said or 'no file'} by {INDEX}, and in {found or 'no file'} of {path}; download the folder again, "
-                    "or remove the index, and all files are read"
+                    f"{said or 'no file'} by {INDEX}, and in {found or 'no file'} of {path}; download the folder "
+                    "again, or remove the index, and all files are read"
                 )
 
     def _names(self, path: Path) -> tuple[list[str], dict[str, str] | None]:
