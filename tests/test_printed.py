@@ -22,13 +22,26 @@ def watched(net, x):
     return watching.recording()
 
 
+def watching(net, x):
+    with ht.watch(net) as watched:
+        net(x).sum().backward()
+        watched.step()
+    return watched
+
+
 def compared(net, x):
     return ht.mismatch(net, x)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
-    [(explained, "layer"), (checked, "product"), (watched, "Nothing was measured yet"), (compared, "training")],
+    [
+        (explained, "layer"),
+        (checked, "product"),
+        (watched, "Nothing was measured yet"),
+        (watching, "noisiest"),
+        (compared, "training"),
+    ],
 )
 def test_results_are_tables(make, says, capsys):
     net = ht.quantize_(nn.Sequential(nn.Linear(128, 128)), "fp8_block")

@@ -1,4 +1,4 @@
-"""``hybridtensor verify FOLDER``: whether checkpoints are what was written."""
+"""``hybridtensor verify FOLDER``: whether checkpoints, or what was exported, are what was written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hybridtensor.commands.common import Parsers, add_command, print_json
 from hybridtensor.distributed import checkpoint
+from hybridtensor.inference.files import DIGESTS, safetensors
+from hybridtensor.inference.folder import Folder
 
 
 def add(parsers: Parsers) -> None:
@@ -16,19 +18,23 @@ def add(parsers: Parsers) -> None:
         parsers, "verify", _run, "tell whether checkpoints are what was written", as_json=True
     )
     verify.add_argument(
-        "directory", type=Path, help="a run's folder of checkpoints, or the folder of one step"
+        "directory",
+        type=Path,
+        help="a run's folder of checkpoints, the folder of one step, or one that was exported",
     )
 
 
 def _run(given: argparse.Namespace) -> int:
     """Print every step with what is wrong with it."""
     found = checkpoint.verify(given.directory)
+    if not found and (given.directory / DIGESTS).is_file():
+        return _run_exported(given)
     if given.json:
         print_json(
             {"steps": [{"step": step, "problems": list(wrong)} for step, wrong in found.items()]}
         )
     elif not found:
-        print(f"{given.directory}: no checkpoint", file=sys.stderr)
+        print(f"{given.directory}: {_what_it_is(given.directory)}", file=sys.stderr)
     else:
         for step, problems in found.items():
             print(f"step {step}: {'good' if not problems else 'DAMAGED'}")
@@ -37,3 +43,28 @@ def _run(given: argparse.Namespace) -> int:
     if not found:
         return 2
     return 1 if any(found.values()) else 0
+
+
+def _run_exported(given: argparse.Namespace) -> int:
+    """Print whether a folder of ``export_pretrained`` is what was written."""
+    problems: list[str] = []
+    try:
+        Folder("verify", safetensors("verify"), given.directory).close()
+    except ValueError as error:
+        problems.append(str(error))
+    if given.json:
+        print_json({"steps": [], "exported": {"problems": problems}})
+    else:
+        print(f"exported weights: {'DAMAGED' if problems else 'good'}")
+        for problem in problems:
+            print(f"  {problem}")
+    return 1 if problems else 0
+
+
+def _what_it_is(folder: Path) -> str:
+    """Return why there is nothing to verify."""
+    if not folder.is_dir():
+        return "no such folder"
+    if any(folder.glob("*.safetensors")):
+        return f"no checkpoint of a run, but safetensors without {DIGESTS}, which would tell what was written"
+    return "no checkpoint"

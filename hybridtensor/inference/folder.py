@@ -73,6 +73,10 @@ class Folder:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
     def __contains__(self, name: object) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hybridtensor.arguments import (
     require_number,
     require_tensor,
 )
+from hybridtensor.printed import Printed
 from hybridtensor.state.training import training_of
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.ranks import Ranks, added_up, agree
@@ -29,6 +30,9 @@ from hybridtensor.watching.records import FaceRow, Measured, Sample, sample_of
 from hybridtensor.watching.sampling import Sampler
 from hybridtensor.watching.sinks import sink_of
 from hybridtensor.watching.sums import Numbers
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _LOSSES = 1024  # that are kept each in memory of its own
 
@@ -49,7 +53,7 @@ class _Pending(NamedTuple):
     there: torch.cuda.Event | None
 
 
-class watch:  # noqa: N801  (used as a function)
+class watch(Printed):  # noqa: N801  (used as a function)
     """Measure, in some steps of any training loop, what the formats do to each operand and product.
 
     ::
@@ -60,7 +64,7 @@ class watch:  # noqa: N801  (used as a function)
                 watched.note(loss)
                 loss.backward()
                 optimizer.step()
-        watched.show()
+        print(watched)
 
     A step ends when an optimizer of the model's parameters has stepped. The first one is measured, and
     then one of ``every``; in the others nothing runs that would not run without. What is measured are
@@ -292,8 +296,10 @@ class watch:  # noqa: N801  (used as a function)
         recipes = {layer.name: str(layer.config) for layer in layers}
         return Recording(self.every, recipes, machine(), tuple(self._read), self.samples)
 
-    def show(self) -> None:
-        """Print the last sample, the noisiest faces first (needs ``rich``)."""
-        from rich.console import Console
+    def __rich__(self) -> Table:
+        """Render the last sample, the noisiest faces first; losses stay where they are."""
+        return Recording(self.every, {}, {}, (), self.samples).__rich__()
 
-        Console().print(self.recording())
+    def show(self) -> None:
+        """Print the last sample, the noisiest faces first, as ``print`` does (needs ``rich``)."""
+        print(self)

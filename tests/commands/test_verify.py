@@ -54,3 +54,20 @@ def test_data(run, capsys):
     assert first == {"step": 1, "problems": []}
     assert second["step"] == 2
     assert second["problems"]
+
+
+def test_what_was_exported(tmp_path, capsys):
+    folder = ht.export_pretrained(ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8"), tmp_path / "out")
+    assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out == "exported weights: good\n"
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert main(["verify", str(folder)]) == 1
+    assert capsys.readouterr().out.startswith(f"exported weights: DAMAGED\n  verify: {file} as it was written")
+    assert main(["verify", str(folder), "--json"]) == 1
+    assert "as it was written" in json.loads(capsys.readouterr().out)["exported"]["problems"][0]
+    (folder / "digests.json").unlink()
+    assert main(["verify", str(folder)]) == 2
+    assert "safetensors without digests.json" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
