@@ -138,6 +138,7 @@ def main() -> int:
         parser.error(f"as many microbatches as stages are required, got {arguments.microbatches} for {count} stages")
     size = Size(size.dim, arguments.blocks, size.heads, size.context, size.batch, size.learning_rate)
     device = torch.device(arguments.device)
+    torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridtensor.integrations.accelerate import prepare
 
+torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
 model = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -21,6 +21,7 @@ class Autoencoder(LightningModule):
 
 data = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=32)
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
 module = Autoencoder()
 Trainer(max_epochs=2, plugins=HybridPrecision("fp8", precision="bf16-mixed"), **quiet).fit(module, data)
 print(f"loss {module.training_step(torch.randn(32, 64), 0).item():.3f}")
