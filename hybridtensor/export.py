@@ -31,6 +31,7 @@ from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.distributed.checkpoint.untrusted.files import own_folder
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
+from hybridtensor.inference.stored import require_scales
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
 from hybridtensor.state import weight_of_state
@@ -254,8 +255,8 @@ def load_safetensors(
     Raises:
         ImportError: If ``safetensors`` is not installed.
         ValueError: If the file is damaged, names a format that is not known, lacks a tensor, or has
-            one of another shape or dtype. Bits of the tensors themselves, and of the names in a
-            file in high precision, are not checked.
+            one of another shape or dtype, or scales that are no numbers above zero. Other bits of
+            the tensors themselves, and of the names in a file in high precision, are not checked.
         OSError: If there is no such file, or it cannot be read.
     """
     require_path("load_safetensors", path)
@@ -351,12 +352,17 @@ def _take_face(
     qdata = take("qdata", (other, contraction // fmt.elements_per_byte), fmt.storage)
     scale = take("scale", fmt.scale_shape(other, contraction), fmt.scale_dtype)
     tensor_scale = None if second is None else take("tensor_scale", second, torch.float32)
+    require_scales(f"{prefix}.scale", scale, "load_safetensors")
+    if tensor_scale is not None and not bool((tensor_scale.isfinite() & (tensor_scale >= 0)).all()):
+        raise ValueError(f"{prefix}.tensor_scale has amaxes that are infinite, NaN or below zero")
     return QuantizedTensor(Face(qdata, scale, tensor_scale, fmt), axis, dtype, size)
 
 
 def _take(
     tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> Tensor:
+    if name not in tensors:
+        raise ValueError(f"it has no tensor {name}, of which its metadata tells")
     tensor = tensors.pop(name)
     if dtype == torch.float8_e8m0fnu and tensor.dtype == torch.uint8:
         tensor = tensor.view(dtype)

@@ -1,6 +1,7 @@
 """Weights as safetensors: what other tools read, and what is read back here."""
 
 import json
+import math
 import os
 import sys
 
@@ -204,3 +205,27 @@ class TestBadInput:
         monkeypatch.setitem(sys.modules, "safetensors", None)
         with pytest.raises(ImportError, match=r"pip install hybridtensor\[export\]"):
             ht.export_safetensors(make("fp8"), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("spec", "part", "value", "told"),
+    [
+        ("fp8_rowwise", "scale", math.nan, r"0\.weight\.rowwise\.scale: finite scales above zero are required"),
+        ("fp8_rowwise", "scale", -1.0, r"0\.weight\.rowwise\.scale: finite scales above zero are required"),
+        ("mxfp8", "scale", 255, r"0\.weight\.rowwise\.scale: finite scales above zero are required"),
+        ("nvfp4", "tensor_scale", math.inf, r"0\.weight\.rowwise\.tensor_scale has amaxes that are infinite"),
+        ("fp8_rowwise", "scale", None, r"it has no tensor 0\.weight\.rowwise\.scale, of which its metadata tells"),
+    ],
+    ids=["nan", "negative", "exponent", "amax", "missing"],
+)
+def test_scales_that_are_none(spec, part, value, told, tmp_path):
+    path = ht.export_safetensors(ht.quantize_(nn.Sequential(nn.Linear(64, 64)), spec), tmp_path / "a", "quantized")
+    tensors, header = load_file(path), metadata(path)
+    name = f"0.weight.rowwise.{part}"
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name].view(torch.uint8 if spec == "mxfp8" else torch.float32)[0] = value
+    save_file(tensors, path, metadata=header)
+    with pytest.raises(ValueError, match=f"{path} is not what export_safetensors writes: .*{told}"):
+        ht.load_safetensors(path)
