@@ -279,6 +279,7 @@ ROWS = {
     "mismatch": row(
         ht.mismatch, {"model": "module", "activation": "None", "tensors": "None", "seed": "integer"}, ("batch",),
         model=linear, batch=lambda: torch.randn(4, 32), layout="auto", activation=None, tensors=None, seed=0,
+        static_inputs=False,
     ),
     "inference_config": row(
         ht.inference_config, {"model": "module"}, model=linear, layout="auto",
