@@ -148,22 +148,8 @@ def mismatch(
             engine's, there are no static scales to export, or outputs are no logits.
         NotImplementedError: If the model is sharded.
     """
-    require_module(_WHO, model)
-    require_layout(_WHO, layout)
     require_int(_WHO, at_least=0, seed=seed)
-    require_flag(_WHO, static_inputs=static_inputs)
-    if static_inputs and (tensors is not None or activation not in (None, "tensor")):
-        raise ValueError(
-            f"{_WHO}: static_inputs without tensors and without another rule than activation='tensor' is required, got "
-            "both; tensors that inference_tensors(..., static_inputs=True) gives have the scales"
-        )
-    if activation is not None:
-        require_choice(_WHO, "activation", activation, RULES)
-    if is_sharded(model):
-        raise NotImplementedError(
-            f"{_WHO}: a model that is not sharded is required, got one with DTensors; load what was "
-            "exported in one process, and compare there"
-        )
+    _check(model, layout, activation, tensors is not None, static_inputs)
     found = [one for one in exported(_WHO, model, layout) if one.layout is not None]
     sent = tensors
     if tensors is None:
@@ -181,6 +167,27 @@ def mismatch(
         with mode:
             got = _called(engine, batch)
     return Mismatch(tuple(layers), *_of_logits(_logits(trained), _logits(got), seed))
+
+
+def _check(
+    model: nn.Module, layout: str, activation: str | None, has_tensors: bool, static_inputs: bool
+) -> None:
+    """Raise as ``mismatch`` for arguments that cannot be compared with."""
+    require_module(_WHO, model)
+    require_layout(_WHO, layout)
+    require_flag(_WHO, static_inputs=static_inputs)
+    if static_inputs and (has_tensors or activation not in (None, "tensor")):
+        raise ValueError(
+            f"{_WHO}: static_inputs without tensors and without another rule than activation='tensor' is required, got "
+            "both; tensors that inference_tensors(..., static_inputs=True) gives have the scales"
+        )
+    if activation is not None:
+        require_choice(_WHO, "activation", activation, RULES)
+    if is_sharded(model):
+        raise NotImplementedError(
+            f"{_WHO}: a model that is not sharded is required, got one with DTensors; load what was "
+            "exported in one process, and compare there"
+        )
 
 
 def _by_name(tensors: object) -> dict[str, Tensor]:
