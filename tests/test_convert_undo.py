@@ -77,8 +77,9 @@ def everything(model):
     values = [p.high_precision for p in parts if isinstance(p, ht.HybridTensor)]
     slots = [(v.original, v.follows, v.loaded) for v in values]
     amaxes = [scale.amax.tolist() for scale in scales if scale.amax is not None]
+    lineages = [state.lineage for state in states]
     kinds = [(name, type(p), id(p), p.grad) for name, p in model.named_parameters()]
-    return kinds, list(model.state_dict()), bits(model), found, slots, amaxes
+    return kinds, list(model.state_dict()), bits(model), found, slots, amaxes, lineages
 
 
 def same(model, before):
