@@ -297,6 +297,21 @@ class TestLinks:
             ht.load_pretrained(model(), snapshot)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_do_not_fit(kind, tmp_path):
+    """Packed columns that are no multiple of a block."""
+    codes, scale = torch.zeros(64, 7, dtype=torch.uint8), torch.zeros(64, 0).to(torch.float8_e4m3fn)
+    tensors = dict(ht.inference_tensors(model("plain"), dtype=torch.float32))
+    del tensors["3.weight"]
+    tensors |= {"3.weight_packed": codes, "3.weight_scale": scale, "3.weight_global_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    net = model(kind, "nvfp4")
+    before = bits(net)
+    with pytest.raises(ValueError, match=r"3\.weight: uint8 weight_packed \[64, 7\] with weight_scale"):
+        ht.load_pretrained(net, tmp_path)
+    same(bits(net), before)
+
+
 class TestFalseClaims:
     """What index and configuration say of the tensors must be so."""
 

@@ -204,6 +204,7 @@ def _nvfp4(name: str, packed: Packed) -> Face:
         or level is None
         or level.numel() != 1
         or scale.itemsize != 1
+        or columns % 16
         or tuple(scale.shape) != (rows, columns // 16)
     ):
         raise ValueError(
