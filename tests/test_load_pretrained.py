@@ -312,6 +312,15 @@ def test_blocks_that_do_not_fit(kind, tmp_path):
     same(bits(net), before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_inference_mode(kind, tmp_path):
+    folder = ht.export_pretrained(model(kind, seed=1), tmp_path / "out", dtype=torch.float32)
+    net = model(kind)
+    with torch.inference_mode():
+        ht.load_pretrained(net, folder)
+    same(bits(net), bits(ht.load_pretrained(model(kind), folder)))
+
+
 class TestFalseClaims:
     """What index and configuration say of the tensors must be so."""
 

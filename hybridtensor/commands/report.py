@@ -35,6 +35,10 @@ def _run(given: argparse.Namespace) -> int:
         told = {name: value if value == value else None for name, value in scalars.items()}
         print_json({"step": None if last is None else last.step, "numbers": told})
         return 0
+    if not given.file.is_file():
+        raise ValueError(
+            f"a file that watched.recording().save wrote is required, got {given.file}"
+        )
     page = given.page or given.file.with_suffix(".html")
     print(report(given.file, page, beside=given.beside))
     return 0

@@ -64,7 +64,7 @@ def _run_exported(given: argparse.Namespace) -> int:
 def _what_it_is(folder: Path) -> str:
     """Return why there is nothing to verify."""
     if not folder.is_dir():
-        return "no such folder"
+        return "a file; a folder is required" if folder.exists() else "no such folder"
     if any(folder.glob("*.safetensors")):
         return f"no checkpoint of a run, but safetensors without {DIGESTS}, which would tell what was written"
     return "no checkpoint"

@@ -34,7 +34,10 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) 
     try:
         for name, value in found:
             undo += _former(value)
-            value.detach().copy_(state.pop(name).to(value.device))
+            stored = state.pop(name)
+            if stored.device != value.device:
+                stored = stored.to(value.device)
+            value.detach().copy_(stored)
         for quantizers, content in inputs:
             undo += of_module(quantizers)
             quantizers.load_state_dict(content)

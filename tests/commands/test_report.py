@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from valid_calls import recording
 
 from hybridtensor.__main__ import main
@@ -22,8 +23,14 @@ def test_a_page_beside_the_file(tmp_path, capsys):
     assert numbers["numbers"]["<root>/output/cosine"] == found.samples[0].products[0].statistics["cosine"]
 
 
-def test_no_such_file(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "run.json")]) == 1
+@pytest.mark.parametrize("name", ["run.json", "."])
+def test_no_such_file(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", name]) == 1
+    told = capsys.readouterr().err
+    assert told == f"hybridtensor report: a file that watched.recording().save wrote is required, got {name}\n"
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["report", "run.json"]) == 1
     assert "hybridtensor report: Recording.load: what Recording.save wrote is required" in capsys.readouterr().err
 
 

@@ -71,3 +71,5 @@ def test_what_was_exported(tmp_path, capsys):
     assert "safetensors without digests.json" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+    assert main(["verify", str(file)]) == 2
+    assert "model.safetensors: a file; a folder is required" in capsys.readouterr().err
