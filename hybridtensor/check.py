@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtensor import formats
 from hybridtensor.arguments import require_flag, require_module, told, wrong
 from hybridtensor.dtensor import local
+from hybridtensor.explanation.folding import fold
 from hybridtensor.formats import Format
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from torch.utils.flop_counter import FlopCounterMode
 
+_SHOWN = 10  # sentences about what is not quantized
 _NO_VALUES = ("_like.", "is_pinned", "is_same_size")  # operators that look at shapes only
 
 
@@ -129,15 +131,27 @@ class Check(Printed):
         from rich import box
         from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
-        ran = Table("layer", "product", "operands", "backend", "times", box=box.SIMPLE_HEAD)
+        ran = Table("layer", "products", "operands", "backend", "times", box=box.SIMPLE_HEAD)
         ran.title = "Products that ran"
+        by_layer: dict[str, dict[tuple[str, str, str], list[str]]] = {}
         for row in self.products:
-            operands = f"{row.left} x {row.right}"
-            ran.add_row(row.layer, row.gemm, operands, row.backend, str(row.times))
-        parts: list[Table | str] = [ran]
-        if self.problems:
-            parts.append("\n".join(["Not quantized:", *self.problems]))
+            what = (f"{row.left} x {row.right}", row.backend, str(row.times))
+            by_layer.setdefault(row.layer, {}).setdefault(what, []).append(row.gemm)
+        said = [
+            (layer, tuple((", ".join(gemms), *what) for what, gemms in rows.items()))
+            for layer, rows in by_layer.items()
+        ]
+        for alike in fold(said, by_layer):
+            for i, cells in enumerate(alike.said):
+                ran.add_row("" if i else Text(alike.called), *map(Text, cells))
+        parts: list[Table | Text | str] = [ran]
+        if problems := self.problems:
+            rest = (
+                [f"and {len(problems) - _SHOWN} more: .problems"] if len(problems) > _SHOWN else []
+            )
+            parts.append(Text("\n".join(["Not quantized:", *problems[:_SHOWN], *rest])))
         without = f" without {', '.join(self.uncounted)}" if self.uncounted else ""
         parts.append(
             f"{self.coverage}; {self.flops:.1%} of the operations of this run".capitalize()

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import random
 
 import pytest
@@ -330,3 +331,10 @@ def test_wrong_models_and_batches():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="a GPU to measure, or hardware as one of h200, h100, b200"):
             ht.advise(model_of(), batches(), loss=loss)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(value):
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=r"advise: a finite loss is required, got (nan|inf); give batches like"):
+        ht.advise(net, [torch.randn(8, 32)], hardware="h100", loss=lambda m, x: m(x).square().mean() * value)

@@ -291,3 +291,12 @@ def test_explain_names_them_too():
     text = console.export_text()
     assert "Large matrices that no recipe reaches" in text
     assert "20.0% of the multiplications of a token" in text
+
+
+def test_what_is_alike_is_said_once():
+    """224 layers on a screen."""
+    net = nn.Sequential(*(nn.Sequential(*(nn.Linear(64, 64) for _ in range(7))) for _ in range(32)))
+    printed = str(ht.check(ht.quantize_(net, "fp8"), X))
+    assert len(printed.splitlines()) < 40
+    assert " x223" in printed
+    assert len(str(ht.check(nn.Sequential(*(nn.Linear(64, 64) for _ in range(99))), X)).splitlines()) < 40

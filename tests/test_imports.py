@@ -19,7 +19,7 @@ LAYERS = [
     "debug", "state", "quantizers",
     "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "masters", "optim", "offload",
     "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",
-    "check", "explanation", "explain", "inference", "export", "watching", "advising", "integrations", "commands",
+    "explanation", "check", "explain", "inference", "export", "watching", "advising", "integrations", "commands",
     "__main__", "verify", "former_names", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [

@@ -77,7 +77,7 @@ def measure(
         run: Returns the loss of a batch.
 
     Raises:
-        ValueError: If a loss depends on no parameter, or what a layer multiplies is all zeros.
+        ValueError: If a loss depends on no parameter, or is not finite, or what a layer multiplies is all zeros.
         NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
@@ -179,6 +179,11 @@ def _run(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Tenso
     if not value.requires_grad:
         raise ValueError(
             "advise: a loss that depends on parameters with gradients is required, got one that does not"
+        )
+    if not bool(value.isfinite().all()):
+        raise ValueError(
+            f"advise: a finite loss is required, got {float(value.detach()):.3g}; give batches like those of training, "
+            "and a model that has not diverged"
         )
     value.backward()
 

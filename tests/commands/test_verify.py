@@ -73,3 +73,13 @@ def test_what_was_exported(tmp_path, capsys):
     assert "nowhere: no such folder" in capsys.readouterr().err
     assert main(["verify", str(file)]) == 2
     assert "model.safetensors: a file; a folder is required" in capsys.readouterr().err
+
+
+def test_the_result_is_a_table(run):
+    damage(run)
+    found = checkpoint.verify(run)
+    assert found.keys() == {1, 2}
+    assert json.loads(json.dumps(found))["1"] == []
+    assert "1 of 2 checkpoints are good" in str(found)
+    assert repr(found) == str(found)
+    assert "SHA-256" in found._repr_html_()

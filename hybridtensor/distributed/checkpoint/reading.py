@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,6 +37,12 @@ from hybridtensor.distributed.checkpoint.untrusted.reader import (
     Staged,
     UnreadableError,
 )
+from hybridtensor.printed import Printed
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN = 20  # damaged steps in a table
 
 
 def load(
@@ -226,7 +233,32 @@ def _check(
         )
 
 
-def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
+class Verified(Printed, dict[int, list[str]]):
+    """What ``verify`` found: what is wrong with each step, the newest first."""
+
+    def __rich__(self) -> Table:
+        """Render damaged steps, and how many are good."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("step", "what is wrong", box=box.SIMPLE_HEAD)
+        damaged = [(step, wrong) for step, wrong in self.items() if wrong]
+        good = [step for step, wrong in self.items() if not wrong]
+        table.title = (
+            f"{len(good)} of {len(self)} checkpoints are good" if self else "No checkpoint"
+        )
+        if good:
+            table.caption = f"the newest that is good: step {good[0]}"
+        for step, wrong in damaged[:_SHOWN]:
+            more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            table.add_row(str(step), Text(f"{wrong[0]}{more}"))
+        if len(damaged) > _SHOWN:
+            table.add_row("...", f"{len(damaged) - _SHOWN} more")
+        return table
+
+
+def verify(directory: str | os.PathLike[str]) -> Verified:
     """Read every step in ``directory``, or the one that it is, and return what is wrong with each,
     the newest first.
 
@@ -241,7 +273,9 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
         found = {
             number: path for number, path in steps(root.parent).items() if path.name == root.name
         }
-    return {number: problems(path, number) or _unreadable(path) for number, path in found.items()}
+    return Verified(
+        {number: problems(path, number) or _unreadable(path) for number, path in found.items()}
+    )
 
 
 def _unreadable(path: Path) -> list[str]:
