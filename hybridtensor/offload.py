@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from hybridtensor.subclasses.structure import flatten
 
 __all__ = ["Traffic", "offload_activations"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def _not_traced(function: F) -> F:

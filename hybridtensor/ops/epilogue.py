@@ -50,10 +50,11 @@ def scale_and_round_reference(
     dtype: torch.dtype,
 ) -> Tensor:
     """Define ``scale_and_round``."""
+    factor = left if right is None else right
     if left is not None and right is not None:
-        total.mul_((left * right).clamp(max=_FP32_MAX))
-    elif left is not None or right is not None:
-        total.mul_(left if left is not None else right)  # type: ignore[arg-type]
+        factor = (left * right).clamp(max=_FP32_MAX)
+    if factor is not None:
+        total.mul_(factor)
     if bias is not None:
         total.add_(bias)
     return total.to(dtype).contiguous()

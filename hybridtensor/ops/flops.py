@@ -45,7 +45,7 @@ def count_as_product(operator: object) -> None:
     count_flops(operator, product_flops)
 
 
-def count_flops(operator: object, formula: Callable[..., Any]) -> None:
+def count_flops(operator: object, formula: Callable[..., object]) -> None:
     """Let torch count an operator by a formula that takes its arguments."""
     _torch_counter().register_flop_formula(operator, get_raw=True)(formula)
 

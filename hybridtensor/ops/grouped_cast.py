@@ -142,7 +142,7 @@ def _operator(
     """Return a function with the operator's arguments."""
 
     def on_arguments(
-        x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: Any
+        x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: object
     ) -> list[Tensor]:
         taken, noted = _taken(x, *inputs)
         return [*run(x, Groups(count, ends, step), parse_request(request), taken), *noted]
@@ -171,7 +171,7 @@ def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInpu
 
 
 def _fake(
-    x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: Any
+    x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: object
 ) -> list[Tensor]:
     row, column = _layouts(x, Groups(count, ends, step), parse_request(request))
     return [*(layout.empty(x.device) for layout in (*row, *column)), *_taken(x, *inputs)[1]]

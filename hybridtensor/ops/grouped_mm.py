@@ -170,8 +170,13 @@ implement("grouped_mm", _operator(by_kernels))
 
 
 def _flops(
-    left: list[Tensor], left_kind: str, right: list[Tensor], right_kind: str, *_: Any, **__: Any
-) -> Any:
+    left: list[Tensor],
+    left_kind: str,
+    right: list[Tensor],
+    right_kind: str,
+    *_: object,
+    **__: object,
+) -> int:
     """Return the operations of all groups as torch counts those of ``_grouped_mm``: of all tokens."""
     a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
     by_row = right[0].dim() == 3

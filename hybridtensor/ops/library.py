@@ -18,7 +18,7 @@ def left_whole(function: F) -> F:
     return whole
 
 
-def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, *, reference: Callable[..., object], fake: Callable[..., object]) -> Any:
     """Register an operator and return its overload.
 
     The reference runs on every device, unless ``implement`` has something faster there. Operators
@@ -37,7 +37,7 @@ def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., An
     return getattr(torch.ops.hybridtensor, name).default
 
 
-def implement(name: str, cuda: Callable[..., Any]) -> None:
+def implement(name: str, cuda: Callable[..., object]) -> None:
     """Register a faster implementation on GPUs, with the same bits."""
     _LIBRARY.impl(name, cuda, "CUDA")
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hybridtensor.ops.library import define
+
+if TYPE_CHECKING:
+    from torch._functorch.partitioners import OpTypes
 
 _AFTER = define(
     "after(Tensor x, Tensor other) -> Tensor",
@@ -26,8 +29,9 @@ def after(x: Tensor, other: Tensor) -> Tensor:
     nothing of backward, and keep what comes of it.
     """
     if x.itemsize > 1:
-        return _AFTER(x, other)  # type: ignore[no-any-return]
-    copied: Tensor = _AFTER(x.view(torch.uint8), other)
+        copied: Tensor = _AFTER(x, other)
+        return copied
+    copied = _AFTER(x.view(torch.uint8), other)
     return copied.view(x.dtype)
 
 
@@ -105,7 +109,7 @@ def _producer(x: Tensor) -> fx.Node | None:
     return _behind_views(node_of(x))
 
 
-def _behind_views(node: Any) -> fx.Node | None:
+def _behind_views(node: object) -> fx.Node | None:
     while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node):
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.op == "call_function" else None
@@ -140,8 +144,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 @functools.cache
-def _operations() -> Any:
-    """Return what the partitioner of AOTAutograd knows about operations."""
+def _operations() -> OpTypes:
+    """Return AOTAutograd's lists of operations, by which it partitions graphs."""
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list()

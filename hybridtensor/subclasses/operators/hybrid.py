@@ -123,12 +123,13 @@ def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
 @table.register(aten.copy_.default)
 def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Dequantize into a plain tensor; copy bytes between equal faces; quantize anything else again."""
-    dst, src = args[0], args[1]
+    dst: Tensor = args[0]
+    src = args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     if not isinstance(dst, HybridTensor):
         require_reader("copy_", src)
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
-        return dst  # type: ignore[no-any-return]
+        return dst
     if isinstance(src, HybridTensor) and _same_kind(dst, src):
         unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
         for name in dst.inner_names:

@@ -61,7 +61,8 @@ def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
 
 @table.register(aten.copy_.default)
 def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    dst, src = args[0], args[1]
+    dst: Tensor = args[0]
+    src = args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     values = src.source if isinstance(src, IdentityTensor) else src
     if isinstance(values, QuantizedTensor) and not _holds_quantized(dst):
@@ -69,7 +70,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (dst.source if isinstance(dst, IdentityTensor) else dst).copy_(
         values, non_blocking=non_blocking
     )
-    return dst  # type: ignore[no-any-return]
+    return dst
 
 
 def _holds_quantized(x: Tensor) -> bool:
@@ -80,8 +81,9 @@ def _holds_quantized(x: Tensor) -> bool:
 
 @table.register(*overloads(aten.fill_, aten.zero_, aten.uniform_, aten.normal_))
 def _fill_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    func(args[0].source, *args[1:], **kwargs)
-    return args[0]  # type: ignore[no-any-return]
+    x: IdentityTensor = args[0]
+    func(x.source, *args[1:], **kwargs)
+    return x
 
 
 @table.register(aten.equal.default)

@@ -146,8 +146,9 @@ def _check_part(part: MasterWeight) -> None:
 def _wait(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Wait for what a functional collective writes in place."""
     _run(func, args, kwargs)
-    args[0].note_write()
-    return args[0]  # type: ignore[no-any-return]
+    x: MasterWeight = args[0]
+    x.note_write()
+    return x
 
 
 if torch.distributed.is_available():

@@ -32,13 +32,15 @@ def _slice_scale(
     if block is None:
         return scale
     if block == 1:
-        return aten.slice.Tensor(scale, axis, start, stop, step)  # type: ignore[no-any-return]
+        own: Tensor = aten.slice.Tensor(scale, axis, start, stop, step)
+        return own
     if step != 1 or start % block or (stop % block and stop != extent):
         raise ValueError(
             f"slice: blocks of {block} are cut by [{start}:{stop}:{step}] of {extent}; slice at multiples of {block}, "
             "or dequantize first"
         )
-    return aten.slice.Tensor(scale, axis, start // block, -(-stop // block))  # type: ignore[no-any-return]
+    blocks: Tensor = aten.slice.Tensor(scale, axis, start // block, -(-stop // block))
+    return blocks
 
 
 def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> QuantizedTensor:
@@ -204,11 +206,12 @@ def stored_shape(fmt: Format, matrix: tuple[int, int]) -> tuple[int, int]:
 @table.register(aten.copy_.default)
 def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Copy bytes between faces of one format, or dequantize into a plain tensor."""
-    dst, src = args[0], args[1]
+    dst: Tensor = args[0]
+    src = args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     if not isinstance(dst, QuantizedTensor):
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
-        return dst  # type: ignore[no-any-return]
+        return dst
     if not isinstance(src, QuantizedTensor):
         raise NotImplementedError(
             f"copy_: a face does not know how it was quantized, got a {type(src).__name__} for {dst!r}; "
