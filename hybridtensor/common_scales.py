@@ -184,7 +184,7 @@ def local_part(module: nn.Module) -> Any:
 
 def values_of(module: nn.Module) -> Tensor:
     """Return the best values that there are of a linear layer's weight."""
-    part: Any = local_part(module)
+    part = local_part(module)
     if isinstance(part, HybridTensor):
         current = part.high_precision.current
         return part.dequantize() if current is None else current

@@ -41,8 +41,7 @@ class Layer(NamedTuple):
         """What stands at the weight; what parametrizations learn from being read stays as it is."""
         if not parametrize.is_parametrized(self.module, self.parameter):
             return getattr(self.module, self.parameter)
-        every: Any = self.module.parametrizations
-        computing: nn.Module = every[self.parameter]
+        computing = self.module.get_submodule(f"parametrizations.{self.parameter}")
         modes = {module: module.training for module in computing.modules()}
         try:
             computing.eval()

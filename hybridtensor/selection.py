@@ -334,10 +334,9 @@ def is_quantized(formats: tuple[Format, Format]) -> bool:
 
 def _config_of(module: nn.Module, parameter: Tensor) -> HybridConfig | None:
     """Return the recipe of a matrix; None before ``quantize_``."""
-    part: Any = local(parameter)
+    part = local(parameter)
     recipe = part if is_converted(part) else recipe_of(module)
-    config: HybridConfig | None = None if recipe is None else recipe.config
-    return config
+    return None if recipe is None else recipe.config
 
 
 def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:

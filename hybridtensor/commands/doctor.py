@@ -92,7 +92,7 @@ def remarks(runs: dict[str, list[str]]) -> list[str]:
 
 
 def this_machine() -> Machine:
-    """Return what is here."""
+    """Look up the versions, the device and the driver of this machine."""
     has_gpu = torch.cuda.is_available()
     return Machine(
         {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
@@ -133,7 +133,7 @@ def backends(device: torch.device) -> dict[str, list[str]]:
 
 
 def problems(machine: Machine) -> list[str]:
-    """Return what is known to be wrong with a machine, or was never tried."""
+    """List what is known to fail on a machine, or was never tried."""
     found = []
     torch_version = _numbers(machine.versions["torch"])
     first, last = _TESTED

@@ -32,7 +32,9 @@ class Share(NamedTuple):
 
 
 def shares(found: Rows) -> dict[str, Share]:
-    """Return what part of the model each format has, by the words of ``costs``; what is left plain is ``bf16``."""
+    """Return the share of the model in each format, by the words of ``costs``; layers that are not quantized count as
+    ``bf16``.
+    """
     parameters: dict[str, float] = {}
     products: dict[str, float] = {}
     for size, config in _sized(found.layers):

@@ -8,8 +8,6 @@ says ``is_transposed = True``, as modules of experts do, and its ``weight`` is a
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -34,8 +32,7 @@ def _has_matrix(module: nn.Module) -> bool:
     """Return whether a matrix is a module's ``weight``, or what a parametrization computes it of."""
     weight = module._parameters.get("weight")
     if parametrize.is_parametrized(module, "weight"):
-        every: Any = module.parametrizations
-        weight = next(every["weight"].parameters(), None)
+        weight = next(module.get_submodule("parametrizations.weight").parameters(), None)
     return weight is not None and weight.dim() == 2
 
 

@@ -71,7 +71,7 @@ class _Scope:
         self.readers: list[WeightRecord] = []
 
     def read(self, input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
-        """Return what is shared of this very input, new unless another layer of the module has read it.
+        """Return the ``Reading`` of this very input: that of a layer of the module that read it before, or a new one.
 
         Another view of the same elements is the same input: DTensors give each layer a view. The faces of
         forward are kept for as long as the input lives and the forward runs.
@@ -208,7 +208,7 @@ def reading(
     how: tuple[object, ...],
     context: Context,
 ) -> Reading:
-    """Return what is shared of an input with the layers that read it, too, if any.
+    """Return the ``Reading`` that a layer shares with others that read the same input, or one of its own.
 
     Args:
         input: What is quantized.
@@ -231,15 +231,15 @@ def reading(
 
 
 def _mark(groups: Groups) -> tuple[object, ...]:
-    """Return what tells groups apart while something holds them."""
+    """Return a key that differs between groups, for as long as something holds them."""
     if groups.ends is None:
         return ()
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
 def _of_graph(input: Tensor, how: tuple[object, ...]) -> Reading:
-    """Return what layers of the graph that is traced share of an input. A compiler takes equal casts for one only
-    where it cuts a graph into forward and backward, and not those that wait for different gradients.
+    """Return the ``Reading`` of an input that layers share in the graph that is traced. A compiler takes equal casts
+    for one only where it cuts a graph into forward and backward, and not those that wait for different gradients.
 
     Nothing where no graph is recorded yet: Dynamo would keep its example tensors, and with them what is shared.
     """

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_own_tokens, require_plain_autograd
-from hybridtensor.linear.operands import QUANTIZED
+from hybridtensor.linear.operands import QUANTIZED, Weight
 from hybridtensor.ops.library import left_whole
 from hybridtensor.state import Section
 
@@ -107,7 +107,7 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def note_section(weight: DTensor, part: Any, dims: Sequence[int] | None = None) -> None:
+def note_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = None) -> None:
     """Have a rank's part of a weight know which section of the layer it is.
 
     Args:
@@ -121,7 +121,7 @@ def note_section(weight: DTensor, part: Any, dims: Sequence[int] | None = None) 
     if part.record.section is None and (dims is None or len(dims) == weight.device_mesh.ndim):
         name = "" if part.state is None else part.state.name
         who = f"linear: layer {name}, a part {list(part.shape)} of {list(weight.shape)}"
-        part.config.check_sizes(part.shape[0], part.shape[1], who)
+        part.recipe.check_sizes(part.shape[0], part.shape[1], who)
     part.record.section = section_of(weight, dims)
 
 
@@ -172,8 +172,7 @@ def _check(name: str, x: Tensor, weight: DTensor) -> None:
             "whose gradient would be summed twice; give the layer hybridtensor.distributed.ColwiseParallel"
         )
     if not isinstance(x, DTensor):
-        part: Any = local(weight)
-        layer = getattr(part.layer, "name", "") or "without a name"
+        layer = getattr(getattr(local(weight), "layer", None), "name", "") or "without a name"
         raise TypeError(
             f"linear: a DTensor is required as {name}, as the weight is one, got {type(x).__name__} for layer {layer}; "
             "parallelize_module prepares inputs, DTensor.from_local makes one; under FSDP2, layers are called from the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,21 +59,22 @@ def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
 def _is_first_part() -> bool:
     """Return whether a zero-bubble schedule waits for this backward, which may run in a thread of autograd's."""
     code = sys.modules[_PIPELINING].stage_backward_input.__code__
+    frame: FrameType | None
     for frame in sys._current_frames().values():
         while frame is not None:
             if frame.f_code is code:
                 return True
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
     return False
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad
 
 
