@@ -18,7 +18,7 @@ def give_plain_values_(module: nn.Module) -> None:
     """Have ``module.state_dict()`` give the plain tensors of master weights, in the same memory."""
     if not getattr(module, "_hybridtensor_save_hook", False):
         module.register_state_dict_post_hook(plain_values)
-        module._hybridtensor_save_hook = True  # type: ignore[assignment]
+        module.__dict__["_hybridtensor_save_hook"] = True
 
 
 def plain_values(
@@ -42,7 +42,7 @@ def keep_recipe_(module: nn.Module) -> None:
     """Have ``load_state_dict(assign=True)`` keep the recipes of a module's weights."""
     if not getattr(module, "_hybridtensor_load_hook", False):
         module.register_load_state_dict_pre_hook(keep_recipe_on_assign)
-        module._hybridtensor_load_hook = True  # type: ignore[assignment]
+        module.__dict__["_hybridtensor_load_hook"] = True
 
 
 def drop_hooks(module: nn.Module) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -23,7 +24,7 @@ from hybridtensor.distributed.sequence.styles import mark
 from hybridtensor.dtensor import local
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.ops import Face
-from hybridtensor.ops.library import autocasts
+from hybridtensor.ops.library import autocasts, outside_graphs
 from hybridtensor.ops.scaled_mm import rowwise_values
 from hybridtensor.quantizers import HybridQuantizer, OneFormatQuantizer, Quantizer
 from hybridtensor.recipes.named import from_name
@@ -126,12 +127,22 @@ def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: boo
     return Face.of(arrived, face.kind)
 
 
+class _Ctx(FunctionCtx):
+    """What forward leaves for backward.
+
+    Attributes:
+        how: The route, whether the gradient goes back along it, and its quantizer.
+    """
+
+    how: tuple[Route, bool, Quantizer | None]
+
+
 class _Move(torch.autograd.Function):
     """Values that go to their experts, or back; the gradient goes the other way."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Ctx,
         tensor: Tensor,
         route: Route,
         back: bool,
@@ -142,7 +153,7 @@ class _Move(torch.autograd.Function):
         return moved(tensor, route, back=back, quantizer=quantizer)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         route, back, quantizer = ctx.how
         grad = moved(grad_output.contiguous(), route, back=back, quantizer=quantizer)
         return grad, None, None, None, None
@@ -153,17 +164,17 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, route: Route, quantizer: Quantizer, of_gradient: Quantizer | None
+        ctx: _Ctx, tensor: Tensor, route: Route, quantizer: Quantizer, of_gradient: Quantizer | None
     ) -> HybridTensor:
-        ctx.how = route, of_gradient
+        ctx.how = route, True, of_gradient
         face = _moved_face(tensor, route, quantizer, back=False)
         size = (face.qdata.shape[0], tensor.shape[1])
         return HybridTensor(face_tensor(face, -1, size, tensor.dtype), None)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        route, quantizer = ctx.how
-        grad = moved(grad_output.contiguous(), route, back=True, quantizer=quantizer)
+    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        route, back, quantizer = ctx.how
+        grad = moved(grad_output.contiguous(), route, back=back, quantizer=quantizer)
         return grad, None, None, None
 
 
@@ -311,7 +322,7 @@ class _Forward:
 
     # The host reads counts of all ranks, at which a graph would break anyway: in the middle, and with
     # guards on parameters that stand here only while experts run
-    @torch._dynamo.disable(reason="experts on several ranks run between graphs")  # type: ignore[untyped-decorator]
+    @outside_graphs("experts on several ranks run between graphs")
     def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Send tokens to their experts, run these, and bring their outputs back."""
         style, module = self._style, self._module

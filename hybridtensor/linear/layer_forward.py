@@ -36,6 +36,7 @@ from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
+from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import MasterWeight
@@ -63,7 +64,7 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
     if _RECIPE not in module.__dict__:
         module.forward = LayerForward(module, module.__dict__.get("forward")).bound
         # Transformers runs a layer that says so with its own parts of weights and inputs.
-        module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+        module.__dict__["_hf_quantized_needs_local_tp"] = True
     module.__dict__[_RECIPE] = LayerRecipe(config, state)
 
 
@@ -132,8 +133,8 @@ class LayerForward:
         if self.inner is None:
             return types.MethodType(_method(type(_required(self._layer())).forward), self)
         method = _method.__wrapped__(self.inner)
-        method.__signature__ = _with_self(inspect.signature(self.inner))  # type: ignore[attr-defined]
-        del method.__wrapped__  # type: ignore[attr-defined]  # often a method of the layer: a cycle
+        vars(method)["__signature__"] = _with_self(inspect.signature(self.inner))
+        del vars(method)["__wrapped__"]  # often a method of the layer: a cycle
         return types.MethodType(method, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
@@ -268,7 +269,7 @@ class _OnParts(TorchFunctionMode):
 
 
 # a graph cannot make a weight's record
-@torch.compiler.disable(reason="a plain tensor stands at the weight of a converted layer")  # type: ignore[untyped-decorator]
+@outside_graphs("a plain tensor stands at the weight of a converted layer")
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a layer's forward where a tensor stands at its weight that is none of ours."""
     require_plain_autograd()

@@ -18,6 +18,16 @@ def left_whole(function: F) -> F:
     return whole
 
 
+def outside_graphs(reason: str) -> Callable[[F], F]:
+    """Return a decorator that has Dynamo break a graph at a function, and run the function eagerly.
+
+    Args:
+        reason: Why, for Dynamo's logs.
+    """
+    disable: Callable[[F], F] = torch.compiler.disable(reason=reason)
+    return disable
+
+
 def define(schema: str, *, reference: Callable[..., object], fake: Callable[..., object]) -> Any:
     """Register an operator and return its overload.
 

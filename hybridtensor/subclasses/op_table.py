@@ -13,7 +13,7 @@ Args = tuple[Any, ...]
 """What it is called with, by position."""
 Kwargs = dict[str, Any]
 """What it is called with, by name."""
-Handler = Callable[[Func, Args, Kwargs], Any]
+Handler = Callable[[Func, Args, Kwargs], object]
 H = TypeVar("H", bound=Handler)
 
 
@@ -131,7 +131,7 @@ _OF_TORCH = frozenset(
 """Libraries of operators that come with torch: classes register those that they answer."""
 
 
-def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[Any]:
+def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[object]:
     """Yield what an operator writes of its arguments, as its schema says; of lists each item."""
     # ``_schema`` is private; nothing else says which arguments an operator writes.
     for position, argument in enumerate(func._schema.arguments):

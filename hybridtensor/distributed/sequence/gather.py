@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from hybridtensor import ops
 from hybridtensor.distributed.fsdp.plan import ROW
@@ -124,11 +125,21 @@ def transposed(row: Face) -> Face:
     return Face(column.view(row.qdata.dtype), scale, None, row.format)
 
 
+class _Ctx(FunctionCtx):
+    """What forward leaves for backward.
+
+    Attributes:
+        gathering: How the activation is gathered, or its gradient.
+    """
+
+    gathering: Gathering
+
+
 class GatherInput(torch.autograd.Function):
     """The tokens of all ranks, quantized; the gradient goes back to where they came from, as a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gathering: Gathering) -> HybridTensor:
+    def forward(ctx: _Ctx, x: Tensor, gathering: Gathering) -> HybridTensor:
         ctx.gathering = gathering
         gathered, state = gathering.quantized(x), gathering.context.state
         gathered.is_of_all_ranks = True
@@ -136,7 +147,7 @@ class GatherInput(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None]:
         return scattered(grad_output, ctx.gathering.dim, ctx.gathering.layout), None
 
 
@@ -144,12 +155,12 @@ class ScatterOutput(torch.autograd.Function):
     """The sum over ranks, of which each keeps its tokens; their gradient is quantized, then gathered."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, gathering: Gathering) -> Tensor:
+    def forward(ctx: _Ctx, y: Tensor, gathering: Gathering) -> Tensor:
         ctx.gathering = gathering
         return scattered(y, gathering.dim, gathering.layout)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None]:
         return ctx.gathering.quantized(grad_output.contiguous()), None
 
 
