@@ -131,9 +131,7 @@ class ApplyInPlace:
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> nn.Module:
         """Convert the parameters and buffers of the module, and of those inside."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError("_apply: the module that this converts is gone; call a module")
+        module = self._required()
         own = {name: p for name, p in module._parameters.items() if _is_own(p)}
         module._parameters.update(dict.fromkeys(own))  # torch passes over what is None
         try:
@@ -144,8 +142,14 @@ class ApplyInPlace:
             module._parameters.update(own)
         return module
 
+    def _required(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("_apply: the module that this converts is gone; call a module")
+        return module
+
     def __deepcopy__(self, memo: dict[int, object]) -> ApplyInPlace:
-        return type(self)(copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
+        return type(self)(copy.deepcopy(self._required(), memo))
 
     def __reduce__(self) -> tuple[object, ...]:
         return copyreg.__newobj__, (ApplyInPlace,), (self._module(),)  # type: ignore[attr-defined]

@@ -100,7 +100,7 @@ def _checked(weights: object, shards: object, offsets: object) -> list[Fragment]
     return [_fragment(index, *items) for index, items in enumerate(zip(*lists, strict=True))]
 
 
-def _fragment(index: int, weight: object, shard: object, offset: object) -> Fragment:
+def _fragment(index: int, weight: object, shard: Tensor | None, offset: object) -> Fragment:
     """Return one fragment, after checking it."""
     if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
         raise TypeError(
@@ -109,7 +109,7 @@ def _fragment(index: int, weight: object, shard: object, offset: object) -> Frag
     if shard is None:
         shard = torch.zeros(0, device=weight.device)
     require_tensor(f"{_WHO}: fragment {index}", shard)
-    values: Tensor = shard.detach().reshape(-1)  # type: ignore[attr-defined]
+    values: Tensor = shard.detach().reshape(-1)
     if values.dtype != torch.float32:
         raise TypeError(
             f"{_WHO}: fp32 masters are required, got {values.dtype} at {index}; cast them"

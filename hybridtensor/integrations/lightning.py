@@ -54,7 +54,7 @@ class _Converting:
         return module
 
 
-class HybridPrecision(_Converting, pytorch.Precision):  # type: ignore[misc]
+class HybridPrecision(_Converting, pytorch.Precision):
     """A plugin of Trainer that quantizes the module, and advances its state with its optimizers.
 
     ::
@@ -84,7 +84,7 @@ class HybridPrecision(_Converting, pytorch.Precision):  # type: ignore[misc]
         return model, optimizers, lr_schedulers
 
 
-class FabricHybridPrecision(_Converting, fabric.Precision):  # type: ignore[misc]
+class FabricHybridPrecision(_Converting, fabric.Precision):
     """A plugin of Fabric that quantizes the modules it sets up, and advances their state.
 
     With several optimizers of one module its state advances with the one that stepped first.

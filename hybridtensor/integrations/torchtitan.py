@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 
-class TitanLayerState(LayerState, Module):  # type: ignore[misc]
+class TitanLayerState(LayerState, Module):
     """A layer's state that follows torchtitan's Module protocol, which its models are checked for."""
 
 
-class HybridConverter(ModelConfigConverter):  # type: ignore[misc]
+class HybridConverter(ModelConfigConverter):
     """Quantize a model when it is built: one of the ``converters`` of a model registry.
 
     ::
@@ -41,7 +41,7 @@ class HybridConverter(ModelConfigConverter):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):  # type: ignore[misc]
+    class Config(ModelConfigConverter.Config):
         """What ``HybridConverter`` needs to know."""
 
         recipe: str = "fp8"

@@ -38,7 +38,7 @@ class HasScalars(Protocol):
 
 
 @register_quantization_config(METHOD)
-class HybridTensorConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class HybridTensorConfig(QuantizationConfigMixin):
     """The recipe of a model, for ``from_pretrained(quantization_config=...)`` and ``config.json``.
 
     Args:
@@ -98,7 +98,7 @@ def _written(recipe: object) -> str | dict[str, object]:
 
 
 @register_quantizer(METHOD)
-class HybridTensorQuantizer(HfQuantizer):  # type: ignore[misc]
+class HybridTensorQuantizer(HfQuantizer):
     """Converts models whose weights were loaded as those of plain ones, which they are."""
 
     is_trainable = True
@@ -129,7 +129,7 @@ class HybridTensorQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-class StepCallback(TrainerCallback):  # type: ignore[misc]
+class StepCallback(TrainerCallback):
     """Advance the state of recipes after each step that Trainer's optimizer takes.
 
     ::

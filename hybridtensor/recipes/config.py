@@ -51,7 +51,7 @@ class QuantizerRole:
 
 
 @dataclass(frozen=True)
-class HybridConfig(AOBaseConfig):  # type: ignore[misc]
+class HybridConfig(AOBaseConfig):
     """The recipe of a linear layer: which quantizer makes the faces of each of its three operands.
 
     The three products and the faces that they multiply::
