@@ -69,7 +69,8 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
         return _operations(gate, up)
     readers = readers_of(layers, gate, (gate, up))
-    return _SwiGLU.apply(gate, up, readers)  # type: ignore[no-any-return, no-untyped-call]
+    y: Tensor = _SwiGLU.apply(gate, up, readers)  # type: ignore[no-untyped-call]
+    return y
 
 
 @left_whole
@@ -145,7 +146,8 @@ def rms_norm(
     (eps,) = struct.unpack("f", struct.pack("f", eps))  # fp32, as kernels take it
     readers = readers_of(layers, x, given)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
-    return _RMSNorm.apply(x, weight, eps, readers)  # type: ignore[no-any-return, no-untyped-call]
+    y: Tensor = _RMSNorm.apply(x, weight, eps, readers)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _require_weight(weight: Tensor, x: Tensor) -> None:

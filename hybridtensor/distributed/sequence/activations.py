@@ -129,7 +129,8 @@ def _gather_input(
     context = Context("input", state, record=recording)
     layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
     gathering = Gathering(quantizer, context, plan, layout, dim, columnwise, rank)
-    return GatherInput.apply(x, gathering)  # type: ignore[no-any-return, no-untyped-call]
+    gathered: HybridTensor = GatherInput.apply(x, gathering)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def scattered_output(y: object, layer: nn.Linear, layout: Placement) -> Tensor | None:
@@ -159,7 +160,8 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
     context, rank = Context("grad_output", part.state), mesh.get_local_rank()
     layout = _layout(values, mesh, dim)
     gathering = Gathering(part.config.grad_output, context, plan, layout, dim, True, rank)
-    return ScatterOutput.apply(values, gathering)  # type: ignore[no-any-return, no-untyped-call]
+    scattered: Tensor = ScatterOutput.apply(values, gathering)  # type: ignore[no-untyped-call]
+    return scattered
 
 
 def _tell_once(weight: Weight, role: str, reason: str) -> None:
