@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, prune
+from torch.overrides import TorchFunctionMode
 
 import hybridtensor as ht
 
@@ -352,6 +353,22 @@ def test_plain_gives_the_former_forward_back(kind):
     assert torch.equal(layer(X), {"alone": expected, "above": expected + 1, "under": expected * 2}[kind])
     if kind != "above":  # what is above calls ours, which has nothing to do any more
         assert ("forward" in layer.__dict__) == (kind == "under")
+
+
+def test_modes_see_the_linear_that_a_layer_is():
+    """A mode of torch functions, as torch's own for devices, or a library's that counts operations."""
+    seen = []
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    layer = converted("alone")
+    expected = layer(X)
+    with Counting():
+        assert torch.equal(layer(X), expected)
+    assert F.linear in seen
 
 
 def test_the_type_and_signature_of_a_layer_stay():

@@ -837,3 +837,14 @@ def test_a_root_lists_its_state_as_a_submodule_does(recipe):
         names = {name for name, _ in of(root)}
         assert names == {name.partition(".")[2] for name, _ in of(inside) if name} | ({""} if "" in names else set())
     assert {name for name, _ in root.named_buffers()} == {n for n in root.state_dict() if "quantization_state" in n}
+
+
+def test_tensors_that_are_replaced_in_a_module_s_table_count():
+    """As ``functional_call`` and ``Module._apply`` replace buffers: no attribute is set."""
+    layer = ht.quantize_(nn.Linear(32, 32), "fp8_delayed")
+    state = layer.quantization_state
+    before = state.tensors()
+    assert state.tensors() is before
+    other = torch.full_like(before.encode_scale, 2.0)
+    state._buffers["encode_scale"] = other
+    assert state.tensors().encode_scale is other

@@ -228,7 +228,7 @@ class TestCommand:
         assert "step 2: DAMAGED\n  step_00000002: __0_0.distcp has a wrong SHA-256" in capsys.readouterr().out
         assert command.main([str(folder(tmp_path, 1))]) == 0
         assert command.main([str(tmp_path / "nothing")]) == 2
-        assert "no checkpoint" in capsys.readouterr().err
+        assert "nothing: no such folder" in capsys.readouterr().err
 
     def test_runs_as_a_module(self, tmp_path, monkeypatch, capsys):
         saved(tmp_path, 1)

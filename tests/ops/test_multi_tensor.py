@@ -153,6 +153,14 @@ def test_is_worked_out_once(by_kernels):
     assert len(multi_tensor._LISTS) == 3
 
 
+def test_strides_are_told_apart(by_kernels):
+    """Views of the same places and shapes whose rows are elsewhere."""
+    wide = torch.randn(2, 32, 256, dtype=torch.bfloat16, device=by_kernels)
+    cast = cast_of("fp8_e4m3_tensor")
+    for xs in ([w[:, :128] for w in wide], [w.view(-1)[: 32 * 128].view(32, 128) for w in wide]):
+        check(xs, CastRequest(cast, cast))
+
+
 def test_inputs_of_other_kinds_are_refused(by_kernels):
     xs, cast = matrices(by_kernels), cast_of("fp8_e4m3_tensor")
     amax = torch.ones(1, device=by_kernels)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from casting import float8_quantize, mx_quantize, nvfp4_quantize
 from tiers import covered
 
-from hybridtensor import formats
-from hybridtensor.formats import IDENTITY
+from hybridtensor import formats, ops
+from hybridtensor.formats import IDENTITY, get_format
 from hybridtensor.ops.dequantize import dequantize, multipliable_values
 from hybridtensor.ops.emulated_mm import block_factor, sum_factor
 from hybridtensor.ops.face import Face
@@ -380,3 +380,18 @@ def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="one device are required, got cpu, meta"):
         scaled_mm(a, elsewhere, out_dtype=torch.bfloat16)
     assert dequantize(*a[:3], format=TENSOR, dtype=torch.float32).shape == (8, 16)
+
+
+def test_operands_of_equal_formats_that_mean_something_else(device):
+    """Faces of one format and shape, of which one is the rowwise face that its columnwise one is made of."""
+    x, w = (random_tensor(64, 64, seed=seed, device=device) for seed in (0, 1))
+    cast = ops.CastRequest(ops.Cast(get_format("fp8_e4m3_tensor")))
+    (left, _), (right, _) = ops.quantize(x, cast), ops.quantize(w, cast)
+    held = right._replace(dequantized_rowwise=torch.bfloat16)
+    values = ops.rowwise_values(right, torch.bfloat16)
+    for _ in range(2):
+        plain = ops.product(left, right, out_dtype=torch.bfloat16)
+        assert torch.equal(plain, ops.scaled_mm(left, right, out_dtype=torch.bfloat16))
+        turned = ops.product(left, held, out_dtype=torch.bfloat16)
+        assert torch.equal(turned, ops.product(left, ops.high_precision(values.t()), out_dtype=torch.bfloat16))
+        assert not torch.equal(plain, turned)
