@@ -152,14 +152,14 @@ class LayerForward:
             if self.inner is not None:  # as ``run``
                 return self.inner(*args, **kwargs)
             if (
-                len(args) == 1
+                not torch.compiler.is_dynamo_compiling()  # first: the rest is not to be traced
+                and len(args) == 1
                 and type(args[0]) is Tensor
                 and type(weight) in WEIGHTS
                 and weight.config is not None
                 and not kwargs
                 and type(layer).forward is nn.Linear.forward
                 and not _modes_of_functions()
-                and not torch.compiler.is_dynamo_compiling()
             ):  # nobody else has a say: what F.linear would come to
                 with torch._C.DisableTorchFunctionSubclass():
                     return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
