@@ -211,7 +211,8 @@ def test_operations_are_counted_by_tokens():
             return self.linear(x) + self.stack(x, ends)
 
     x, ends = torch.randn(TOKENS, WIDTH), (10, 30, 30, 40)
-    advice = ht.advise(Both(), [x], loss=lambda m, x: m(x, ends).square().sum(), hardware="b200", budget=1.0)
+    # what torch's product leaves in rows of no expert is whatever was in memory, sometimes NaN
+    advice = ht.advise(Both(), [x], loss=lambda m, x: m(x, ends)[:40].square().sum(), hardware="b200", budget=1.0)
     shares = {(row.layer, row.gemm): row.share for row in advice.table}
     assert shares["stack.w", "output"] / shares["linear", "output"] == pytest.approx(40 / TOKENS)
     assert shares["stack.w", "grad_weight"] / shares["linear", "grad_weight"] == pytest.approx(40 / TOKENS)
