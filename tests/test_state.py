@@ -848,3 +848,22 @@ def test_tensors_that_are_replaced_in_a_module_s_table_count():
     other = torch.full_like(before.encode_scale, 2.0)
     state._buffers["encode_scale"] = other
     assert state.tensors().encode_scale is other
+
+
+def test_a_state_of_a_derived_class_is_one():
+    """As a framework derives one to name its buffers."""
+
+    class Derived(LayerState):
+        pass
+
+    torch.manual_seed(0)
+    model, x = ht.quantize_(nn.Linear(32, 32), "fp8_delayed"), random_tensor(32, 32, dtype=torch.float32)
+    other = copy.deepcopy(model)
+    other.quantization_state.__class__ = Derived
+    for _ in range(2):
+        for net in (model, other):
+            net(x).square().sum().backward()
+            ht.step_(net)
+    assert torch.equal(model.weight.grad, other.weight.grad)
+    assert torch.equal(model.quantization_state.encode_scale, other.quantization_state.encode_scale)
+    assert not torch.equal(other.quantization_state.encode_scale, torch.ones(3))

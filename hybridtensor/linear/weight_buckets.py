@@ -255,7 +255,7 @@ def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
         weight = part
     record = weight.record
     state = record.layer
-    if type(state) is not LayerState or state.common is not None or state.replayed:
+    if not isinstance(state, LayerState) or state.common is not None or state.replayed:
         return None
     if record.shard is not None or record.gathered is not None or record.replayed:
         return None

@@ -141,15 +141,15 @@ class InterceptingTensor(WrapperTensor):
         """
         record = self.record
         layer = record.layer
-        state = layer.tensors() if type(layer) is LayerState else layer
+        state = layer.tensors() if isinstance(layer, LayerState) else layer
         if self.dim() == 3:
             groups = Groups(self.shape[0], first=record.first or 0)
-            return Context("weight", state, section=record.section, groups=groups)  # type: ignore[arg-type]
+            return Context("weight", state, section=record.section, groups=groups)
         known = record.context  # of a matrix, maybe of one of a stack, whose record it shares
         if known is not None and known.state is state and known.section is record.section:
             return known
-        made = Context("weight", state, section=record.section)  # type: ignore[arg-type]
-        if type(layer) is LayerState:  # in a graph its tensors
+        made = Context("weight", state, section=record.section)
+        if isinstance(layer, LayerState):  # in a graph its tensors
             record.context = made
         return made
 

@@ -81,7 +81,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         record, plain = self.record, self.plain
         layer: Any = record.layer
         scales: int | tuple[int | None, int] | None = None
-        if type(layer) is LayerState:  # in a graph its tensors, which have no version
+        if isinstance(layer, LayerState):  # in a graph its tensors, which have no version
             scales, common = layer.version, layer.common
             if common is not None:
                 common.renew()
