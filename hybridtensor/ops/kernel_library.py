@@ -8,9 +8,11 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -97,6 +99,24 @@ class Launch:
 def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """Return elements and scales of narrow formats as bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return what ``make`` makes on the current stream of a device, in memory that may outlive a CUDA graph.
+
+    While ``reduce-overhead`` records a graph, and in the call before, all memory that the thread allocates is of the
+    graph's pool, and torch raises if any of it is kept. Memory of another thread is not.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Tensor:
+        with torch.cuda.stream(stream), torch.inference_mode(False):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_stream).result()
 
 
 def is_current(device: torch.device) -> bool:

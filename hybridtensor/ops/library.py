@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +12,9 @@ import torch
 import torch._guards
 
 _LIBRARY = torch.library.Library("hybridtensor", "DEF")
+_IMPLEMENTATIONS: dict[
+    str, dict[str, Callable[..., Any]]
+] = {}  # by name and type of device; "" is any
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -33,7 +39,7 @@ def define(schema: str, *, reference: Callable[..., object], fake: Callable[...,
 
     The reference runs on every device, unless ``implement`` has something faster there. Operators
     are opaque to autograd (the linear's autograd function is where gradients are defined) and to
-    ``torch.compile``.
+    ``torch.compile``; the code that Inductor generates calls implementations without the dispatcher.
 
     Args:
         schema: ``name(arguments) -> returns`` in torch's schema language.
@@ -43,13 +49,36 @@ def define(schema: str, *, reference: Callable[..., object], fake: Callable[...,
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hybridtensor::{name}", fake, lib=_LIBRARY)
+    _IMPLEMENTATIONS[name] = {"": reference}
+
+    @functools.wraps(fake)
+    def traced(*arguments: object, **options: object) -> object:
+        _lower_in_inductor(name)
+        return fake(*arguments, **options)
+
+    torch.library.register_fake(f"hybridtensor::{name}", traced, lib=_LIBRARY)
     return getattr(torch.ops.hybridtensor, name).default
 
 
 def implement(name: str, cuda: Callable[..., object]) -> None:
     """Register a faster implementation on GPUs, with the same bits."""
     _LIBRARY.impl(name, cuda, "CUDA")
+    _IMPLEMENTATIONS[name]["cuda"] = cuda
+
+
+def implementation(name: str, device_type: str) -> Callable[..., Any]:
+    """Return what the dispatcher runs for an operator of this namespace on a type of device."""
+    known = _IMPLEMENTATIONS[name]
+    return known.get(device_type, known[""])
+
+
+def _lower_in_inductor(name: str) -> None:
+    """Have Inductor lower an operator of this namespace as ``ops.inductor`` says, if Inductor is there.
+
+    Whoever compiles with it has imported it before the first operator is traced; others shall not wait for it.
+    """
+    if "torch._inductor.lowering" in sys.modules:
+        importlib.import_module("hybridtensor.ops.inductor").register(name)
 
 
 def is_traced() -> bool:

@@ -100,10 +100,11 @@ class MasterWeight(QuantizedWhenUsed):
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``InterceptingTensor.carried``: a graph takes the common scale as it is now."""
-        # torch asks in the middle of tracing, whose modes would take this for a part of the graph;
-        # the way out of them is private
-        with _disable_current_modes():
-            self.renew_common_scale()
+        if getattr(self.record.layer, "common", None) is not None:
+            # torch asks in the middle of tracing, whose modes would take this for a part of the graph;
+            # the way out of them is private
+            with _disable_current_modes():
+                self.renew_common_scale()
         return super().carried()
 
     def take_memory(self, plain: Tensor) -> None:

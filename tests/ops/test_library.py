@@ -37,6 +37,11 @@ def matrix(device, seed=0, rows=32):
     return random_tensor(rows, 64, device=device, seed=seed)
 
 
+def two(device):
+    """Return matrices of two shapes."""
+    return [matrix(device), matrix(device, 1, rows=64)]
+
+
 def quantize(device, row, column=None, source=None, rows=32):
     """Return arguments of ``quantize``."""
     request = str(CastRequest(row, column, source, None if source is None else torch.bfloat16))
@@ -169,6 +174,31 @@ SAMPLES = {
     "measure": {
         "one amax": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_TENSOR), Cast(FP8_E4M3_TENSOR)))),
         "rows and columns": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_ROW), Cast(FP8_E4M3_ROW)))),
+    },
+    "measure_all": {
+        f"{fmt}": lambda device, fmt=fmt: (two(device), str(CastRequest(Cast(fmt), Cast(fmt))))
+        for fmt in (FP8_E4M3_TENSOR, FP8_E4M3_ROW)
+    },
+    "quantize_all": {
+        "given amaxes": lambda device: (
+            two(device),
+            str(CastRequest(Cast(FP8_E4M3_TENSOR))),
+            [],
+            [],
+            [torch.ones(1, device=device)] * 2,
+            [],
+        ),
+        "delayed": lambda device: (
+            two(device),
+            str(CastRequest(DELAYED)),
+            [torch.ones(3, device=device)] * 2,
+            [],
+            [],
+            [],
+            None,
+            3,
+        ),
+        "blocks": lambda device: (two(device), str(CastRequest(None, Cast(MXFP8_E4M3))), [], [], [], []),
     },
     "swiglu": {
         "rows": lambda device: (matrix(device), matrix(device)),

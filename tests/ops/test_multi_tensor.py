@@ -11,7 +11,8 @@ from casting import cast_of
 from kernels import require_kernels
 
 from hybridtensor.ops import NO_INPUTS, CastInputs, CastRequest
-from hybridtensor.ops.cast import multi_tensor
+from hybridtensor.ops.amaxes import AmaxRecord
+from hybridtensor.ops.cast import list_operator, multi_tensor
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.multi_tensor import measure_all, quantize_all
 from hybridtensor.testing import edge_tensor, random_tensor
@@ -169,3 +170,36 @@ def test_inputs_of_other_kinds_are_refused(by_kernels):
     for given in ([None, amax], [amax, None]):
         with pytest.raises(ValueError, match="inputs of the same kinds"):
             quantize_all(xs[:2], CastRequest(cast), [CastInputs(row_amax=row) for row in given])
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "fp8_e4m3_row", "nvfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("amaxes", ["none", "together", "apart"])
+@pytest.mark.filterwarnings("ignore:divide by zero")  # numpy, in Triton's interpreter
+def test_the_operator_of_graphs_takes_amaxes_or_measures(name, amaxes, by_kernels):
+    xs, request = matrices(by_kernels), CastRequest(cast_of(name), cast_of(name))
+    measures = request.row.measures is not None
+    rows, columns = [], []
+    if measures and amaxes != "none":
+        pairs = measure_all(xs, request)
+        rows, columns = map(list, zip(*pairs, strict=True))
+        if amaxes == "apart":
+            rows, columns = ([amax.clone() for amax in given] for given in (rows, columns))
+    with torch.device("meta"):  # a default device, as there is one while a CUDA graph is recorded
+        made = list_operator.quantized(xs, str(request), [], [], rows, columns)
+    expected = [t for x in xs for t in torch.ops.hybridtensor.quantize(x, str(request), None, None, None, 0)]
+    for got, want in zip(made, expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_the_operator_of_graphs_records_amaxes(by_kernels):
+    xs, request = matrices(by_kernels), CastRequest(cast_of("fp8_e5m2_tensor", slot=1))
+    scales = [torch.full((3,), 2.0**i, device=by_kernels) for i in range(len(xs))]
+    made = list_operator.quantized(xs, str(request), scales, [], [], [], None, 3)
+    again = list_operator.quantized(xs, str(request), scales, [AmaxRecord(3, xs[0].device).address for _ in xs], [], [])
+    for i, (x, scale) in enumerate(zip(xs, scales, strict=True)):
+        codes, decode, noted = made[3 * i : 3 * i + 3]
+        expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, notes=3)
+        for got, want in zip((codes, decode, noted), expected, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(again[2 * i].view(torch.uint8), codes.view(torch.uint8))

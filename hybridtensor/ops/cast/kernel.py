@@ -168,6 +168,8 @@ class KernelCast(PreparedCast):
             )
             self.measure_held = self._held_measurement(reverse=passes == 1)
             passes += not self.by_largest
+        needs_state = key.scaled or key.notes is not None or draws or key.prologue is not None
+        self._needs_amaxes_only = not (needs_state or passes or self.measure_held is not None)
         recorded = key.notes is not None
         notes = recorded and row.kind == GIVEN, recorded and column.kind == GIVEN
         once = source is not None or not notes[0]  # both faces of a matrix have its amax
@@ -181,6 +183,15 @@ class KernelCast(PreparedCast):
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         """See ``PreparedCast.run``."""
         row, column = self.task.outputs
+        outs = self.tensors(x, inputs)
+        return (
+            None if row.kind is None else Face.of(outs[0], row.kind),
+            None if column.kind is None else Face.of(outs[1], column.kind),
+        )
+
+    def tensors(self, x: Tensor, inputs: CastInputs) -> Outs:
+        """Return the tensors of the faces of ``x``; see ``PreparedCast.run``."""
+        row, column = self.task.outputs
         outs = row.empty(), column.empty()
         if self._copies:
             x, inputs = self._readable(x, inputs)
@@ -189,10 +200,7 @@ class KernelCast(PreparedCast):
         else:
             with on_device(x.device):
                 self._run(x, outs, inputs)
-        return (
-            None if row.kind is None else Face.of(outs[0], row.kind),
-            None if column.kind is None else Face.of(outs[1], column.kind),
-        )
+        return outs
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         """See ``PreparedCast.run_into``."""
@@ -267,6 +275,11 @@ class KernelCast(PreparedCast):
         if inputs is NO_INPUTS and self.measure_held is None:  # most are
             amaxes = (x, x) if self._measurement is None else self._measurement.run(x)
             self.cast(x, outs, amaxes, inputs)
+            return
+        if self._needs_amaxes_only:
+            of_row, of_column = inputs.row_amax, inputs.column_amax
+            amaxes = (x if of_row is None else of_row, x if of_column is None else of_column)
+            self.cast(x, outs, amaxes, NO_INPUTS)
             return
         if inputs.hint is not None and self.is_one_pow2_scale and not is_captured():
             self._run_by(inputs.hint, x, outs, inputs.prologue)

@@ -24,7 +24,7 @@ from hybridtensor.ops.cast.tiles import (
     tile_of,
 )
 from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
-from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.kernel_library import Launch, lasting, on_device
 
 _ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
 _AMAXES = 4  # entries: kernels are compiled for amaxes at multiples of 16 bytes
@@ -161,9 +161,12 @@ class List:
             [*line, *row, *column]
             for line, row, column in zip(lines, of_row, of_column, strict=True)
         ]
-        numbers, tiles = torch.arange(count, dtype=torch.int32), torch.tensor(self.tiles)
-        self.table = torch.tensor(table, dtype=torch.int64).to(device)
-        self.owners = numbers.repeat_interleave(tiles).to(device)
+        # Devices are named: a default one may be set, which recording a CUDA graph does
+        numbers, tiles = torch.arange(count, dtype=torch.int32, device="cpu"), self.tiles
+        owners = numbers.repeat_interleave(torch.tensor(tiles, device="cpu"))
+        entries = torch.tensor(table, dtype=torch.int64, device="cpu")
+        self.table = lasting(lambda: entries.to(device), device)
+        self.owners = lasting(lambda: owners.to(device), device)
 
 
 class ListMeasurement(List):

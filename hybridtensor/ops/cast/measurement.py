@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from hybridtensor.ops.cast.tiles import (
     converts_to_fp8,
     overlaps_kernels,
 )
-from hybridtensor.ops.kernel_library import Launch
+from hybridtensor.ops.kernel_library import Launch, lasting
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import Prologue, as_argument
 
@@ -134,6 +136,9 @@ def _one_of(device: torch.device, stream: int) -> Tensor:
         try:
             return ready.pop()  # forward and backward may run in two threads
         except IndexError:
-            with torch.inference_mode(False):
-                filled = torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)
+            filled = lasting(functools.partial(_zeros, device), device)
             ready.extend(filled[:, :1].unbind())
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)

@@ -22,6 +22,7 @@ from hybridtensor.ops.cast.lists import (
 )
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest
+from hybridtensor.ops.library import is_captured
 
 _WHOLE = 16  # entries: the kernels read and write whole vectors
 _ALIGNMENT = 128  # bytes: whole vectors of every dtype begin at divisors
@@ -102,6 +103,8 @@ def _split_and_launch(
     key = kind, request, first.device, begin % _ALIGNMENT, tuple(lie), of_inputs(inputs)
     found = _LISTS.get(key)
     if found is None:
+        if is_captured():  # no table can be written now
+            return _Split([], list(range(len(xs))), None)
         together, alone = _split(xs, request)
         launch = None
         if together:

@@ -51,17 +51,23 @@ def _on_a_gpu(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
 
 
 def _fake(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
-    (rows, columns), (row, column, _source, _dtype) = x.shape, parse_request(request)
+    noted = _taken(x, *inputs)[1]
+    return [*faces_like(x, parse_request(request)), *noted]
+
+
+def faces_like(x: Tensor, request: CastRequest, notes: int = 0) -> list[Tensor]:
+    """Return empty tensors as those that the operator returns of ``x``, the amaxes of ``notes`` scales among them."""
+    (rows, columns), (row, column, _source, _dtype) = x.shape, request
     layouts = () if row is None else face_layouts(row.format, rows, columns)
     if column is not None:
         layouts = (*layouts, *face_layouts(column.format, columns, rows))
-    noted = _taken(x, *inputs)[1]
+    noted = [x.new_empty(notes, dtype=torch.float32)] if notes else []
     return [*(layout.empty(x.device) for layout in layouts), *noted]
 
 
 # The schema is silent about the write to ``noted_amax``, which autograd and graphs need not know of: a maximum
 # that is recorded twice, or in any order, is the same, and nothing reads it before the step ends.
-_QUANTIZE = define(
+QUANTIZE = define(
     f"quantize(Tensor x, {_INPUTS}, {_IN_GRAPHS}) -> Tensor[]", reference=_reference, fake=_fake
 )
 implement("quantize", _on_a_gpu)
@@ -81,26 +87,28 @@ def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tenso
     memory.
     """
     row, column = amaxes
-    if not _share_amax(request):
+    if not share_amax(request):
         return [row, column.clone()]
     return [row.clone() if row._is_view() else row]  # one of many zeros that were filled at once
 
 
-def _share_amax(request: CastRequest) -> bool:
+def share_amax(request: CastRequest) -> bool:
+    """Return whether both faces are scaled by one amax."""
     return not any(cast is not None and cast.measures for cast in request[:2])
 
 
-def _measure_fake(x: Tensor, request: str) -> list[Tensor]:
-    parsed = parse_request(request)
-    per_row = (cast is not None and cast.measures for cast in parsed[:2])
+def amaxes_of(x: Tensor, request: CastRequest) -> list[Tensor]:
+    """Return empty tensors as the amaxes that the operator returns of ``x``."""
+    per_row = (cast is not None and cast.measures for cast in request[:2])
     sizes = [extent if of_rows else 1 for extent, of_rows in zip(x.shape, per_row, strict=True)]
-    return [
-        x.new_empty(size, dtype=torch.float32) for size in sizes[: 1 if _share_amax(parsed) else 2]
-    ]
+    count = 1 if share_amax(request) else 2
+    return [x.new_empty(size, dtype=torch.float32) for size in sizes[:count]]
 
 
-_MEASURE = define(
-    "measure(Tensor x, str request) -> Tensor[]", reference=_measure_reference, fake=_measure_fake
+MEASURE = define(
+    "measure(Tensor x, str request) -> Tensor[]",
+    reference=_measure_reference,
+    fake=lambda x, request: amaxes_of(x, parse_request(request)),
 )
 implement("measure", _measure_on_a_gpu)
 
@@ -143,10 +151,10 @@ class OperatorCast(ReferenceCast):
         noted = inputs.noted_amax
         if isinstance(noted, Notes):
             taken = inputs._replace(noted_amax=None)[:_NUM_INPUTS]
-            made = _QUANTIZE(x, self._text, *taken, after=inputs.after, notes=noted.size)
+            made = QUANTIZE(x, self._text, *taken, after=inputs.after, notes=noted.size)
             noted.tensors.append(made.pop())
         else:
-            made = _QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
+            made = QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
         row, column = self._kinds
         return (
             None if row is None else Face.of(made[: self._row_size], row),
@@ -161,5 +169,5 @@ class OperatorCast(ReferenceCast):
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See ``PreparedCast.measure``."""
-        amaxes = _MEASURE(x, self._text)
+        amaxes = MEASURE(x, self._text)
         return amaxes[0], amaxes[-1]

@@ -1,0 +1,23 @@
+"""What the code that Inductor generates calls in place of operators; see ``ops.inductor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridtensor.ops.cast.in_graphs import CastInGraph
+from hybridtensor.ops.cast.list_operator import measured, quantized
+from hybridtensor.ops.library import implementation
+
+
+def call_of(name: str, device_type: str) -> Callable[..., Any]:
+    """Return what one place in a graph calls for an operator.
+
+    Args:
+        name: Of the operator, in the namespace of this package.
+        device_type: Where its results are.
+    """
+    if name == "quantize":
+        return CastInGraph()
+    known: dict[str, Callable[..., Any]] = {"measure_all": measured, "quantize_all": quantized}
+    return known.get(name) or implementation(name, device_type)

@@ -1,0 +1,213 @@
+"""How Inductor lowers the operators of this package: to calls of their implementations, without the dispatcher, and the
+casts of a region's weights together.
+
+A graph's code calls an object of its own at each place, so that what was looked up once is at hand. Names of Inductor
+are private, and are driven here only: ``FallbackKernel`` is what an operator without lowering becomes, an instance
+prints its ``python_kernel_name`` into the code, and ``add_import_once`` writes a line at the begin of the module, also
+from subgraphs. Where Inductor writes C++ in place of Python, operators stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from operator import getitem as _getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V
+from torch._library.utils import get_layout_constraint_tag
+from torch.fx import Node
+
+from hybridtensor.ops.cast.list_operator import MEASURE_ALL, QUANTIZE_ALL
+from hybridtensor.ops.cast.operator import MEASURE, QUANTIZE
+
+_MOST_ELEMENTS = 1 << 26
+"""Of weights that are cast together: their faces are all there from then on, one or two bytes per element."""
+
+
+class DirectKernel(ir.FallbackKernel):
+    """A call of what the dispatcher would run."""
+
+    def codegen(self, wrapper: Any) -> None:
+        """Write the call, and at the begin of the module what is called."""
+        if not V.graph.cpp_wrapper:
+            name = f"hybridtensor_{self.get_name()}"
+            of_self: Any = self
+            operator = of_self.op_overload._schema.name.rpartition("::")[2]
+            device = of_self.get_device().type
+            wrapper.add_import_once("from hybridtensor.ops.graph_calls import call_of")
+            wrapper.add_import_once(f"{name} = call_of({operator!r}, {device!r})")
+            self.python_kernel_name = name
+        super().codegen(wrapper)
+
+
+@functools.cache
+def register(name: str) -> None:
+    """Lower an operator of this package, if it writes nothing."""
+    operator = getattr(torch.ops.hybridtensor, name).default
+    if operator._schema.is_mutable:
+        return
+    # First as any operator, which keeps the strides that it was traced with
+    tag = get_layout_constraint_tag(operator, with_default=True)
+    lowering.make_fallback(operator, lowering.tag_to_layout_constraint(tag))
+    lower = {MEASURE: _lower_measure, QUANTIZE: _lower_quantize}.get(operator)
+    lowering.register_lowering(operator, type_promotion_kind=None)(
+        lower or functools.partial(_lower, operator)
+    )
+
+
+def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what the graph gets of a call of an operator."""
+    made = DirectKernel.create(operator, *args, **kwargs)
+    return torch.utils._pytree.tree_map(
+        lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made
+    )
+
+
+# -- weights that are cast together
+
+
+class _Call(NamedTuple):
+    """The arguments of a cast or measurement of a weight, as nodes or constants.
+
+    Attributes:
+        x: The weight.
+        request: Which faces.
+        notes: How many amaxes are recorded.
+        scale: Its delayed scales.
+        record: The address of where their amaxes are recorded.
+        row_amax: What the rowwise face is scaled by.
+        column_amax: What the columnwise one is scaled by.
+    """
+
+    x: Node
+    request: str
+    notes: int = 0
+    scale: Node | None = None
+    record: Node | None = None
+    row_amax: Node | None = None
+    column_amax: Node | None = None
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what calls that run together have in common."""
+        value = self.x.meta["val"]
+        return self.request, value.dtype, value.device, self.notes, *(n is None for n in self[3:])
+
+
+_MADE: weakref.WeakKeyDictionary[Any, dict[Node, Any]] = weakref.WeakKeyDictionary()
+"""By graph: what nodes that come later are lowered to."""
+
+
+def _lower_measure(*args: Any, **kwargs: Any) -> Any:
+    """Measure a weight together with those that the graph measures later."""
+    return _lower_together(MEASURE, _measure_together, args, kwargs)
+
+
+def _lower_quantize(*args: Any, **kwargs: Any) -> Any:
+    """Cast a weight together with those that the graph casts later."""
+    return _lower_together(QUANTIZE, _quantize_together, args, kwargs)
+
+
+def _lower_together(
+    operator: Any,
+    together: Callable[[list[_Call], Any], list[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    node, made = V.graph.current_node, _MADE.setdefault(V.graph, {})
+    if node in made:
+        return made[node]
+    nodes = [] if V.graph.cpp_wrapper else _alike(node)
+    if len(nodes) < 2:
+        return _lower(operator, *args, **kwargs)
+    calls = [call for call in map(_call_of, nodes) if call is not None]
+    after = args[8] if len(args) > 8 else kwargs.get("after")
+    tensors = together(calls, after)
+    size = len(tensors) // len(nodes)
+    for index, each in enumerate(nodes):
+        made[each] = tensors[index * size : (index + 1) * size]
+    return made[node]
+
+
+def _measure_together(calls: list[_Call], after: Any) -> list[Any]:
+    made: list[Any] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
+    return made
+
+
+def _quantize_together(calls: list[_Call], after: Any) -> list[Any]:
+    lists = [
+        [_value(node) for node in nodes if node is not None]
+        for nodes in zip(*(call[3:] for call in calls), strict=True)
+    ]
+    xs, first = [_value(call.x) for call in calls], calls[0]
+    made: list[Any] = _lower(QUANTIZE_ALL, xs, first.request, *lists, after, first.notes)
+    return made
+
+
+def _alike(node: Node) -> list[Node]:
+    """Return this node, and later ones that do the same with other weights, as many as fit together."""
+    first = _call_of(node)
+    if first is None:
+        return []
+    found, room, following = [node], _MOST_ELEMENTS - first.x.meta["val"].numel(), node.next
+    while following.op != "output":
+        call = _call_of(following) if following.target is node.target else None
+        if call is not None and call.kind() == first.kind():
+            room -= call.x.meta["val"].numel()
+            if room < 0:
+                break
+            found.append(following)
+        following = following.next
+    return found
+
+
+def _call_of(node: Node) -> _Call | None:
+    """Return the call of a weight, an input of the graph, whose other inputs are there, too; else None."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x = given["x"]
+    if not _is_weight(x) or given.get("rounding") is not None or given.get("first_row"):
+        return None
+    others = [given.get(name) for name in ("encode_scale", "noted_amax", "row_amax", "column_amax")]
+    if not all(other is None or _is_there(other) for other in others):
+        return None
+    return _Call(x, given["request"], given.get("notes", 0), *others)
+
+
+def _is_weight(node: object) -> bool:
+    """Return whether an input of a graph is what a ``MasterWeight`` holds; others are at new addresses in each call,
+    for which the table of a launch would be written anew.
+    """
+    if not isinstance(node, Node) or node.op != "placeholder":
+        return False
+    known, value = node.meta.get("desc"), node.meta["val"]
+    return (
+        isinstance(known, SubclassGetAttrAOTInput)
+        and known.attr == "plain"
+        and all(isinstance(extent, int) and extent for extent in value.shape)
+    )
+
+
+def _is_there(node: Node) -> bool:
+    return node.op == "placeholder" or _measured_early(node) is not None
+
+
+def _measured_early(node: Node) -> Any:
+    """Return the amax that a node stands for, if it was measured together with others, else None."""
+    if node.target is not _getitem:
+        return None
+    source: Any
+    index: Any
+    source, index = node.args
+    made = _MADE.get(V.graph, {}).get(source)
+    return None if made is None else made[index]
+
+
+def _value(node: Node) -> Any:
+    """Return what the graph under way has for a node."""
+    early = _measured_early(node)
+    return V.graph.env[node] if early is None else early

@@ -1,0 +1,130 @@
+"""Graphs of Inductor call implementations in place of operators, and cast the weights of a region together."""
+
+import functools
+import re
+
+import pytest
+import tiers
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import hybridtensor as ht
+from hybridtensor.ops import inductor as lowering
+from hybridtensor.ops.kernel_library import lasting
+from hybridtensor.testing import random_tensor
+
+# torch warns of its own settings for a GPU, and of gradients that it looks for itself
+pytestmark = pytest.mark.filterwarnings("default")
+RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+NAMES = ["measure_all", "quantize_all", "measure"]
+FEW = RECIPES if tiers.LONG or torch.cuda.is_available() else ["fp8", "fp8_delayed"]
+
+
+class Block(nn.Module):
+    """Two layers that read one input, and one that reads both; nothing that Inductor could round otherwise."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.left, self.right = nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)
+        self.last = nn.Linear(2 * size, size, bias=False)
+
+    def forward(self, x):
+        """Return ``[M, size]``."""
+        return self.last(torch.cat([self.left(x), self.right(x)], -1))
+
+
+def train(recipe, device, backend, steps=2, grad=False):
+    """Return what the steps of two blocks, each compiled by itself, compute: outputs and gradients.
+
+    Without ``grad`` of their input, the first block never reads two of its weights in backward.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(Block(64), Block(64)).to(device, torch.bfloat16)
+    ht.quantize_(net, recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for block in net:
+        block.compile(backend=backend, fullgraph=True)
+    found = []
+    for seed in range(steps):
+        y = net(random_tensor(32, 64, device=device, seed=seed).requires_grad_(grad))
+        y.float().square().sum().backward()
+        found += [y.detach(), *(p.grad for p in net.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(net)
+    return found
+
+
+def codes_of(recipe, device, **options):
+    """Return what steps compute, and the Python that Inductor wrote for their graphs."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        return run_and_get_code(functools.partial(train, recipe, device, "inductor", **options))
+
+
+def calls(code, name):
+    """Return the calls of an operator in a graph's code."""
+    names = re.findall(rf"(\w+) = call_of\('{name}'", code)
+    return [line for line in code.splitlines() if any(f"= {own}(" in line for own in names)]
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_bits_are_those_of_the_operators(recipe, device):
+    expected = train(recipe, device, "aot_eager")
+    found, codes = codes_of(recipe, device)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+    assert codes
+    for code in codes:
+        called = [line.split("(")[0] for line in code.splitlines() if not line.lstrip().startswith(("#", "assert_"))]
+        assert not any("torch.ops.hybridtensor" in line for line in called), "an operator goes through the dispatcher"
+        assert "call_of(" in code
+
+
+def test_weights_of_a_region_are_measured_and_cast_together(device):
+    _, codes = codes_of("fp8", device, grad=True)
+    counts = [{name: len(calls(code, name)) for name in NAMES} for code in codes]
+    # Backward has the amaxes of forward
+    forward, backward = {"measure_all": 1, "quantize_all": 1}, {"measure_all": 0, "quantize_all": 1}
+    assert counts == [{**forward, "measure": 0}, {**backward, "measure": 0}]
+
+
+def test_inputs_of_a_graph_that_are_no_weights_are_cast_one_by_one(device):
+    """Two layers with delayed scales read what comes into the graph, at an address of its own in each call."""
+    _, codes = codes_of("fp8_delayed", device)
+    together = [call for code in codes for call in calls(code, "quantize_all")]
+    inputs = [re.findall(r"primals_\d+", call.split("]")[0]) for call in together]
+    assert together
+    assert all(len(set(names)) == len(names) for names in inputs), "one call casts a tensor twice"
+
+
+def test_no_more_weights_are_cast_together_than_fit(device, monkeypatch):
+    monkeypatch.setattr(lowering, "_MOST_ELEMENTS", 2 * 64 * 64)  # the two first, not the last one
+    _, codes = codes_of("fp8", device)
+    forward = next(code for code in codes if calls(code, "measure_all"))
+    assert len(calls(forward, "measure_all")) == 1
+    assert len(calls(forward, "measure")) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pools are the memory of a CUDA device")
+def test_memory_that_lasts_is_of_no_graph():
+    """As cudagraph trees have it: what the thread allocates is of a pool."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool = torch.cuda.graph_pool_handle()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool)
+    try:
+        own = torch.zeros(1 << 22, device=device)
+        kept = lasting(lambda: torch.zeros(1 << 22, device=device), device)
+    finally:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    segments = torch.cuda.memory_snapshot()
+    pools = [
+        segment["segment_pool_id"]
+        for tensor in (own, kept)
+        for segment in segments
+        if segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"]
+    ]
+    assert pools[0] == pool
+    assert pools[1] != pool
