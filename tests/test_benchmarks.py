@@ -39,6 +39,14 @@ def test_runs(name, run, tmp_path):
 
 
 @long("compiles what it measures")
+def test_of_models_runs(run, tmp_path):
+    pytest.importorskip("transformers", reason="its models are measured")
+    run("models", "--models", "tiny", "--tokens", 64, "--modes", "eager,blocks", "--recipes", "fp8", "--repeats", 1,
+        "--out", tmp_path)  # fmt: skip
+    assert (tmp_path / "models_cpu.json").stat().st_size > 100
+
+
+@long("compiles what it measures")
 def test_of_host_time_runs(run, capfd):
     run("host", "--rounds", 1, "--count", 1, "--recipes", "fp8")
     assert '"fp8": ' in capfd.readouterr().out
