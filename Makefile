@@ -47,9 +47,10 @@ FRAMEWORKS ?= .venv-frameworks
 test-frameworks: $(FRAMEWORKS)/.frameworks
 	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations tests/frameworks $(ARGS)
 
-# hybridtensor.integrations with the real packages, and the scripts of examples/frameworks, in the same environment.
+# hybridtensor.integrations with the real packages, the scripts of examples/frameworks and the pages that need
+# Transformers, in the same environment.
 test-integrations: $(FRAMEWORKS)/.frameworks
-	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations $(ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations tests/test_snippets.py $(ARGS)
 
 $(FRAMEWORKS)/.frameworks: pyproject.toml constraints.txt
 	$(MAKE) VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.test

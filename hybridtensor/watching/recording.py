@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,7 +100,11 @@ class Recording(Printed):
         from rich.table import Table
 
         names = ("sqnr", "underflows%", "overflows%", "wasted_blocks%", "cur_amax")
-        table = Table("layer", "face", "format", *names, box=box.SIMPLE_HEAD)
+        table = Table(box=box.SIMPLE_HEAD)
+        for header in ("layer", "face", "format"):
+            table.add_column(header, overflow="fold")  # names are whole on any screen
+        for name in names:
+            table.add_column(re.sub("(?<=[a-z])(?=flows)|_", "\n", name), no_wrap=True)
         if not self.samples:
             table.title = "Nothing was measured yet"
             return table
