@@ -155,9 +155,32 @@ def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits:
             in an odd number of rows, a result is not contiguous, or a tensor is on another device.
             Results must not share memory with ``parts``, which is not checked.
     """
+    prepare_transpose(parts, column=column, row=row, bits=bits)()
+
+
+def prepare_transpose(
+    parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits: int = 8
+) -> Callable[[], None]:
+    """Return a function that does what ``transpose`` does whenever it is called; the tensors may get other memory in
+    between.
+
+    Args:
+        parts: See ``transpose``.
+        column: See ``transpose``.
+        row: See ``transpose``.
+        bits: See ``transpose``.
+
+    Raises:
+        TypeError: As ``transpose``.
+        ValueError: As ``transpose``.
+    """
     _check(parts, bits, column, row)
-    run: Callable[..., None] = transpose_cuda if parts.is_cuda and runs_directly(parts) else _OP
-    run(parts, bits, column, row)
+
+    def run() -> None:
+        direct = parts.is_cuda and runs_directly(parts)
+        (transpose_cuda if direct else _OP)(parts, bits, column, row)
+
+    return run
 
 
 def _check(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:

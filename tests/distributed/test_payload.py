@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp.payload import Payload
+from hybridtensor.distributed.fsdp.group import group_of
+from hybridtensor.distributed.fsdp.payload import Payload, Sending
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, make_plan
 from hybridtensor.distributed.fsdp.sending import fill
 from hybridtensor.distributed.fsdp.shard import shard_of
@@ -27,11 +28,11 @@ def noted():
     """Note what payloads are made of in between."""
     made = []
 
-    def note(payload, tensor, part):
-        made.append(payload.names)
-        fill(payload, tensor, part)  # and return nothing that would make it again by itself
+    def note(share, tensor, part):
+        made.append(share.sending.names)
+        fill(share, tensor, part)  # and return nothing that would make it again by itself
 
-    with mock.patch("hybridtensor.distributed.fsdp.shard.fill", note):
+    with mock.patch("hybridtensor.distributed.fsdp.bundle.fill", note):
         yield made
 
 
@@ -39,8 +40,16 @@ def shards(model):
     return [shard_of(s) for module in model.modules() if isinstance(module, nn.Linear) for s in locate(module)[:1]]
 
 
+def payload_of(shard):
+    """Return what is kept of the weights that are gathered with one, and its share in it; None twice if nothing is."""
+    for members, payload in group_of(shard.sharded).kept.items():
+        if shard in members:
+            return payload, payload.shares[members.index(shard)]
+    return None, None
+
+
 def kept(model):
-    return [s._kept for s in shards(model)]
+    return [payload_of(s)[1] for s in shards(model)]
 
 
 def loss_of(model, step):
@@ -239,17 +248,18 @@ def memory(rank):
         model = shard(make(recipe, width=256, hidden=256, blocks=1), mesh_of(rank, 2))
         with torch.no_grad():
             loss_of_width(model, 0)
-        assert all(k is None or k.names == (ROW,) for k in kept(model)), recipe
+        assert all(k is None or k.sending.names == (ROW,) for k in kept(model)), recipe
         for step in range(2):
             loss_of_width(model, step).backward()
         plan = make_plan(ht.recipes.from_name(recipe), (256, 256), 2, 0)
         sent = [plan.sends(*wanted) for wanted in ((True, False), (False, True))]
         names = {name for names in sent for name in names if not {"values", "whole"} & set(names)}
-        for payload in kept(model):
-            assert set(() if payload is None else payload.names) == names, recipe
+        for shard_ in shards(model):
+            payload, share = payload_of(shard_)
+            assert set(() if share is None else share.sending.names) == names, recipe
             if payload is not None:
                 most = 1.04 * len(names) * 128 * 256
-                assert len(payload.sent(payload.names)) <= most, recipe
+                assert payload.layout.nbytes <= most * len(payload.shares), recipe
     model = ht.quantize_(nn.Sequential(nn.Linear(256, 256, bias=False)), "mxfp8", persistent=True)
     shard(model, mesh_of(rank, 2))
     model(batch(0, width=256)).sum().backward()
@@ -333,14 +343,18 @@ def test_magnitudes_that_come_late(two):
 def test_a_stretch_of_both_faces_is_what_one_face_is_alone():
     for recipe in ("mxfp8", "fp8_rowwise", "mxfp8_fwd_nvfp4_bwd"):
         plan = make_plan(ht.recipes.from_name(recipe), (256, 384), 2, 0)
-        both = Payload(plan, BOTH, torch.bfloat16, torch.device("cpu"))
+        both = Payload(2 * (Sending(plan, BOTH, torch.bfloat16),), torch.device("cpu"))
         for name in BOTH:
-            alone = Payload(plan, (name,), torch.bfloat16, torch.device("cpu"))
-            for number, (mine, theirs) in enumerate(zip(both.tensors[name], alone.tensors[name], strict=True)):
+            alone = Payload(2 * (Sending(plan, (name,), torch.bfloat16),), torch.device("cpu"))
+            for number, (mine, theirs) in enumerate(
+                zip(*([t for share in p.shares for t in share.tensors[name]] for p in (both, alone)), strict=True)
+            ):
                 for t in (mine, theirs):
                     t.view(torch.uint8).fill_(number + 1) if t.itemsize == 1 else t.fill_(number + 1)
-            sent = [p.sent((name,)) for p in (both, alone)]
+            stretches = [p.layout.stretches(2 * ((name,),)) for p in (both, alone)]
+            assert [len(found) for found in stretches] == [1, 1]  # of both weights
+            sent = [p.sent(found)[0] for p, found in zip((both, alone), stretches, strict=True)]
             assert sent[0].shape == sent[1].shape
             assert sent[0].data_ptr() % 16 == 0
-            filled = alone.sent((name,)) != 0
+            filled = sent[1] != 0
             assert torch.equal(sent[0][filled], sent[1][filled])

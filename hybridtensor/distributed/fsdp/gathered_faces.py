@@ -7,10 +7,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Payload, wire
+from hybridtensor.distributed.fsdp.payload import Share
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
-from hybridtensor.distributed.fsdp.unpack import Filler, fillers
+from hybridtensor.distributed.fsdp.unpack import Copies
 from hybridtensor.ops import Face, FaceKind, Faces, empty_face
 from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.subclasses import FaceTensor, IdentityTensor, QuantizedTensor
@@ -40,7 +40,6 @@ class GatheredFaces:
     ) -> None:
         stored = (*size[:-2], *size[:-3:-1]) if transposed else size
         self.dtype, self._plan = dtype, plan
-        self._fillers: dict[tuple[tuple[str, ...], tuple[bool, bool]], list[Filler]] = {}
         self.tensors: dict[str, list[Tensor]] = {}
         self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
         anchor = torch.empty(0, dtype=dtype, device=device)
@@ -114,6 +113,26 @@ class GatheredFaces:
         made = Face.of(tensors, FaceKind(plan.face(direction).format))
         return QuantizedTensor(made, axis, dtype, size)
 
+    def add_alike(
+        self, copies: Copies, share: Share, names: tuple[str, ...], wanted: tuple[bool, bool]
+    ) -> None:
+        """Add copies of what all shards have alike; one tensor is for both faces if one is the transpose of
+        the other.
+
+        Args:
+            copies: Gets them.
+            share: What this rank sends.
+            names: What of it is asked for.
+            wanted: Whether the rowwise face is, and the columnwise one.
+        """
+        for (direction, index), alike in share.alike.items():
+            if direction in names:
+                targets = [direction]
+                if direction == ROW and self._plan.transposed:
+                    targets = [d for d, asked in zip(_DIRECTIONS, wanted, strict=True) if asked]
+                for target in targets:
+                    copies.add(self.tensors[target][index], alike)
+
     def of(self, direction: str) -> list[Tensor]:
         """Return the tensors of one face."""
         return self.tensors[self._names[direction]]
@@ -140,45 +159,6 @@ class GatheredFaces:
     def values(self) -> Tensor | None:
         """The values, if forward reads them; there with the rowwise face."""
         return self.tensors["values"][0] if self._plan.read else None
-
-    def fill(self, received: Tensor, names: tuple[str, ...], wanted: tuple[bool, bool]) -> None:
-        """Copy the bytes that all ranks sent.
-
-        Args:
-            received: What all ranks sent, one after the other.
-            names: What each sent, as ``plan.sends`` names it.
-            wanted: Whether the rowwise face was asked for, and the columnwise one.
-        """
-        if (names, wanted) not in self._fillers:
-            with torch.inference_mode(False):
-                layout = wire(self._plan, names, self.dtype)
-                made = fillers(self._plan, layout, self.tensors, wanted)
-            self._fillers[names, wanted] = made
-        flat = received.view(-1)
-        for fill in self._fillers[names, wanted]:
-            fill(flat)
-
-    def take_alike(
-        self, payload: Payload, names: tuple[str, ...], wanted: tuple[bool, bool]
-    ) -> None:
-        """Copy what all shards have alike; one tensor is for both faces if one is the transpose of
-        the other.
-
-        Args:
-            payload: What this rank sent.
-            names: What of it was asked for.
-            wanted: Whether the rowwise face was, and the columnwise one.
-        """
-        for (direction, index), alike in payload.alike.items():
-            if direction not in names:
-                continue
-            if payload.key is None and alike.is_cuda:  # nobody keeps it
-                alike.record_stream(torch.cuda.current_stream(alike.device))
-            targets = [direction]
-            if direction == ROW and self._plan.transposed:
-                targets = [name for name, asked in zip(_DIRECTIONS, wanted, strict=True) if asked]
-            for target in targets:
-                self.tensors[target][index].copy_(alike)
 
     def take_faces(self, made: Faces) -> None:
         """Copy faces that were quantized after the gather, the rowwise one and the columnwise one."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
-from hybridtensor.distributed.fsdp.payload import Sent
+from hybridtensor.distributed.fsdp.bundle import Answer
+from hybridtensor.distributed.fsdp.group import group_of
 from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
     ROW,
@@ -27,7 +28,7 @@ from hybridtensor.distributed.fsdp.plan import (
     check_persistent,
 )
 from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
-from hybridtensor.distributed.fsdp.shard import Shard, shard_of
+from hybridtensor.distributed.fsdp.shard import Sent, Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local
@@ -121,19 +122,16 @@ class _Gathering:
     """
 
     @staticmethod
-    def pre_all_gather(
-        tensor: Any, module: nn.Module
-    ) -> tuple[tuple[Tensor, ...], tuple[Shard, Sent]]:
-        """Return the tensor that this rank sends, and the shard and record for the second half."""
+    def pre_all_gather(tensor: Any, module: nn.Module) -> Answer:
+        """Return the tensors that this rank sends, and the shard and record for the second half."""
         # which attributes of a weight would pass through, here and in all that follows
         with torch._C.DisableTorchFunctionSubclass():
             shard = find(module, tensor)
+            group = group_of(shard.sharded)
             if torch.is_grad_enabled():  # FSDP2 gathers without
                 with torch.no_grad():
-                    flat, sent = shard.send(tensor)
-            else:
-                flat, sent = shard.send(tensor)
-        return (flat,), (shard, sent)
+                    return group.send(shard, tensor)
+            return group.send(shard, tensor)
 
     @staticmethod
     def post_all_gather(
@@ -147,10 +145,7 @@ class _Gathering:
         shard, sent = metadata
         with torch._C.DisableTorchFunctionSubclass():
             gathered = None if out is None else local(out)
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    return shard.receive(tensor, outputs[0], sent, dtype, gathered)
-            return shard.receive(tensor, outputs[0], sent, dtype, gathered)
+            return shard.receive(tensor, outputs, sent, dtype, gathered)
 
     @staticmethod
     def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
@@ -362,5 +357,5 @@ def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
     for module in model.modules():
         for sharded in locate(module):
             if isinstance(sharded.tensor, (MasterWeight, HybridTensor)):
-                shard_of(sharded).recompute = expected
+                shard_of(sharded).expect(expected)
     return model

@@ -1,9 +1,9 @@
-"""The bytes of a shard on the wire.
+"""The bytes of shards on the wire.
 
-A shard sends one flat tensor of bytes: the tensors of the faces that are wanted, one after the
-other, each from a multiple of 16 on and as casts lay it out (``Wire``). Faces are cast straight
-into that tensor, which is kept until the shard is written again (``Payload``): backward, and every
-further microbatch, send what forward made.
+The shards that a rank gathers together send one flat tensor of bytes: of every face that is wanted
+its tensors, one weight after the other, each from a multiple of 16 on and as casts lay it out
+(``Wire``). Faces are cast straight into that tensor, which is kept until a shard is written again
+(``Payload``): backward, and every further microbatch, send what forward made.
 
 Shape letters: ``R`` ranks.
 """
@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from hybridtensor.distributed.fsdp.agreement import Place, place_of
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces
 from hybridtensor.distributed.fsdp.stack_plan import stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
+from hybridtensor.distributed.fsdp.torch_compat import alloc_storage, free_storage
 from hybridtensor.ops import CastInputs, Face, PreparedCast
 from hybridtensor.ops.face import face_layouts
 from hybridtensor.ops.groups import stack_layouts
@@ -31,39 +34,81 @@ _ALIGNMENT = 16
 _DIRECTIONS = (ROW, COLUMN)
 
 
-@dataclass(frozen=True)
-class Wire:
-    """What a shard sends.
+class Sending(NamedTuple):
+    """What is sent of one weight.
 
     Attributes:
-        parts: ``"rowwise"``, ``"columnwise"`` or ``"values"``, the tensor, and where it begins.
+        plan: How the weight is gathered.
+        names: What ``plan.sends`` names, all that may be asked for.
+        dtype: Of the computation.
+    """
+
+    plan: Plan
+    names: tuple[str, ...]
+    dtype: torch.dtype
+
+
+class Slot(NamedTuple):
+    """A tensor in what is sent.
+
+    Attributes:
+        weight: Index of the weight.
+        name: ``"rowwise"``, ``"columnwise"`` or ``"values"``.
+        piece: The tensor.
+        begin: Where it begins, in bytes.
+        end: Where the next one begins.
+    """
+
+    weight: int
+    name: str
+    piece: Piece
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What shards send.
+
+    Attributes:
+        parts: One after the other: of each name those of all weights.
         nbytes: Bytes of all.
     """
 
-    parts: tuple[tuple[str, Piece, int], ...]
+    parts: tuple[Slot, ...]
     nbytes: int
 
-    def stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
-        """Return begin and end of the parts of neighbouring names, in bytes."""
-        begins = [begin for name, _, begin in self.parts if name in names]
-        after = [begin for name, _, begin in self.parts if begin > begins[-1]]
-        return begins[0], after[0] if after else self.nbytes
+    def stretches(self, asked: Sequence[tuple[str, ...]]) -> tuple[tuple[int, int], ...]:
+        """Return begin and end of each stretch of neighbouring parts, of the names asked for of each weight."""
+        found: list[tuple[int, int]] = []
+        for part in self.parts:
+            if part.name in asked[part.weight]:
+                begin = found.pop()[0] if found and found[-1][1] == part.begin else part.begin
+                found.append((begin, part.end))
+        return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
-def wire(plan: Plan, sent: tuple[str, ...], dtype: torch.dtype) -> Wire:
-    """Lay out what ``plan.sends`` named; values have ``dtype``."""
+def wire(sendings: tuple[Sending, ...]) -> Wire:
+    """Lay out what is sent of weights; values have the dtype of the computation."""
     parts, begin = [], 0
-    for name in sent:
-        of_face: tuple[Piece, ...] = (Piece(0, (plan.rows, plan.columns), dtype, 0),)
-        if name != "values" and plan.matrix is not None:
-            of_face = stack_pieces(plan.face(name).format, name, plan.rows, plan.matrix)
-        elif name != "values":
-            of_face = pieces(plan.face(name).format, name, plan.rows, plan.columns)
-        for piece in of_face:
-            parts.append((name, piece, begin))
-            begin += math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
+    for name in (*_DIRECTIONS, "values"):
+        for weight, sending in enumerate(sendings):
+            for piece in _pieces(sending, name) if name in sending.names else ():
+                end = begin + math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
+                parts.append(Slot(weight, name, piece, begin, end))
+                begin = end
     return Wire(tuple(parts), begin)
+
+
+def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
+    """Return the tensors of a name that travel."""
+    plan = sending.plan
+    if name == "values":
+        return (Piece(0, (plan.rows, plan.columns), sending.dtype, 0),)
+    if plan.matrix is not None:
+        return stack_pieces(plan.face(name).format, name, plan.rows, plan.matrix)
+    return pieces(plan.face(name).format, name, plan.rows, plan.columns)
 
 
 def bytes_per_rank(
@@ -81,7 +126,7 @@ def bytes_per_rank(
     sent = plan.sends(rowwise, columnwise)
     if sent == ("whole",):
         return plan.rows * plan.columns * plan.whole_dtype(dtype, master).itemsize
-    return wire(plan, sent, dtype).nbytes
+    return wire((Sending(plan, sent, dtype),)).nbytes
 
 
 class Remake(NamedTuple):
@@ -102,60 +147,50 @@ class Remake(NamedTuple):
         self.cast.run_into(part, self.out, self.inputs)
 
 
-class Payload:
-    """What a shard sends: its bytes, and tensors of its faces that do not travel, because all
-    shards have them alike.
+class Share:
+    """What is sent of one weight, in the bytes of all: tensors of its faces, also those that do not travel, because
+    all shards have them alike.
 
     Args:
-        plan: How the weight is gathered.
-        names: What ``plan.sends`` names, all that may be asked for.
-        dtype: Of the computation.
-        device: Where it is gathered.
+        sending: What is sent of it.
+        parts: Where.
+        memory: The bytes of all.
 
     Attributes:
-        plan: The same.
-        names: The same.
-        dtype: The same.
+        sending: The same.
         tensors: Of each name; those that travel are views of the bytes.
         alike: Those that do not travel, by name and index.
-        key: What the bytes were made from, or None: a payload that is sent once.
+        seen: What the bytes were made from, or None.
+        reductions: The same of magnitudes: how often they had been reduced.
+        of: The tensor that the bytes were made from.
     """
 
-    def __init__(
-        self, plan: Plan, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.plan, self.names, self.dtype = plan, names, dtype
-        self.key: tuple[object, ...] | None = None
+    def __init__(self, sending: Sending, parts: Sequence[Slot], memory: Tensor) -> None:
+        self.sending, self._parts = sending, parts
+        self.seen: object = None
+        self.reductions = 0
+        self.of: weakref.ref[Tensor] | None = None
         self.tensors: dict[str, list[Tensor]] = {}
         self.alike: dict[tuple[str, int], Tensor] = {}
-        self._layout = wire(plan, names, dtype)
-        self._bytes = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=device)
-        self._stretches: dict[tuple[str, ...], Tensor] = {}
-        self._order = StreamOrder()
         self._again: Remake | None = None
         self._inputs: tuple[Place | None, tuple[object, ...]] = None, ()
-        for name in names:
-            self.tensors[name] = list(self._travelling(name))
-            if name in _DIRECTIONS and plan.matrix is None:
-                self._add_alike(name, device)
-
-    def _travelling(self, name: str) -> list[Tensor]:
-        """Return views of the bytes."""
-        return [
-            self._bytes[begin : begin + piece.nbytes]
-            .view(piece.dtype)
-            .as_strided(piece.shape, piece.strides)
-            for of, piece, begin in self._layout.parts
-            if of == name
-        ]
+        for name in sending.names:
+            self.tensors[name] = [
+                memory[part.begin : part.begin + part.piece.nbytes]
+                .view(part.piece.dtype)
+                .as_strided(part.piece.shape, part.piece.strides)
+                for part in parts
+                if part.name == name
+            ]
+            if name in _DIRECTIONS and sending.plan.matrix is None:
+                self._add_alike(name, memory.device)
 
     def _add_alike(self, name: str, device: torch.device) -> None:
         """Put the tensors that do not travel where they belong in a face."""
-        fmt, matrix = self.plan.face(name).format, (self.plan.rows, self.plan.columns)
-        travelling = {piece.index for of, piece, _ in self._layout.parts if of == name}
-        for index, layout in enumerate(
-            face_layouts(fmt, *(matrix if name == ROW else matrix[::-1]))
-        ):
+        plan = self.sending.plan
+        matrix = (plan.rows, plan.columns) if name == ROW else (plan.columns, plan.rows)
+        travelling = {part.piece.index for part in self._parts if part.name == name}
+        for index, layout in enumerate(face_layouts(plan.face(name).format, *matrix)):
             if index not in travelling:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
@@ -185,35 +220,66 @@ class Payload:
         """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more; of a stack
         all of it.
         """
-        targets = self.tensors[name]
-        if self.plan.matrix is not None:
-            matrix = self.plan.matrix if name == ROW else self.plan.matrix[::-1]
-            layouts = stack_layouts(face.format, self.plan.rows, *matrix)
+        targets, plan = self.tensors[name], self.sending.plan
+        if plan.matrix is not None:
+            matrix = plan.matrix if name == ROW else plan.matrix[::-1]
+            layouts = stack_layouts(face.format, plan.rows, *matrix)
             for target, source, layout in zip(targets, face.tensors(), layouts, strict=True):
                 of_face = target.as_strided(layout.shape, layout.strides)
                 bytewise(of_face).copy_(bytewise(source))
             return
         sources = face.cut(0 if name == ROW else 1, first, rows).tensors()
+        cut = {
+            p.piece.index: p.piece for p in self._parts if p.name == name and p.piece.rows_per_block
+        }
         for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
-            piece = next(
-                (p for of, p, _ in self._layout.parts if (of, p.index) == (name, index)), None
-            )
-            if piece is not None and piece.rows_per_block:
-                target = target.narrow(piece.dim, 0, source.shape[piece.dim])
+            if index in cut:
+                dim = cut[index].dim
+                target = target.narrow(dim, 0, source.shape[dim])
             bytewise(target).copy_(bytewise(source))
 
-    def sent(self, names: tuple[str, ...]) -> Tensor:
-        """Return the bytes of neighbouring names, uint8 ``[bytes]``."""
-        if names == self.names:
-            return self._bytes
-        if names not in self._stretches:
-            begin, end = self._layout.stretch(names)
-            self._stretches[names] = self._bytes[begin:end]
-        return self._stretches[names]
+
+class Payload:
+    """What a rank sends of weights that are gathered together.
+
+    Args:
+        sendings: What of each.
+        device: Where they are gathered.
+
+    Attributes:
+        sendings: The same.
+        layout: Where everything is.
+        shares: Of each weight.
+        answers: What was made of the bytes for each kind of gather, which nobody else keeps alive.
+    """
+
+    def __init__(self, sendings: tuple[Sending, ...], device: torch.device) -> None:
+        self.sendings, self.layout = sendings, wire(sendings)
+        self._bytes = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=device)
+        self._order = StreamOrder()
+        self.answers: dict[object, Any] = {}
+        self.shares = [
+            Share(sending, [p for p in self.layout.parts if p.weight == i], self._bytes)
+            for i, sending in enumerate(sendings)
+        ]
+        alike = [tensor for share in self.shares for tensor in share.alike.values()]
+        self._all = [self._bytes, *alike]
+
+    def sent(self, stretches: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """Return stretches of the bytes, uint8 ``[bytes]`` each."""
+        return tuple(self._bytes[begin:end] for begin, end in stretches)
+
+    def acquire(self) -> None:
+        """Have memory for the bytes."""
+        alloc_storage(self._bytes)
+
+    def release(self) -> None:
+        """Have none until they are made again."""
+        free_storage(self._bytes)
 
     def order(self) -> None:
         """Let what follows on this stream wait for what the last user's stream does with the bytes."""
-        self._order.take(self._bytes, *self.alike.values())
+        self._order.take(*self._all)
 
 
 def by_expert(tensor: Tensor) -> Tensor:
@@ -227,17 +293,3 @@ def bytewise(tensor: Tensor) -> Tensor:
     everywhere.
     """
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-class Sent(NamedTuple):
-    """What a gather leaves for its second half.
-
-    Attributes:
-        wanted: Whether the rowwise face was asked for, and the columnwise one.
-        names: What the bytes are, as ``plan.sends`` names it.
-        payload: What they are part of; None if values travelled whole.
-    """
-
-    wanted: tuple[bool, bool]
-    names: tuple[str, ...]
-    payload: Payload | None

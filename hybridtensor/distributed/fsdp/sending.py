@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Payload, Remake
+from hybridtensor.distributed.fsdp.payload import Remake, Share
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.ops.library import is_recorded
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
@@ -34,31 +33,32 @@ def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...
 
 
 def fill(
-    payload: Payload,
+    share: Share,
     tensor: Weight,
     part_of: Callable[[Tensor, StateTensors | None], Part],
 ) -> Remake | None:
     """Make the bytes of this rank's part; return the cast that makes them again, if one cast does.
 
     Args:
-        payload: Holds the bytes.
+        share: Holds the bytes.
         tensor: This rank's part.
         part_of: Gives values all that they are quantized by.
     """
-    if "values" in payload.names:
-        target = payload.tensors["values"][0]
-        target.copy_(_values(tensor, payload.plan, payload.dtype).reshape(target.shape))
-    rowwise, columnwise = (direction in payload.names for direction in _DIRECTIONS)
+    names, dtype = share.sending.names, share.sending.dtype
+    if "values" in names:
+        target = share.tensors["values"][0]
+        target.copy_(_values(tensor, share.sending.plan, dtype).reshape(target.shape))
+    rowwise, columnwise = (direction in names for direction in _DIRECTIONS)
     if not rowwise and not columnwise:
         return None
     if isinstance(tensor, HybridTensor):
         whole: Any = tensor.detach().transpose(-2, -1) if tensor.is_transposed else tensor
-        made = whole.faces(rowwise=rowwise, columnwise=columnwise, dtype=payload.dtype)
+        made = whole.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         first = 0
     else:
         values = tensor.source
         part = part_of(values, tensor.state)
-        out = [target for name in _DIRECTIONS for target in payload.tensors.get(name, [])]
+        out = [target for name in _DIRECTIONS for target in share.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
             again = Remake(*prepared, out)
@@ -66,8 +66,8 @@ def fill(
             return again if values is tensor.plain else None  # of what is not there next time
         made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
     for direction, face in zip(_DIRECTIONS, made, strict=True):
-        if face is not None and not face.follows_rowwise and direction in payload.names:
-            payload.fill(direction, face, first, tensor.shape[0])
+        if face is not None and not face.follows_rowwise and direction in names:
+            share.fill(direction, face, first, tensor.shape[0])
     return None
 
 
@@ -78,21 +78,3 @@ def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
     row = plan.row.kind == "values"
     direction = ROW if row != tensor.is_transposed else COLUMN  # faces lie as the weight is stored
     return tensor.require_face(direction, name="weight", gemm="fully_shard").dequantize(dtype)
-
-
-def can_be_kept(tensor: Weight, own: object, names: tuple[str, ...]) -> TypeGuard[MasterWeight]:
-    """Return whether what is sent is made of a rank's part, quantized, and can be sent again until that is written.
-
-    Args:
-        tensor: What is sent.
-        own: This rank's part, of which ``tensor`` may be a copy on the device of the computation.
-        names: What the bytes are.
-    """
-    return (
-        "values" not in names
-        and isinstance(tensor, MasterWeight)
-        and tensor is own
-        and not (
-            tensor.record.replayed or getattr(tensor.layer, "replayed", False) or is_recorded()
-        )
-    )

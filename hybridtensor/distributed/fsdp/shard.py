@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,31 +12,38 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from hybridtensor.distributed.fsdp import common_scale, siblings
 from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
-from hybridtensor.distributed.fsdp.payload import Payload, Sent
-from hybridtensor.distributed.fsdp.plan import (
-    COLUMN,
-    ROW,
-    Plan,
-    check_persistent,
-)
+from hybridtensor.distributed.fsdp.plan import Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.distributed.fsdp.sending import (
-    Weight,
-    can_be_kept,
-    fill,
-    whole_values,
-)
+from hybridtensor.distributed.fsdp.sending import Weight, whole_values
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
 from hybridtensor.ops import Face
-from hybridtensor.ops.library import is_recorded
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import FaceTensor, HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
-_DIRECTIONS = (ROW, COLUMN)
+
+class Bundle(Protocol):
+    """What is needed here of weights whose bytes travel together; see ``bundle.Bundle``."""
+
+    def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
+        """Take what FSDP2 received for one of the weights."""
+
+
+class Sent(NamedTuple):
+    """What a gather leaves for its second half.
+
+    Attributes:
+        wanted: Whether the rowwise face was asked for, and the columnwise one.
+        bundle: The weights with which the bytes travel; None if values travel whole.
+        place: Which of them this is.
+    """
+
+    wanted: tuple[bool, bool]
+    bundle: Bundle | None = None
+    place: int = 0
 
 
 class Shard:
@@ -58,10 +64,10 @@ class Shard:
         exchange: Reduces the magnitudes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
-        recompute: Whether a backward may run the forward again, which needs the rowwise face: None
-            is to find out.
-        recomputed: Whether a backward did.
-        traced: Whether ``torch.compile`` has seen the gathered weight.
+        seen: What of this rank's part gathers depend on, as of the last one; see ``note``.
+        replayed: Whether a CUDA graph writes it, or its scales, without being seen.
+        gathers: What is known of each kind of gather of this weight's group, by what is wanted: all in the group share
+            it.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -76,13 +82,13 @@ class Shard:
         self.exchange: Exchange | None = None
         self.agreed: HybridConfig | None = None
         self.reduced: tuple[object, ...] | None = None
-        self.recompute: bool | None = None
-        self.recomputed = False
-        self.traced = False
+        self.seen: tuple[object, ...] | None = None
+        self.replayed = False
+        self.gathers: dict[tuple[bool, bool], Any] = {}
+        self._expected: bool | None = None
+        self._recomputed = self._traced = False
         self._made_for: tuple[Plan, torch.dtype] | None = None
-        self._sends: dict[tuple[bool, bool], tuple[str, ...]] = {}
-        self._kept: Payload | None = None
-        self._kept_of: weakref.ref[Tensor] | None = None
+        self._dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,8 +99,7 @@ class Shard:
         """Take a recipe."""
         if not self.has_recipe or self.config is not config:
             self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
-            wanted = (True, False), (False, True), (True, True)
-            self._sends = {faces: self.plan.sends(*faces) for faces in wanted}
+            self.gathers.clear()
             if isinstance(self.sharded.tensor, HybridTensor):
                 check_persistent(self.plan, self.sharded.size)
 
@@ -124,48 +129,75 @@ class Shard:
         """
         return part.record, self.sharded.version, part.written, self.config
 
-    def version(self, part: MasterWeight) -> tuple[object, ...]:
-        """Return a key that changes with every write to this rank's part that may have happened."""
-        # The record itself, so that nothing else gets its address; and the DTensor's version, which
-        # graphs increment
-        return part.record, self.sharded.version, part.version, self.config
-
     # -- before the gather
 
-    def send(self, tensor: Weight) -> tuple[Tensor, Sent]:
-        """Return the bytes that this rank sends, or ``[n, K]`` values that travel whole."""
-        sharded = self.sharded
+    def note(self, part: Weight, *, adopts: bool) -> None:
+        """Take note of what became of this rank's part since the last gather, and agree with the other ranks on it.
+
+        Args:
+            part: The part.
+            adopts: Whether this gather takes the recipe that the part has now: a backward finishes with that of its
+                forward.
+        """
+        if not self.has_recipe or (adopts and part.config is not self.config):
+            self.adopt(part.recipe)
+        common = common_of(part)
+        seen = self._look(part)
         if (
-            not sharded.before_backward or not self.has_recipe
-        ):  # a backward finishes with the recipe of its forward
-            self.adopt(tensor.recipe)
-        self._agree()
-        sharded.reshard_to_all_ranks()
-        sharded.drop_outputs()
-        wanted, dtype = self._wanted(), sharded.param.mp_policy.param_dtype or tensor.dtype
-        if self.faces is not None and self._made_for == (self.plan, dtype):
-            sharded.free_on_reshard(self.faces.needed(*wanted))
-        sent = self._sends[wanted]
-        if sent == ("whole",):
-            dtype = self.plan.whole_dtype(dtype, tensor.dtype)
-            return whole_values(tensor, dtype, sharded.padded_size), Sent(wanted, sent, None)
-        payload = self._payload(tensor, sent, dtype)
-        return payload.sent(sent), Sent(wanted, sent, payload)
+            seen == self.seen and common is None
+        ):  # the weights that it has the scale in common with may be others
+            return
+        if self._dtype is not self.dtype:
+            self._dtype = self.dtype
+            self.gathers.clear()
+        self._agree(part, common)
+        record = part.record
+        self.replayed = record.replayed or getattr(record.layer, "replayed", False)
+        self.seen = seen if common is None else self._look(part)
 
-    def _wanted(self) -> tuple[bool, bool]:
-        rowwise, columnwise = self.sharded.wants()
-        recompute = self.recomputed or self.traced if self.recompute is None else self.recompute
-        return rowwise or recompute, columnwise
+    def _look(self, part: Weight) -> tuple[object, ...]:
+        """Return a key that changes with every write to this rank's part that may have happened, and with the scales
+        that it is quantized by.
+        """
+        # The record itself, so that nothing else gets its address; and the DTensor's version, which
+        # graphs increment
+        record = part.record
+        if isinstance(part, MasterWeight):
+            scales = part.state_version
+            return record, self.sharded.version, part.version, self.config, record.layer, scales
+        return record, self.config
 
-    def _agree(self) -> None:
+    def wants(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
+        """Return whether a gather needs the rowwise face, and the columnwise one, if it does of a weight that backward
+        computes with once.
+        """
+        found = self._recomputed or self._traced
+        return rowwise or (found if self._expected is None else self._expected), columnwise
+
+    def expect(self, recompute: bool | None) -> None:
+        """Say whether a backward may run the forward again, which needs the rowwise face: None is to find out."""
+        self._expected = recompute
+        self.gathers.clear()
+
+    def send_whole(self, tensor: Weight) -> Tensor:
+        """Return the ``[n, K]`` values of this rank's part, which travel whole."""
+        self.sharded.gather_into([])
+        dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
+        return whole_values(tensor, dtype, self.sharded.padded_size)
+
+    def free_on_reshard(self, wanted: tuple[bool, bool]) -> None:
+        """Have FSDP2 allocate the memory of the faces that are wanted, and free it, if they are known."""
+        if self.faces is not None and self._made_for == (self.plan, self.dtype):
+            self.sharded.free_on_reshard(self.faces.needed(*wanted))
+
+    def _agree(self, part: Weight, common: Any) -> None:
         """Reach agreement with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
             if self.agreed != self.config:
                 check_recipes(self.with_all())
             self.agreed = self.config
-        mine = self.sharded.tensor
-        if self.is_measured(mine):
-            siblings.renew(self, mine, common_of(mine))
+        if self.is_measured(part):
+            siblings.renew(self, part, common)
 
     def with_all(self) -> list[Shard]:
         """Return all converted weights under the same root, with their present recipes."""
@@ -179,50 +211,13 @@ class Shard:
                 found.append(shard)
         return found
 
-    def _payload(self, tensor: Weight, sent: tuple[str, ...], dtype: torch.dtype) -> Payload:
-        """Return the bytes of this rank's part, made when the part was last written, or now."""
-        if not can_be_kept(tensor, self.sharded.tensor, sent):
-            if "values" not in sent and not is_recorded():
-                self._kept = None
-            made = self._new_payload(sent, dtype)
-            self._order_amaxes()
-            fill(made, tensor, self.part)
-            return made
-        # Reductions: another rank may have written its part of the weight
-        key = self.version(tensor), self.reductions, tensor.layer, tensor.state_version
-        kept = self._kept
-        if kept is None or kept.plan is not self.plan or kept.dtype != dtype:
-            kept = self._kept = self._new_payload(sent, dtype)
-        elif not set(sent).issubset(kept.names):  # from now on, both faces are made in one go
-            asked = {*sent, *kept.names}
-            both = tuple(name for name in _DIRECTIONS if name in asked)
-            kept = self._kept = self._new_payload(both, dtype)
-        kept.order()
-        if kept.key != key:
-            self._order_amaxes()
-            state = tensor.state
-            others = self.amaxes, *(() if state is None else (*state[:3], state.common_amax))
-            if not kept.remake(tensor.plain, others):
-                kept.keep(fill(kept, tensor, self.part), tensor.plain, others)
-            kept.key, self._kept_of = key, weakref.ref(tensor.plain, self._forget)
-        return kept
-
-    def _new_payload(self, names: tuple[str, ...], dtype: torch.dtype) -> Payload:
-        with torch.inference_mode(False):
-            return Payload(self.plan, names, dtype, self.sharded.device)
-
-    def _order_amaxes(self) -> None:
+    def order_amaxes(self) -> None:
         """Let this stream wait for the one that reduces magnitudes."""
         if self.order is not None and self.amaxes is not None:
             self.order.take(self.amaxes)
         common = self.common
         if common is not None and common.amax is not None:
             common_scale.order_of(common).take(common.amax)
-
-    def _forget(self, dead: weakref.ref[Tensor]) -> None:
-        """Let go of what was kept of a part that is no more: the model was moved, or loaded anew."""
-        if dead is self._kept_of:
-            self._kept = None
 
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return values of this rank's part with all that they are quantized by."""
@@ -244,14 +239,14 @@ class Shard:
         tensor: Any = self.sharded.tensor
         if not self.sharded.before_backward or not self.has_recipe:
             self.adopt(tensor.recipe)
-        self._agree()
+        self._agree(tensor, common_of(tensor))
         if self.plan.whole or self.plan.row.kind != "bytes":
             return None
         if isinstance(tensor, HybridTensor):
             whole: Any = tensor.transpose(-2, -1) if tensor.is_transposed else tensor
             kept: Face = whole.forward_face()
             return kept
-        self._order_amaxes()
+        self.order_amaxes()
         part = self.part(tensor.source, tensor.state)._replace(record=False)
         (row, _), first = part.faces(rowwise=True, columnwise=False)
         if row is None or self.plan.matrix is not None:
@@ -263,7 +258,7 @@ class Shard:
     def receive(
         self,
         tensor: Weight,
-        received: Tensor,
+        outputs: tuple[Tensor, ...],
         sent: Sent,
         dtype: torch.dtype,
         out: HybridTensor | None,
@@ -273,51 +268,54 @@ class Shard:
 
         Args:
             tensor: This rank's part.
-            received: What all ranks sent.
-            sent: What ``send`` left.
+            outputs: What all ranks sent.
+            sent: What sending left.
             dtype: Of the computation.
             out: The gathered weight of an earlier gather, or None.
         """
-        if self.faces is None or self._made_for != (self.plan, dtype):
-            with torch.inference_mode(False):
-                size, turned = self.sharded.size, tensor.is_transposed
-                if self.plan.matrix is not None:
-                    size = (size[0], *self.plan.matrix)
-                elif turned:
-                    size = size[::-1]
-                self.faces = GatheredFaces(self.plan, size, dtype, self.sharded.device, turned)
-            self._made_for = self.plan, dtype
+        faces, known = self.faces, out is not None
+        if faces is None or self._made_for != (self.plan, dtype):
+            faces, known = self._new_faces(tensor, dtype), False
             if out is not None:
-                out.rowwise, out.columnwise = self.faces.row, self.faces.column
+                out.rowwise, out.columnwise = faces.row, faces.column
         if out is None:
-            out = HybridTensor(self.faces.row, self.faces.column)
+            with torch.no_grad():
+                out = HybridTensor(faces.row, faces.column)
             out.record.gathered = self
         out.config, out.layer, out.record.first = self.config, tensor.layer, tensor.record.first
-        needed = self.faces.needed(*sent.wanted)
-        for other in self.faces.spared(*sent.wanted):
+        needed = faces.needed(*sent.wanted)
+        for other in faces.spared(*sent.wanted):
             free_storage(other)
-        for one in needed:
-            alloc_storage(one)
-        # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
-        # tensors in forward, and would take the gather before backward for a write in place
-        with preserve_versions(tuple(needed)):
-            self._fill(self.faces, tensor, received, sent)
-        self.sharded.free_on_reshard(needed)
-        self.sharded.drop_outputs()
+        if not known:  # FSDP2 allocates what it knew before the gather
+            for one in needed:
+                alloc_storage(one)
+            self.sharded.free_on_reshard(needed)
+        if sent.bundle is not None:
+            sent.bundle.receive(sent.place, outputs)
+        else:
+            # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
+            # tensors in forward, and would take the gather before backward for a write in place
+            with torch.no_grad(), preserve_versions(tuple(needed)):
+                self._fill_from_values(faces, tensor, outputs[0], sent.wanted)
+            self.sharded.gather_into([])
         return out, needed
 
-    def _fill(self, faces: GatheredFaces, tensor: Weight, received: Tensor, sent: Sent) -> None:
-        if sent.payload is None:
-            self._fill_from_values(faces, tensor, received, sent.wanted)
-            return
-        faces.fill(received, sent.names, sent.wanted)
-        faces.take_alike(sent.payload, sent.names, sent.wanted)
+    def _new_faces(self, tensor: Weight, dtype: torch.dtype) -> GatheredFaces:
+        with torch.inference_mode(False), torch.no_grad():
+            size, turned = self.sharded.size, tensor.is_transposed
+            if self.plan.matrix is not None:
+                size = (size[0], *self.plan.matrix)
+            elif turned:
+                size = size[::-1]
+            self.faces = GatheredFaces(self.plan, size, dtype, self.sharded.device, turned)
+        self._made_for = self.plan, dtype
+        return self.faces
 
     def _fill_from_values(
         self, faces: GatheredFaces, tensor: Weight, received: Tensor, wanted: tuple[bool, bool]
     ) -> None:
         """Quantize what was gathered whole."""
-        self._order_amaxes()
+        self.order_amaxes()
         size = self.sharded.size
         stored = received.view(-1)[: math.prod(size)].view(size)
         values = stored.transpose(-2, -1) if tensor.is_transposed else stored
@@ -347,7 +345,9 @@ class Shard:
                 f"{self.sharded.size}: {self.plan.whole}; leave these layers out of torch.compile, "
                 "or the weight out of quantize_"
             )
-        self.traced = True
+        if not self._traced:
+            self._traced = True
+            self.gathers.clear()
 
     @property
     def values(self) -> Tensor | None:
@@ -372,18 +372,17 @@ class Shard:
         """
         if self.faces is not None and self.faces.is_there(direction):
             return self.faces.stored(direction)
-        if self.faces is None or self.recompute is False or not self.sharded.before_backward:
+        if self.faces is None or self._expected is False or not self.sharded.before_backward:
             raise RuntimeError(
                 f"fully_shard: the {direction} face of a weight {self.sharded.size} was not "
                 "gathered, only the other one was; say expect_recompute_(model, True) if backward "
                 "runs the forward again, or multiply by F.linear, or keep the weight with "
                 "reshard_after_forward=False"
             )
-        for sharded in self.sharded.under_the_same_root():
-            if sharded.group is self.sharded.group and isinstance(
-                sharded.tensor, InterceptingTensor
-            ):
-                shard_of(sharded).recomputed = True
+        self.gathers.clear()
+        for sharded in self.sharded.of_the_group():
+            if isinstance(sharded.tensor, InterceptingTensor):
+                shard_of(sharded)._recomputed = True
         self.sharded.gather_again()
         return self.faces.stored(direction)
 

@@ -138,6 +138,19 @@ class Sharded(NamedTuple):
         for state in self.context.all_states or [self.state]:
             yield from _parameters(state)
 
+    def of_the_group(self) -> list[Sharded]:
+        """Return every parameter that is gathered together with this one, in FSDP2's order."""
+        return [Sharded(self.state, self.group, param) for param in self.group.fsdp_params]
+
+    def parts_of_the_group(self) -> list[Tensor]:
+        """Return this rank's part of each of them."""
+        return [local(param.sharded_param) for param in self.group.fsdp_params]
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its part is on the host, and FSDP2 gathers a copy of it."""
+        return self.param.offload_to_cpu
+
     # -- what happens to it
     # -------------------------------------------------------------------------------------------
 
@@ -185,14 +198,15 @@ class Sharded(NamedTuple):
             self.group.post_forward_mesh_info = self.group.mesh_info  # type: ignore[assignment]
             self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
 
-    def drop_outputs(self) -> None:
-        """Let go of what was gathered.
+    def gather_into(self, outputs: list[Tensor]) -> None:
+        """Say where the next gather goes, uint8 each; none lets FSDP2 make new memory, and lets go of what it has.
 
-        FSDP2 would write the next gather into it whatever its size: with other sizes, silently the
+        FSDP2 would write the next gather into what it has whatever its size: with other sizes, silently the
         wrong bytes.
         """
-        # FSDP2 makes new buffers only where this list is empty (``init_all_gather_outputs``)
-        self.param.all_gather_outputs = []
+        # FSDP2 makes new buffers only where this list is empty (``init_all_gather_outputs``); it allocates their memory
+        # before it writes them
+        self.param.all_gather_outputs = outputs
 
     def free_on_reshard(self, tensors: list[Tensor]) -> None:
         """Say what takes memory while the parameter is gathered: FSDP2 frees it, and allocates it

@@ -1,8 +1,8 @@
-"""From the bytes that all ranks sent to the faces of the whole weight.
+"""From the bytes that all ranks sent to the faces of the whole weights.
 
-Which bytes go where is worked out once per weight and kind of gather; a gather then runs one copy
-per tensor. Where one face is the transpose of the other, its elements are transposed on the way,
-both faces while they are read once.
+Which bytes go where is worked out once per kind of gather; a gather then runs the copies of all its
+weights. Where one face is the transpose of the other, its elements are transposed on the way, both
+faces while they are read once.
 
 Shape letters: ``R`` ranks.
 """
@@ -16,12 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Wire, by_expert, bytewise
+from hybridtensor.distributed.fsdp.payload import by_expert, bytewise
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan
-from hybridtensor.ops import transpose
-
-Filler = Callable[[Tensor], object]
-"""Copies some of the bytes that all ranks sent to where they belong in a face."""
+from hybridtensor.ops.transpose import prepare_transpose
 
 _WORD = torch.int64
 
@@ -54,104 +51,137 @@ class _View(NamedTuple):
         )
 
 
-def fillers(
-    plan: Plan, layout: Wire, tensors: dict[str, list[Tensor]], wanted: tuple[bool, bool]
-) -> list[Filler]:
-    """Return functions that fill the faces from the bytes, uint8 ``[R * layout.nbytes]``, one after
-    the other.
+class Received(NamedTuple):
+    """A tensor in what all ranks sent.
 
-    Args:
-        plan: How the weight is gathered.
-        layout: What each rank sent.
-        tensors: Of each face, with memory; they may lose it afterwards, and get other memory.
-        wanted: Whether the rowwise face is filled, and the columnwise one.
+    Attributes:
+        name: ``"rowwise"``, ``"columnwise"`` or ``"values"``.
+        piece: That of one rank.
+        flat: What all ranks sent, uint8 ``[R * stride]``.
+        begin: Where it begins in what one rank sent, in bytes.
+        stride: From rank to rank, in bytes.
     """
-    found: list[Filler] = []
-    for name, piece, begin in layout.parts:
+
+    name: str
+    piece: Piece
+    flat: Tensor
+    begin: int
+    stride: int
+
+
+class Copies:
+    """Copies that bring bytes to faces, one after the other."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._others: list[Callable[[], object]] = []
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Add the copy of a tensor.
+
+        That is no write to what the target is a view of: autograd saved the tensors of faces in
+        forward, and would take the gather before backward for one.
+        """
+        self._targets.append(target.data)
+        self._sources.append(source)
+
+    def run(self) -> None:
+        """Copy everything."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        for other in self._others:
+            other()
+
+    def add_face(
+        self,
+        plan: Plan,
+        got: Received,
+        tensors: dict[str, list[Tensor]],
+        wanted: tuple[bool, bool],
+    ) -> None:
+        """Add what fills the faces of a weight from one of the tensors that all ranks sent.
+
+        Args:
+            plan: How the weight is gathered.
+            got: The tensor, with memory; it may lose it afterwards, and get other memory.
+            tensors: Of each face; the same.
+            wanted: Whether the rowwise face is filled, and the columnwise one.
+        """
+        name, piece = got.name, got.piece
         turns = name == ROW and plan.transposed and wanted[1]
         if turns and piece.index == 0:
-            found.append(_transposer(plan, layout, piece, begin, tensors, wanted[0]))
-            continue
+            self._others.append(_transposer(plan, got, tensors, wanted[0]))
+            return
         if name != ROW or not turns or wanted[0]:
-            found.append(
-                _filler(plan, layout, piece, begin, tensors[name][piece.index], turned=False)
-            )
+            self._add(plan, got, tensors[name][piece.index], turned=False)
         if turns:
-            found.append(
-                _filler(plan, layout, piece, begin, tensors[COLUMN][piece.index], turned=True)
-            )
-    return found
+            self._add(plan, got, tensors[COLUMN][piece.index], turned=True)
+
+    def _add(self, plan: Plan, got: Received, whole: Tensor, *, turned: bool) -> None:
+        """Add the copy of one tensor of all ranks, or of its transpose."""
+        if got.piece.rows_per_block:
+            self._others.append(_filler_of_blocks(plan, got, whole.data, turned))
+            return
+        view, target = _views(plan, got, whole, turned)
+        words = view.in_words()
+        if words is not view and target.stride(-1) == 1:
+            target, view = target.view(_WORD), words
+        self.add(target, view.of(got.flat))
 
 
 def _transposer(
-    plan: Plan,
-    layout: Wire,
-    piece: Piece,
-    begin: int,
-    tensors: dict[str, list[Tensor]],
-    copied: bool,
-) -> Filler:
+    plan: Plan, got: Received, tensors: dict[str, list[Tensor]], copied: bool
+) -> Callable[[], None]:
     """Return a function that writes the transpose of elements, and the elements themselves if they
     are ``copied``.
     """
-    rows, width = piece.shape
-    view = _View(torch.uint8, (plan.num_ranks, rows, width), (layout.nbytes, width, 1), begin)
-    row, column = bytewise(tensors[ROW][0]) if copied else None, bytewise(tensors[COLUMN][0])
+    rows, width = got.piece.shape
+    view = _View(torch.uint8, (plan.num_ranks, rows, width), (got.stride, width, 1), got.begin)
+    row, column = (
+        bytewise(tensors[ROW][0].data) if copied else None,
+        bytewise(tensors[COLUMN][0].data),
+    )
     bits = 8 // plan.row.format.elements_per_byte
-    return lambda received: transpose(view.of(received), row=row, column=column, bits=bits)
+    return prepare_transpose(view.of(got.flat), row=row, column=column, bits=bits)
 
 
-def _filler(
-    plan: Plan, layout: Wire, piece: Piece, begin: int, whole: Tensor, *, turned: bool
-) -> Filler:
-    """Return a function that copies one tensor of all ranks, or its transpose."""
-    if piece.rows_per_block:
-        return _filler_of_blocks(plan, layout, piece, begin, whole, turned)
-    view, target = _views(plan, layout, piece, begin, whole, turned)
-    words = view.in_words()
-    if words is not view and target.stride(-1) == 1:
-        target, view = target.view(_WORD), words
-    return lambda received: target.copy_(view.of(received))
-
-
-def _views(
-    plan: Plan, layout: Wire, piece: Piece, begin: int, whole: Tensor, turned: bool
-) -> tuple[_View, Tensor]:
+def _views(plan: Plan, got: Received, whole: Tensor, turned: bool) -> tuple[_View, Tensor]:
     """Return a view of the parts in what was gathered, and one of the whole tensor: of one size, in
     the order of memory.
     """
     whole, ranks = bytewise(whole if plan.matrix is None else by_expert(whole)), plan.num_ranks
-    size = whole.itemsize
+    size, piece = whole.itemsize, got.piece
     shape, dim = (piece.shape[::-1], 1 - piece.dim) if piece.by_block else (piece.shape, piece.dim)
     outer, inner = shape  # as a part lies in memory
-    between = layout.nbytes // size
+    between, begin = got.stride // size, got.begin // size
     memory = (whole.t() if piece.by_block else whole).view(-1)
     if turned:  # parts follow each other along what is the last dimension of the transpose
-        view = _View(whole.dtype, (inner, ranks, outer), (1, between, inner), begin // size)
+        view = _View(whole.dtype, (inner, ranks, outer), (1, between, inner), begin)
     elif dim == 0:
-        view = _View(whole.dtype, (ranks, outer * inner), (between, 1), begin // size)
+        view = _View(whole.dtype, (ranks, outer * inner), (between, 1), begin)
     else:
-        view = _View(whole.dtype, (outer, ranks, inner), (inner, between, 1), begin // size)
+        view = _View(whole.dtype, (outer, ranks, inner), (inner, between, 1), begin)
     return view, memory.view(view.size)
 
 
-def _filler_of_blocks(
-    plan: Plan, layout: Wire, piece: Piece, begin: int, whole: Tensor, turned: bool
-) -> Filler:
+def _filler_of_blocks(plan: Plan, got: Received, whole: Tensor, turned: bool) -> Callable[[], None]:
     """Return a function that copies scales of blocks that shards cut, each from the rank of its
     first row.
     """
-    whole = bytewise(whole.t() if turned else whole)
+    whole, piece = bytewise(whole.t() if turned else whole), got.piece
     size, (rows, columns) = whole.itemsize, piece.shape
-    strides = (layout.nbytes // size, *piece.strides)
-    view = _View(whole.dtype, (plan.num_ranks, rows, columns), strides, begin // size)
+    strides = (got.stride // size, *piece.strides)
+    parts = _View(whole.dtype, (plan.num_ranks, rows, columns), strides, got.begin // size).of(
+        got.flat
+    )
 
-    def fill(received: Tensor) -> None:
-        of_blocks = (
-            view.of(received).movedim(1 + piece.dim, 1).flatten(0, 1)
+    def fill() -> None:
+        of_blocks = parts.movedim(1 + piece.dim, 1).flatten(
+            0, 1
         )  # [R * blocks that a shard touches, ..]
         chosen = of_blocks.index_select(
-            0, _positions(plan.rows, plan.num_ranks, piece, received.device)
+            0, _positions(plan.rows, plan.num_ranks, piece, of_blocks.device)
         )
         whole.copy_(chosen.movedim(0, piece.dim))
 

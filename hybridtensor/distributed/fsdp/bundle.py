@@ -1,0 +1,252 @@
+"""Weights of a group whose bytes travel together: what a rank sends, and what becomes of what all ranks sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridtensor.distributed.fsdp.payload import Payload, Sending, Share
+from hybridtensor.distributed.fsdp.sending import Weight, fill
+from hybridtensor.distributed.fsdp.shard import Sent, Shard
+from hybridtensor.distributed.fsdp.torch_compat import free_storage
+from hybridtensor.distributed.fsdp.unpack import Copies, Received
+from hybridtensor.subclasses import MasterWeight
+
+Answer = tuple[tuple[Tensor, ...], tuple[Shard, Sent]]
+"""What the first hook returns: the tensors that this rank sends, and what the second hook needs."""
+
+
+class Keeper(Protocol):
+    """Who keeps payloads from gather to gather; see ``group.Group``."""
+
+    kept: dict[tuple[Shard, ...], Payload]
+
+    def forget(self, dead: weakref.ref[Tensor]) -> None:
+        """Let go of what was made of a part that is no more."""
+
+
+class Ready:
+    """What one kind of gather has of a payload, which alone keeps it alive.
+
+    Args:
+        payload: What is sent.
+        shards: The weights.
+        wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
+        names: Of each, what travels.
+        bundle: To which they belong.
+
+    Attributes:
+        answers: Of each weight.
+        buffers: What all ranks sent, with memory during a gather.
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        shards: Sequence[Shard],
+        wanted: Sequence[tuple[bool, bool]],
+        names: Sequence[tuple[str, ...]],
+        bundle: Bundle,
+    ) -> None:
+        self._payload, self._shards, self._wanted, self._names = payload, shards, wanted, names
+        self._ranks = shards[0].sharded.num_ranks
+        self._stretches = payload.layout.stretches(names)
+        if self._ranks == 1:  # FSDP2 forwards one tensor of each weight
+            self._stretches = ((self._stretches[0][0], self._stretches[-1][1]),)
+        sent = payload.sent(self._stretches)
+        nothing = (sent[0].new_empty(0),) if self._ranks == 1 else ()
+        self.buffers = [tensor.new_empty(self._ranks * tensor.numel()) for tensor in sent]
+        for buffer in self.buffers:
+            free_storage(buffer)
+        self.answers: list[Answer] = [
+            (sent if index == bundle.sender else nothing, (shard, Sent(asked, bundle, index)))
+            for index, (shard, asked) in enumerate(zip(shards, wanted, strict=True))
+        ]
+        self._copies: Copies | None = None
+        self._of: tuple[object, ...] = ()
+
+    def unpack(self, received: Sequence[Tensor]) -> None:
+        """Fill the faces of all weights from what all ranks sent."""
+        of = (
+            *(shard.faces for shard in self._shards),
+            *(flat.untyped_storage()._cdata for flat in received),
+        )
+        if self._copies is None or self._of != of:
+            with torch.inference_mode(False):
+                self._copies, self._of = self._new_copies(received), of
+        self._copies.run()
+
+    def _new_copies(self, received: Sequence[Tensor]) -> Copies:
+        copies = Copies()
+        for index, shard in enumerate(self._shards):
+            faces: Any = shard.faces
+            names, wanted = self._names[index], self._wanted[index]
+            for slot in self._payload.layout.parts:
+                if slot.weight == index and slot.name in names:
+                    number = [begin <= slot.begin < end for begin, end in self._stretches].index(
+                        True
+                    )
+                    begin, end = self._stretches[number]
+                    flat = received[number].view(-1)
+                    got = Received(slot.name, slot.piece, flat, slot.begin - begin, end - begin)
+                    copies.add_face(shard.plan, got, faces.tensors, wanted)
+            faces.add_alike(copies, self._payload.shares[index], names, wanted)
+        return copies
+
+
+class Bundle:
+    """Weights whose bytes travel together, in one kind of gather.
+
+    One of them sends the bytes of all, and the last one unpacks them: FSDP2 calls the hooks of all weights before it
+    sends anything, and has received everything before it calls the second hook of the first one.
+
+    Args:
+        keeper: Keeps what is sent.
+        shards: The weights, in FSDP2's order.
+        wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
+        keeps: Whether what is sent can be sent again until a weight is written.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        shards: tuple[Shard, ...],
+        wanted: Sequence[tuple[bool, bool]],
+        keeps: bool,
+    ) -> None:
+        self._keeper, self._shards, self._wanted, self._keeps = keeper, shards, wanted, keeps
+        self._sendings = tuple(
+            Sending(shard.plan, shard.plan.sends(*asked), shard.dtype)
+            for shard, asked in zip(shards, wanted, strict=True)
+        )
+        first = shards[0].sharded
+        self._device, self._is_offloaded = first.device, first.is_offloaded
+        # A single rank's bytes are forwarded one weight after the other, each after its first hook
+        self.sender = len(shards) - 1 if first.num_ranks == 1 else 0
+        self._passing: Payload | None = None
+        self._payload: Payload | None = None
+        self._received: tuple[Tensor, ...] = ()
+        self._fills_later = False  # FSDP2 hands over copies of the parts
+
+    # -- before the gather
+
+    def prepare(self, parts: Sequence[Weight], recorded: bool) -> None:
+        """Make the bytes of this rank's parts, those that are not as they were made last.
+
+        Args:
+            parts: The parts.
+            recorded: Whether something records what runs.
+        """
+        keeps = self._keeps and not recorded and not any([shard.replayed for shard in self._shards])
+        if keeps and self._is_offloaded:
+            keeps = all(part.device == self._device for part in parts)
+        if keeps:
+            payload = self._kept()
+            chosen = []
+            pairs = zip(self._shards, payload.shares, strict=True)
+            for index, (shard, share) in enumerate(pairs):
+                if share.seen is not shard.seen or share.reductions != shard.reductions:
+                    chosen.append(index)
+            payload.order()
+        else:
+            payload = self._passing = self._passing or self._new_payload(self._sendings)
+            chosen = [] if self._is_offloaded else list(range(len(parts)))
+            payload.order()
+            payload.acquire()
+            if self._keeps and not recorded:
+                self._keeper.kept.pop(self._shards, None)
+        self._payload, self._fills_later = payload, self._is_offloaded and not keeps
+        if chosen:
+            self._make(payload, chosen, parts, keeps=keeps)
+        ready = payload.answers.get(self)
+        if ready is None:
+            names = [sending.names for sending in self._sendings]
+            with torch.inference_mode(False):
+                ready = Ready(payload, self._shards, self._wanted, names, self)
+            payload.answers[self] = ready
+        self._shards[self.sender].sharded.gather_into(ready.buffers)
+
+    def send(self, place: int, tensor: Weight) -> Answer:
+        """Return what the first hook of one of the weights does.
+
+        Args:
+            place: Which weight.
+            tensor: This rank's part, or a copy of it where it is gathered.
+        """
+        payload: Any = self._payload
+        if self._fills_later:
+            shard = self._shards[place]
+            shard.order_amaxes()
+            fill(payload.shares[place], tensor, shard.part)
+        answer: Answer = payload.answers[self].answers[place]
+        return answer
+
+    # -- after the gather
+
+    def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
+        """Take what FSDP2 received for one of the weights: fill the faces of all of them, if it is the last one."""
+        if place == self.sender:
+            self._received = outputs
+        payload = self._payload
+        if place == len(self._shards) - 1 and payload is not None:
+            ready = payload.answers[self]
+            with torch.no_grad():
+                ready.unpack(self._received)
+            self._shards[self.sender].sharded.gather_into([])
+            for tensor in ready.buffers:
+                free_storage(tensor)
+            if payload is self._passing:
+                payload.release()
+            self._payload, self._received = None, ()
+
+    # -- what is sent
+
+    def _new_payload(self, sendings: tuple[Sending, ...]) -> Payload:
+        with torch.inference_mode(False):
+            return Payload(sendings, self._device)
+
+    def _kept(self) -> Payload:
+        """Return what is kept for these weights, with all faces that were asked for so far: they are made in one go."""
+        kept, sendings = self._keeper.kept.get(self._shards), self._sendings
+        if kept is not None:
+            pairs = list(zip(sendings, kept.sendings, strict=True))
+            if all(mine.plan is old.plan and mine.dtype == old.dtype for mine, old in pairs):
+                if all(set(mine.names) <= set(old.names) for mine, old in pairs):
+                    return kept
+                sendings = tuple(
+                    mine._replace(names=tuple(dict.fromkeys((*old.names, *mine.names))))
+                    for mine, old in pairs
+                )
+        made = self._keeper.kept[self._shards] = self._new_payload(sendings)
+        return made
+
+    def _make(
+        self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, keeps: bool
+    ) -> None:
+        """Make the bytes of some weights."""
+        order = None
+        for index in chosen:
+            shard = self._shards[index]
+            if order is None or shard.order is not order or shard.common is not None:
+                shard.order_amaxes()
+                order = shard.order
+        for index in chosen:
+            shard, share, part = self._shards[index], payload.shares[index], parts[index]
+            if not keeps or not isinstance(part, MasterWeight):
+                fill(share, part, shard.part)
+                continue
+            self._remake(shard, share, part)
+
+    def _remake(self, shard: Shard, share: Share, part: MasterWeight) -> None:
+        """Make the bytes of a weight that are kept."""
+        state, plain = part.state, part.plain
+        others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))
+        if not share.remake(plain, others):
+            share.keep(fill(share, part, shard.part), plain, others)
+        if share.of is None or share.of() is not plain:
+            share.of = weakref.ref(plain, self._keeper.forget)
+        share.seen, share.reductions = shard.seen, shard.reductions

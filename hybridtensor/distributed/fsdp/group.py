@@ -1,0 +1,159 @@
+"""The converted weights that FSDP2 gathers together: what is done once for all of them in every gather."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hybridtensor.distributed.fsdp.bundle import Answer, Bundle
+from hybridtensor.distributed.fsdp.payload import Payload
+from hybridtensor.distributed.fsdp.sending import Weight
+from hybridtensor.distributed.fsdp.shard import Sent, Shard, shard_of
+from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.ops.library import is_recorded
+from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.intercepting import InterceptingTensor
+
+
+class Gather:
+    """One kind of gather: which faces of which weights, and with what they travel.
+
+    Args:
+        group: The weights.
+        wants: Whether FSDP2 wants the rowwise face, and the columnwise one.
+    """
+
+    def __init__(self, group: Group, wants: tuple[bool, bool]) -> None:
+        self._wanted = [shard.wants(*wants) for shard in group.shards]
+        self._bundles: list[tuple[Bundle, list[int]]] = []
+        self._places: dict[int, tuple[Bundle, int]] = {}
+        by_kind: dict[bool, list[int]] = {}
+        for index, (shard, wanted) in enumerate(zip(group.shards, self._wanted, strict=True)):
+            names = shard.plan.sends(*wanted)
+            if names != ("whole",):
+                # quantized, and not what is there anyway
+                keeps = "values" not in names and not isinstance(shard.sharded.tensor, HybridTensor)
+                by_kind.setdefault(keeps, []).append(index)
+        for keeps, indices in by_kind.items():
+            shards = tuple(group.shards[index] for index in indices)
+            bundle = Bundle(group, shards, [self._wanted[index] for index in indices], keeps)
+            self._bundles.append((bundle, indices))
+            self._places.update({i: (bundle, number) for number, i in enumerate(indices)})
+        self._shards = group.shards
+
+    def begin(self, parts: Sequence[Weight]) -> None:
+        """Prepare what this rank sends of all weights.
+
+        Args:
+            parts: Its parts of them.
+        """
+        for shard, wanted in zip(self._shards, self._wanted, strict=True):
+            shard.free_on_reshard(wanted)
+        recorded = is_recorded()
+        for bundle, indices in self._bundles:
+            bundle.prepare([parts[index] for index in indices], recorded)
+
+    def send(self, index: int, tensor: Weight) -> Answer:
+        """Return what the first hook of a weight does."""
+        place = self._places.get(index)
+        if place is not None:
+            bundle, number = place
+            return bundle.send(number, tensor)
+        shard = self._shards[index]
+        return (shard.send_whole(tensor),), (shard, Sent(self._wanted[index]))
+
+
+class Group:
+    """The converted weights that FSDP2 gathers together, from gather to gather.
+
+    FSDP2 calls the first hook of each, in its order: the first call prepares what is sent of all.
+
+    Args:
+        sharded: One of the parameters.
+
+    Attributes:
+        shards: The weights, in FSDP2's order.
+        kept: What was made to be sent, by the weights it is of, until one is no more.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self.shards: list[Shard] = []
+        self.kept: dict[tuple[Shard, ...], Payload] = {}
+        self._gathers: dict[tuple[bool, bool], Gather] = {}
+        self._kinds: list[type] = []
+        self._indices: list[int] = []  # of the weights among all parameters
+        self._now: Gather | None = None
+        self._next = 0  # whose hook comes next
+
+    def send(self, shard: Shard, tensor: Weight) -> Answer:
+        """Return what the first hook of a weight does.
+
+        Args:
+            shard: The weight.
+            tensor: This rank's part, or a copy of it where it is gathered.
+        """
+        gather, index = self._now, self._next
+        if gather is None or self.shards[index] is not shard:
+            gather = self._now = self._begin()
+            index = self.shards.index(shard)
+        self._next = index + 1
+        if self._next == len(self.shards):
+            self._now = None
+        return gather.send(index, tensor)
+
+    def _begin(self) -> Gather:
+        """Agree with the other ranks on what is gathered now, and prepare it."""
+        sharded = self._sharded
+        every = sharded.parts_of_the_group()
+        kinds = [type(part) for part in every]
+        if kinds != self._kinds:
+            self._enroll(every)
+            self._kinds = kinds
+        parts: list[Any] = [every[index] for index in self._indices]
+        adopts = not sharded.before_backward
+        for shard, part in zip(self.shards, parts, strict=True):
+            shard.note(part, adopts=adopts)
+        sharded.reshard_to_all_ranks()
+        wants = sharded.wants()
+        gather = self._gathers.get(wants)
+        if gather is None:
+            if not self._gathers:
+                self._drop_old_plans()
+            gather = self._gathers[wants] = Gather(self, wants)
+        gather.begin(parts)
+        return gather
+
+    def _enroll(self, parts: Sequence[Tensor]) -> None:
+        """Take the weights that are converted now."""
+        self._indices = [i for i, part in enumerate(parts) if isinstance(part, InterceptingTensor)]
+        every = self._sharded.of_the_group()
+        self.shards = [shard_of(every[index]) for index in self._indices]
+        self._gathers.clear()
+        for shard in self.shards:
+            shard.gathers = self._gathers
+
+    def _drop_old_plans(self) -> None:
+        """Let go of what was made by other plans."""
+        for shards, payload in list(self.kept.items()):
+            plans = [shard.plan for shard in shards]
+            if any(old.plan is not plan for old, plan in zip(payload.sendings, plans, strict=True)):
+                del self.kept[shards]
+
+    def forget(self, dead: weakref.ref[Tensor]) -> None:
+        """Let go of what was made of a part that is no more: the model was moved, or loaded anew."""
+        for shards, payload in list(self.kept.items()):
+            if any(share.of is dead for share in payload.shares):
+                self.kept.pop(shards, None)
+
+
+def group_of(sharded: Sharded) -> Group:
+    """Return the group of a parameter that FSDP2 holds, made at the first call."""
+    # An attribute of FSDP2's own record, as for ``shard_of``
+    group: Group | None = getattr(sharded.group, "_hybridtensor_group", None)
+    if group is None:
+        group = sharded.group._hybridtensor_group = Group(sharded)  # type: ignore[attr-defined]
+    return group
