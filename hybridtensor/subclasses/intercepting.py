@@ -74,7 +74,8 @@ class PreAllGather:
         mp_policy: object,
     ) -> tuple[tuple[Tensor, ...], Sent]:
         """Return the tensors that this rank sends, and what the second hook needs."""
-        return _required(self._tensor.gathering).pre_all_gather(self._tensor, module)
+        tensor = self._tensor
+        return (tensor.gathering or _required(None)).pre_all_gather(tensor, module)
 
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
 
@@ -286,7 +287,8 @@ class InterceptingTensor(WrapperTensor):
         out: Tensor | None = None,
     ) -> object:
         """Return the gathered weight, made of what all ranks sent."""
-        return _required(self.gathering).post_all_gather(self, outputs, metadata, param_dtype, out)
+        gathering = self.gathering or _required(None)
+        return gathering.post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]

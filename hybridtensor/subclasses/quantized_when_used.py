@@ -53,9 +53,15 @@ class QuantizedWhenUsed(InterceptingTensor):
         """A number that changes with every write, also with those that others may have made through
         what was handed out.
         """
-        self._count_graph_writes(version_of(self))
-        self.record.count_others(self.plain, version_of(self.plain))
-        return self.record.changes
+        plain, record = self.plain, self.record
+        try:
+            own, of_plain = read_version(self), read_version(plain)
+        except RuntimeError:  # a tensor of inference mode has none
+            own, of_plain = version_of(self), version_of(plain)
+        if own != self._seen:
+            self._count_graph_writes(own)
+        record.count_others(plain, of_plain)
+        return record.changes
 
     @property
     def writes(self) -> int:
@@ -78,7 +84,7 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     def seen(self) -> Seen:
         """Count writes that no handler saw, measure a common scale again that they changed, and return the counts."""
-        record, plain = self.record, self.plain
+        record = self.record
         layer: Any = record.layer
         scales: int | tuple[int | None, int] | None = None
         if isinstance(layer, LayerState):  # in a graph its tensors, which have no version
@@ -86,13 +92,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             if common is not None:
                 common.renew()
                 scales = scales, common.version
-        try:
-            own, of_plain = read_version(self), read_version(plain)
-        except RuntimeError:  # a tensor of inference mode has none
-            own, of_plain = version_of(self), version_of(plain)
-        if own != self._seen:
-            self._count_graph_writes(own)
-        record.count_others(plain, of_plain)
+        own, of_plain = self._count_writes()
         return Seen(record.changes, scales, (record.writes, of_plain, own))
 
     def stamp(self, dtype: torch.dtype, seen: Seen | None = None) -> Stamp:
@@ -104,6 +104,18 @@ class QuantizedWhenUsed(InterceptingTensor):
         """
         seen = self.seen() if seen is None else seen
         return seen.changes, seen.scales, self.config, dtype
+
+    def _count_writes(self) -> tuple[int, int]:
+        """Count writes that no handler saw, and return torch's counters: of this object, and of the plain tensor."""
+        plain = self.plain
+        try:
+            own, of_plain = read_version(self), read_version(plain)
+        except RuntimeError:  # a tensor of inference mode has none
+            own, of_plain = version_of(self), version_of(plain)
+        if own != self._seen:
+            self._count_graph_writes(own)
+        self.record.count_others(plain, of_plain)
+        return own, of_plain
 
     def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object.

@@ -47,7 +47,7 @@ class Shard(Protocol):
     agreed: HybridConfig | None
     amaxes: Tensor | None
     order: StreamOrder | None
-    reductions: int
+    seen: tuple[object, ...] | None
     exchange: Exchange | None
 
 
@@ -125,11 +125,8 @@ class Exchange:
         for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
             if shard.plan.reduce != "tensor":
                 self._measure(index, shard, values)
-            shard.amaxes, shard.order, shard.reductions = (
-                self._amaxes[index],
-                self._order,
-                shard.reductions + 1,
-            )
+            shard.amaxes, shard.order = self._amaxes[index], self._order
+            shard.seen = None  # another rank may have written its part
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
 
     def _measure_tensors(self, parts: list[Tensor]) -> None:

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.payload import Payload, Sending, Share
 from hybridtensor.distributed.fsdp.sending import Weight, fill
-from hybridtensor.distributed.fsdp.shard import Sent, Shard
+from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
 from hybridtensor.subclasses import MasterWeight
-
-Answer = tuple[tuple[Tensor, ...], tuple[Shard, Sent]]
-"""What the first hook returns: the tensors that this rank sends, and what the second hook needs."""
 
 
 class Keeper(Protocol):
@@ -62,10 +59,11 @@ class Ready:
         self.buffers = [tensor.new_empty(self._ranks * tensor.numel()) for tensor in sent]
         for buffer in self.buffers:
             free_storage(buffer)
-        self.answers: list[Answer] = [
-            (sent if index == bundle.sender else nothing, (shard, Sent(asked, bundle, index)))
-            for index, (shard, asked) in enumerate(zip(shards, wanted, strict=True))
-        ]
+        self.answers: list[Answer] = []
+        for index, (shard, asked) in enumerate(zip(shards, wanted, strict=True)):
+            sends = index == bundle.sender
+            about = Sent(asked, bundle, index, sends or index == len(shards) - 1)
+            self.answers.append((sent if sends else nothing, (shard, about)))
         self._copies: Copies | None = None
         self._of: tuple[object, ...] = ()
 
@@ -130,58 +128,53 @@ class Bundle:
         self._passing: Payload | None = None
         self._payload: Payload | None = None
         self._received: tuple[Tensor, ...] = ()
-        self._fills_later = False  # FSDP2 hands over copies of the parts
+        self._time, self._may_keep = -1, False
 
     # -- before the gather
 
-    def prepare(self, parts: Sequence[Weight], recorded: bool) -> None:
+    def prepare(self, parts: Sequence[Weight], time: int, recorded: bool) -> list[Answer] | None:
         """Make the bytes of this rank's parts, those that are not as they were made last.
 
         Args:
             parts: The parts.
+            time: Changes whenever a weight of the group may have.
             recorded: Whether something records what runs.
+
+        Returns:
+            What the first hook of each weight returns; None if a copy of the part, which it gets, must be sent.
         """
-        keeps = self._keeps and not recorded and not any([shard.replayed for shard in self._shards])
+        if self._time != time:
+            self._time, self._may_keep = (
+                time,
+                self._keeps and not any(s.replayed for s in self._shards),
+            )
+        keeps = self._may_keep and not recorded
         if keeps and self._is_offloaded:
             keeps = all(part.device == self._device for part in parts)
-        if keeps:
-            payload = self._kept()
-            chosen = []
+        payload = self._kept() if keeps else self._to_pass(recorded)
+        self._payload, comes_later = payload, self._is_offloaded and not keeps
+        if not keeps and not comes_later:
+            self._make(payload, range(len(parts)), parts, keeps=False)
+        elif keeps and payload.time != time:
             pairs = zip(self._shards, payload.shares, strict=True)
-            for index, (shard, share) in enumerate(pairs):
-                if share.seen is not shard.seen or share.reductions != shard.reductions:
-                    chosen.append(index)
-            payload.order()
-        else:
-            payload = self._passing = self._passing or self._new_payload(self._sendings)
-            chosen = [] if self._is_offloaded else list(range(len(parts)))
-            payload.order()
-            payload.acquire()
-            if self._keeps and not recorded:
-                self._keeper.kept.pop(self._shards, None)
-        self._payload, self._fills_later = payload, self._is_offloaded and not keeps
-        if chosen:
-            self._make(payload, chosen, parts, keeps=keeps)
-        ready = payload.answers.get(self)
-        if ready is None:
-            names = [sending.names for sending in self._sendings]
-            with torch.inference_mode(False):
-                ready = Ready(payload, self._shards, self._wanted, names, self)
-            payload.answers[self] = ready
+            old = [i for i, (shard, share) in enumerate(pairs) if share.seen is not shard.seen]
+            self._make(payload, old, parts, keeps=True)
+            payload.time = time
+        ready: Ready = payload.answers[self]
         self._shards[self.sender].sharded.gather_into(ready.buffers)
+        return None if comes_later else ready.answers
 
     def send(self, place: int, tensor: Weight) -> Answer:
-        """Return what the first hook of one of the weights does.
+        """Make the bytes of one of the weights, and return what its first hook returns.
 
         Args:
             place: Which weight.
-            tensor: This rank's part, or a copy of it where it is gathered.
+            tensor: A copy of this rank's part where it is gathered.
         """
         payload: Any = self._payload
-        if self._fills_later:
-            shard = self._shards[place]
-            shard.order_amaxes()
-            fill(payload.shares[place], tensor, shard.part)
+        shard = self._shards[place]
+        shard.order_amaxes()
+        fill(payload.shares[place], tensor, shard.part)
         answer: Answer = payload.answers[self].answers[place]
         return answer
 
@@ -205,24 +198,42 @@ class Bundle:
 
     # -- what is sent
 
-    def _new_payload(self, sendings: tuple[Sending, ...]) -> Payload:
-        with torch.inference_mode(False):
-            return Payload(sendings, self._device)
+    def _to_pass(self, recorded: bool) -> Payload:
+        """Return a payload that has memory for one gather."""
+        if self._keeps and not recorded:
+            self._keeper.kept.pop(self._shards, None)
+        if self._passing is None:
+            self._passing = self._new_payload(self._sendings)
+        self._passing.order()
+        self._passing.acquire()
+        return self._passing
 
     def _kept(self) -> Payload:
         """Return what is kept for these weights, with all faces that were asked for so far: they are made in one go."""
         kept, sendings = self._keeper.kept.get(self._shards), self._sendings
-        if kept is not None:
+        if kept is not None and self not in kept.answers:
             pairs = list(zip(sendings, kept.sendings, strict=True))
-            if all(mine.plan is old.plan and mine.dtype == old.dtype for mine, old in pairs):
-                if all(set(mine.names) <= set(old.names) for mine, old in pairs):
-                    return kept
-                sendings = tuple(
-                    mine._replace(names=tuple(dict.fromkeys((*old.names, *mine.names))))
-                    for mine, old in pairs
-                )
-        made = self._keeper.kept[self._shards] = self._new_payload(sendings)
-        return made
+            if any(mine.plan is not old.plan or mine.dtype != old.dtype for mine, old in pairs):
+                kept = None
+            elif any(not set(mine.names) <= set(old.names) for mine, old in pairs):
+                sendings, kept = tuple(mine.joined(old) for mine, old in pairs), None
+        if kept is None:
+            kept = self._keeper.kept[self._shards] = self._new_payload(sendings)
+        elif self not in kept.answers:
+            self._add_answers(kept)
+        kept.order()
+        return kept
+
+    def _new_payload(self, sendings: tuple[Sending, ...]) -> Payload:
+        with torch.inference_mode(False):
+            payload = Payload(sendings, self._device)
+        self._add_answers(payload)
+        return payload
+
+    def _add_answers(self, payload: Payload) -> None:
+        names = [sending.names for sending in self._sendings]
+        with torch.inference_mode(False):
+            payload.answers[self] = Ready(payload, self._shards, self._wanted, names, self)
 
     def _make(
         self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, keeps: bool
@@ -249,4 +260,4 @@ class Bundle:
             share.keep(fill(share, part, shard.part), plain, others)
         if share.of is None or share.of() is not plain:
             share.of = weakref.ref(plain, self._keeper.forget)
-        share.seen, share.reductions = shard.seen, shard.reductions
+        share.seen = shard.seen

@@ -59,10 +59,6 @@ class GatheredFaces:
         self._needed = {
             asked: self._tensors_of(*asked) for asked in itertools.product((False, True), repeat=2)
         }
-        self._spared = {
-            asked: [t for t in self._needed[True, True] if not any(t is one for one in needed)]
-            for asked, needed in self._needed.items()
-        }
         self.row = self._face(plan, ROW, size, dtype)
         self.column: FaceTensor
         if plan.column.kind == "held":
@@ -150,10 +146,6 @@ class GatheredFaces:
         if self._plan.read and rowwise:
             names["values"] = None
         return [tensor for name in names for tensor in self.tensors[name]]
-
-    def spared(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
-        """Return the tensors of the faces that are not asked for."""
-        return self._spared[rowwise, columnwise]
 
     @property
     def values(self) -> Tensor | None:

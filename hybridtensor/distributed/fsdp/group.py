@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.bundle import Answer, Bundle
+from hybridtensor.distributed.fsdp.bundle import Bundle
 from hybridtensor.distributed.fsdp.payload import Payload
 from hybridtensor.distributed.fsdp.sending import Weight
-from hybridtensor.distributed.fsdp.shard import Sent, Shard, shard_of
+from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.subclasses import HybridTensor
@@ -43,21 +43,36 @@ class Gather:
             self._bundles.append((bundle, indices))
             self._places.update({i: (bundle, number) for number, i in enumerate(indices)})
         self._shards = group.shards
+        self._needed: list[tuple[Sharded, list[Tensor]]] = []
 
-    def begin(self, parts: Sequence[Weight]) -> None:
-        """Prepare what this rank sends of all weights.
+    def begin(self, parts: Sequence[Weight], time: int) -> Sequence[Answer | None]:
+        """Prepare what this rank sends of all weights, and return what their first hooks return; None of those
+        that get there what they need.
 
         Args:
             parts: Its parts of them.
+            time: See ``Bundle.prepare``.
         """
-        for shard, wanted in zip(self._shards, self._wanted, strict=True):
-            shard.free_on_reshard(wanted)
+        if len(self._needed) < len(self._shards):  # faces are known after the first gather
+            pairs = [
+                (s.sharded, s.needed(w)) for s, w in zip(self._shards, self._wanted, strict=True)
+            ]
+            self._needed = [(sharded, needed) for sharded, needed in pairs if needed is not None]
+        for sharded, needed in self._needed:
+            sharded.free_on_reshard(needed)
+        answers: Sequence[Answer | None] = [None] * len(parts)
         recorded = is_recorded()
         for bundle, indices in self._bundles:
-            bundle.prepare([parts[index] for index in indices], recorded)
+            if len(indices) == len(parts):
+                return bundle.prepare(parts, time, recorded) or answers
+            own = bundle.prepare([parts[index] for index in indices], time, recorded)
+            if own is not None:
+                known = dict(zip(indices, own, strict=True))
+                answers = [known.get(index, answer) for index, answer in enumerate(answers)]
+        return answers
 
     def send(self, index: int, tensor: Weight) -> Answer:
-        """Return what the first hook of a weight does."""
+        """Return what the first hook of a weight does that was not prepared."""
         place = self._places.get(index)
         if place is not None:
             bundle, number = place
@@ -86,8 +101,8 @@ class Group:
         self._gathers: dict[tuple[bool, bool], Gather] = {}
         self._kinds: list[type] = []
         self._indices: list[int] = []  # of the weights among all parameters
-        self._now: Gather | None = None
-        self._next = 0  # whose hook comes next
+        self._time = 0
+        self._gather: Gather | None = None
 
     def send(self, shard: Shard, tensor: Weight) -> Answer:
         """Return what the first hook of a weight does.
@@ -96,14 +111,13 @@ class Group:
             shard: The weight.
             tensor: This rank's part, or a copy of it where it is gathered.
         """
-        gather, index = self._now, self._next
-        if gather is None or self.shards[index] is not shard:
-            gather = self._now = self._begin()
-            index = self.shards.index(shard)
-        self._next = index + 1
-        if self._next == len(self.shards):
-            self._now = None
-        return gather.send(index, tensor)
+        gather, answer = self._gather, None
+        if gather is None or shard.turn is None:
+            gather = self._gather = self._begin()
+        if shard.turn is not None:
+            answer, shard.turn = shard.turn[1], None
+        self.shards[0].turn = None  # its next hook begins anew
+        return answer or gather.send(self.shards.index(shard), tensor)
 
     def _begin(self) -> Gather:
         """Agree with the other ranks on what is gathered now, and prepare it."""
@@ -116,7 +130,12 @@ class Group:
         parts: list[Any] = [every[index] for index in self._indices]
         adopts = not sharded.before_backward
         for shard, part in zip(self.shards, parts, strict=True):
-            shard.note(part, adopts=adopts)
+            if shard.note(part, adopts=adopts):
+                self._time += 1
+        for shard, part in zip(self.shards, parts, strict=True):
+            if shard.seen is None:  # magnitudes were reduced for a later one
+                shard.note(part, adopts=adopts)
+                self._time += 1
         sharded.reshard_to_all_ranks()
         wants = sharded.wants()
         gather = self._gathers.get(wants)
@@ -124,7 +143,9 @@ class Group:
             if not self._gathers:
                 self._drop_old_plans()
             gather = self._gathers[wants] = Gather(self, wants)
-        gather.begin(parts)
+        answers = gather.begin(parts, self._time)
+        for shard, part, answer in zip(self.shards, parts, answers, strict=True):
+            shard.turn = part, answer
         return gather
 
     def _enroll(self, parts: Sequence[Tensor]) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
-from hybridtensor.distributed.fsdp.bundle import Answer
 from hybridtensor.distributed.fsdp.group import group_of
 from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
@@ -28,7 +27,7 @@ from hybridtensor.distributed.fsdp.plan import (
     check_persistent,
 )
 from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
-from hybridtensor.distributed.fsdp.shard import Sent, Shard, shard_of
+from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local
@@ -124,6 +123,13 @@ class _Gathering:
     @staticmethod
     def pre_all_gather(tensor: Any, module: nn.Module) -> Answer:
         """Return the tensors that this rank sends, and the shard and record for the second half."""
+        reference = tensor.record.shard
+        known: Shard | None = None if reference is None else reference()
+        if known is not None and known.turn is not None:
+            part, answer = known.turn
+            if part is tensor and answer is not None:
+                known.turn = None
+                return answer
         # which attributes of a weight would pass through, here and in all that follows
         with torch._C.DisableTorchFunctionSubclass():
             shard = find(module, tensor)
@@ -143,9 +149,8 @@ class _Gathering:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gathered weight, and the tensors whose memory it takes."""
         shard, sent = metadata
-        with torch._C.DisableTorchFunctionSubclass():
-            gathered = None if out is None else local(out)
-            return shard.receive(tensor, outputs, sent, dtype, gathered)
+        gathered = None if out is None else local(out)
+        return shard.receive(tensor, outputs, sent, dtype, gathered)
 
     @staticmethod
     def check_shards(weight: HybridTensor, size: int, dim: int) -> None:

@@ -47,6 +47,10 @@ class Sending(NamedTuple):
     names: tuple[str, ...]
     dtype: torch.dtype
 
+    def joined(self, other: Sending) -> Sending:
+        """Return the same with the names of another one, too."""
+        return self._replace(names=tuple(dict.fromkeys((*other.names, *self.names))))
+
 
 class Slot(NamedTuple):
     """A tensor in what is sent.
@@ -161,14 +165,12 @@ class Share:
         tensors: Of each name; those that travel are views of the bytes.
         alike: Those that do not travel, by name and index.
         seen: What the bytes were made from, or None.
-        reductions: The same of magnitudes: how often they had been reduced.
         of: The tensor that the bytes were made from.
     """
 
     def __init__(self, sending: Sending, parts: Sequence[Slot], memory: Tensor) -> None:
         self.sending, self._parts = sending, parts
         self.seen: object = None
-        self.reductions = 0
         self.of: weakref.ref[Tensor] | None = None
         self.tensors: dict[str, list[Tensor]] = {}
         self.alike: dict[tuple[str, int], Tensor] = {}
@@ -250,6 +252,7 @@ class Payload:
         sendings: The same.
         layout: Where everything is.
         shares: Of each weight.
+        time: Time of the group as of which the bytes are what is to be sent.
         answers: What was made of the bytes for each kind of gather, which nobody else keeps alive.
     """
 
@@ -258,6 +261,7 @@ class Payload:
         self._bytes = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._order = StreamOrder()
         self.answers: dict[object, Any] = {}
+        self.time = -1
         self.shares = [
             Share(sending, [p for p in self.layout.parts if p.weight == i], self._bytes)
             for i, sending in enumerate(sendings)

@@ -17,7 +17,7 @@ from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import Weight, whole_values
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
-from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage, free_storage
+from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import StateTensors
@@ -39,11 +39,17 @@ class Sent(NamedTuple):
         wanted: Whether the rowwise face was asked for, and the columnwise one.
         bundle: The weights with which the bytes travel; None if values travel whole.
         place: Which of them this is.
+        acts: Whether its second hook does something for them all.
     """
 
     wanted: tuple[bool, bool]
     bundle: Bundle | None = None
     place: int = 0
+    acts: bool = False
+
+
+Answer = tuple[tuple[Tensor, ...], tuple["Shard", Sent]]
+"""What the first hook returns: the tensors that this rank sends, and what the second hook needs."""
 
 
 class Shard:
@@ -60,14 +66,15 @@ class Shard:
         faces: Of the gathered weight, after the first gather.
         amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
         order: Of streams that use the magnitudes, or None.
-        reductions: How often magnitudes were reduced.
         exchange: Reduces the magnitudes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.
-        seen: What of this rank's part gathers depend on, as of the last one; see ``note``.
+        seen: What gathers depend on, as of the last one, see ``note``; None if that is to be asked anew.
         replayed: Whether a CUDA graph writes it, or its scales, without being seen.
         gathers: What is known of each kind of gather of this weight's group, by what is wanted: all in the group share
             it.
+        turn: What its group prepared for the first hook of this weight: this rank's part, and what the hook returns, or
+            None if it has something to do; None if nothing is prepared.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -78,13 +85,13 @@ class Shard:
         self.faces: GatheredFaces | None = None
         self.amaxes: Tensor | None = None
         self.order: StreamOrder | None = None
-        self.reductions = 0
         self.exchange: Exchange | None = None
         self.agreed: HybridConfig | None = None
         self.reduced: tuple[object, ...] | None = None
         self.seen: tuple[object, ...] | None = None
         self.replayed = False
         self.gathers: dict[tuple[bool, bool], Any] = {}
+        self.turn: tuple[Weight, Answer | None] | None = None
         self._expected: bool | None = None
         self._recomputed = self._traced = False
         self._made_for: tuple[Plan, torch.dtype] | None = None
@@ -131,41 +138,40 @@ class Shard:
 
     # -- before the gather
 
-    def note(self, part: Weight, *, adopts: bool) -> None:
-        """Take note of what became of this rank's part since the last gather, and agree with the other ranks on it.
+    def note(self, part: Weight, *, adopts: bool) -> bool:
+        """Take note of what became of this rank's part since the last gather, and agree with the other ranks on it;
+        return whether it was written, or may have been, or has another recipe or other scales.
 
         Args:
             part: The part.
             adopts: Whether this gather takes the recipe that the part has now: a backward finishes with that of its
                 forward.
         """
+        record, config = part.record, part.config
+        layer: Any = record.layer
+        # The record itself, so that nothing else gets its address; and the DTensor's version, which
+        # graphs increment
+        seen: tuple[object, ...] = record, config, layer
+        if isinstance(part, MasterWeight):
+            scales = getattr(layer, "version", None)
+            seen = record, config, layer, self.sharded.version, part.version, scales
+        if seen == self.seen and config is self.config:
+            return False
         if not self.has_recipe or (adopts and part.config is not self.config):
             self.adopt(part.recipe)
-        common = common_of(part)
-        seen = self._look(part)
-        if (
-            seen == self.seen and common is None
-        ):  # the weights that it has the scale in common with may be others
-            return
         if self._dtype is not self.dtype:
             self._dtype = self.dtype
             self.gathers.clear()
+        common = getattr(layer, "common", None)
         self._agree(part, common)
-        record = part.record
-        self.replayed = record.replayed or getattr(record.layer, "replayed", False)
-        self.seen = seen if common is None else self._look(part)
-
-    def _look(self, part: Weight) -> tuple[object, ...]:
-        """Return a key that changes with every write to this rank's part that may have happened, and with the scales
-        that it is quantized by.
-        """
-        # The record itself, so that nothing else gets its address; and the DTensor's version, which
-        # graphs increment
-        record = part.record
-        if isinstance(part, MasterWeight):
-            scales = part.state_version
-            return record, self.sharded.version, part.version, self.config, record.layer, scales
-        return record, self.config
+        self.replayed = record.replayed or getattr(layer, "replayed", False)
+        if common is not None and isinstance(part, MasterWeight):
+            # of which the next look knows nothing: the weights that it has the scale in common with may be written
+            seen = (*seen[:-1], part.state_version)
+            if seen == self.seen:
+                return False
+        self.seen = seen
+        return True
 
     def wants(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
         """Return whether a gather needs the rowwise face, and the columnwise one, if it does of a weight that backward
@@ -185,10 +191,11 @@ class Shard:
         dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
         return whole_values(tensor, dtype, self.sharded.padded_size)
 
-    def free_on_reshard(self, wanted: tuple[bool, bool]) -> None:
-        """Have FSDP2 allocate the memory of the faces that are wanted, and free it, if they are known."""
-        if self.faces is not None and self._made_for == (self.plan, self.dtype):
-            self.sharded.free_on_reshard(self.faces.needed(*wanted))
+    def needed(self, wanted: tuple[bool, bool]) -> list[Tensor] | None:
+        """Return the tensors of the faces that are wanted, or None if they are not known yet."""
+        if self.faces is None or self._made_for != (self.plan, self.dtype):
+            return None
+        return self.faces.needed(*wanted)
 
     def _agree(self, part: Weight, common: Any) -> None:
         """Reach agreement with the other ranks where this weight was written or has a new recipe."""
@@ -273,35 +280,46 @@ class Shard:
             dtype: Of the computation.
             out: The gathered weight of an earlier gather, or None.
         """
-        faces, known = self.faces, out is not None
-        if faces is None or self._made_for != (self.plan, dtype):
-            faces, known = self._new_faces(tensor, dtype), False
-            if out is not None:
-                out.rowwise, out.columnwise = faces.row, faces.column
-        if out is None:
-            with torch.no_grad():
-                out = HybridTensor(faces.row, faces.column)
-            out.record.gathered = self
-        out.config, out.layer, out.record.first = self.config, tensor.layer, tensor.record.first
-        needed = faces.needed(*sent.wanted)
-        for other in faces.spared(*sent.wanted):
-            free_storage(other)
-        if not known:  # FSDP2 allocates what it knew before the gather
-            for one in needed:
+        faces = self.faces
+        if out is None or faces is None or self._made_for != (self.plan, dtype):
+            faces, out = self._start(tensor, dtype, out)
+            # FSDP2 allocates what it knew before the gather
+            for one in faces.needed(*sent.wanted):
                 alloc_storage(one)
-            self.sharded.free_on_reshard(needed)
+            self.sharded.free_on_reshard(faces.needed(*sent.wanted))
+        out.config, record, own = self.config, out.record, tensor.record
+        record.layer, record.first = own.layer, own.first
+        needed = faces.needed(*sent.wanted)
         if sent.bundle is not None:
-            sent.bundle.receive(sent.place, outputs)
-        else:
-            # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
-            # tensors in forward, and would take the gather before backward for a write in place
-            with torch.no_grad(), preserve_versions(tuple(needed)):
-                self._fill_from_values(faces, tensor, outputs[0], sent.wanted)
-            self.sharded.gather_into([])
+            if sent.acts:
+                sent.bundle.receive(sent.place, outputs)
+            return out, needed
+        # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
+        # tensors in forward, and would take the gather before backward for a write in place
+        no_functions = torch._C.DisableTorchFunctionSubclass()
+        with no_functions, torch.no_grad(), preserve_versions(tuple(needed)):
+            self._fill_from_values(faces, tensor, outputs[0], sent.wanted)
+        self.sharded.gather_into([])
         return out, needed
 
+    @torch.no_grad()
+    def _start(
+        self, tensor: Weight, dtype: torch.dtype, out: HybridTensor | None
+    ) -> tuple[GatheredFaces, HybridTensor]:
+        """Return the faces of the gathered weight as it is gathered now, without memory, and the weight."""
+        with torch._C.DisableTorchFunctionSubclass():
+            faces = self.faces
+            if faces is None or self._made_for != (self.plan, dtype):
+                faces = self._new_faces(tensor, dtype)
+            if out is None:
+                out = HybridTensor(faces.row, faces.column)
+                out.record.gathered = self
+            else:
+                out.rowwise, out.columnwise = faces.row, faces.column
+        return faces, out
+
     def _new_faces(self, tensor: Weight, dtype: torch.dtype) -> GatheredFaces:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             size, turned = self.sharded.size, tensor.is_transposed
             if self.plan.matrix is not None:
                 size = (size[0], *self.plan.matrix)

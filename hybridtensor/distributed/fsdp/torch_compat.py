@@ -144,7 +144,8 @@ class Sharded(NamedTuple):
 
     def parts_of_the_group(self) -> list[Tensor]:
         """Return this rank's part of each of them."""
-        return [local(param.sharded_param) for param in self.group.fsdp_params]
+        # As FSDP2 itself reads them: ``sharded_param`` is a DTensor
+        return [param.sharded_param._local_tensor for param in self.group.fsdp_params]  # type: ignore[attr-defined]
 
     @property
     def is_offloaded(self) -> bool:
