@@ -54,11 +54,7 @@ class CastPlan:
         self._takes_amaxes_only = not (needs.whole_blocks or needs.state)
         row, column = request.row, request.column if request.source is None else None
         self.measured = _is_measured(row), _is_measured(column)
-        self.suits_lists = request.source is None and not any(
-            cast.measures is not None and cast.format.hadamard
-            for cast in (row, column)
-            if cast is not None
-        )
+        self.suits_lists = request.suits_lists
         self._whole: set[object] = set()  # extents that are whole blocks
 
     def run(self, x: Tensor, context: Context) -> Faces:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.group import group_of
-from hybridtensor.distributed.fsdp.payload import Payload, Sending
+from hybridtensor.distributed.fsdp.payload import Payload, Sending, Share
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, make_plan
 from hybridtensor.distributed.fsdp.sending import fill
 from hybridtensor.distributed.fsdp.shard import shard_of
@@ -28,11 +28,14 @@ def noted():
     """Note what payloads are made of in between."""
     made = []
 
-    def note(share, tensor, part):
+    def note(share, tensor, part, **options):
         made.append(share.sending.names)
-        fill(share, tensor, part)  # and return nothing that would make it again by itself
+        return fill(share, tensor, part, **options)
 
-    with mock.patch("hybridtensor.distributed.fsdp.bundle.fill", note):
+    with (
+        mock.patch("hybridtensor.distributed.fsdp.bundle.fill", note),
+        mock.patch.object(Share, "again", return_value=None),
+    ):
         yield made
 
 

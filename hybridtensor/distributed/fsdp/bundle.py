@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Payload, Sending, Share
+from hybridtensor.distributed.fsdp.payload import Payload, Remake, Sending, Share
 from hybridtensor.distributed.fsdp.sending import Weight, fill
 from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
@@ -239,25 +239,31 @@ class Bundle:
         self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, keeps: bool
     ) -> None:
         """Make the bytes of some weights."""
-        order = None
-        for index in chosen:
-            shard = self._shards[index]
-            if order is None or shard.order is not order or shard.common is not None:
-                shard.order_amaxes()
-                order = shard.order
+        order, casts, values = None, [], []
         for index in chosen:
             shard, share, part = self._shards[index], payload.shares[index], parts[index]
+            if shard.common is not None or shard.order is not order:
+                shard.order_amaxes()  # of all that are reduced together
+                order = shard.order
             if not keeps or not isinstance(part, MasterWeight):
                 fill(share, part, shard.part)
                 continue
-            self._remake(shard, share, part)
+            cast = self._remake(shard, share, part)
+            if cast is not None:
+                casts.append(cast)
+                values.append(part.plain)
+        if casts:
+            payload.cast(casts, values)
 
-    def _remake(self, shard: Shard, share: Share, part: MasterWeight) -> None:
-        """Make the bytes of a weight that are kept."""
+    def _remake(self, shard: Shard, share: Share, part: MasterWeight) -> Remake | None:
+        """Make the bytes of a weight that are kept, or return the cast that makes them of the plain tensor."""
         state, plain = part.state, part.plain
         others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))
-        if not share.remake(plain, others):
-            share.keep(fill(share, part, shard.part), plain, others)
+        again = share.again(plain, others)
+        if again is None:
+            again = fill(share, part, shard.part, runs=False)
+            share.keep(again, plain, others)
         if share.of is None or share.of() is not plain:
             share.of = weakref.ref(plain, self._keeper.forget)
         share.seen = shard.seen
+        return again

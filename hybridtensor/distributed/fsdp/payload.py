@@ -26,7 +26,7 @@ from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces
 from hybridtensor.distributed.fsdp.stack_plan import stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import alloc_storage, free_storage
-from hybridtensor.ops import CastInputs, Face, PreparedCast
+from hybridtensor.ops import CastInputs, Face, PreparedCast, PreparedList
 from hybridtensor.ops.face import face_layouts
 from hybridtensor.ops.groups import stack_layouts
 
@@ -133,22 +133,25 @@ def bytes_per_rank(
     return wire((Sending(plan, sent, dtype),)).nbytes
 
 
-class Remake(NamedTuple):
-    """A cast that makes the bytes of a payload again.
+class Remake:
+    """A cast that makes the bytes of a weight.
 
-    Attributes:
+    Args:
         cast: The cast.
         inputs: What it needs beside the part.
-        out: The tensors of the payload.
+        out: Where it puts them.
     """
 
-    cast: PreparedCast
-    inputs: CastInputs
-    out: list[Tensor]
+    def __init__(self, cast: PreparedCast, inputs: CastInputs, out: list[Tensor]) -> None:
+        self.cast, self.inputs, self.out = cast, inputs, out
 
-    def run(self, part: Tensor) -> None:
-        """Make the bytes of a part that lies as the first one did."""
-        self.cast.run_into(part, self.out, self.inputs)
+    def run(self, values: Tensor) -> None:
+        """Make the bytes from values that lie as the first ones did."""
+        self.cast.run_into(values, self.out, self.inputs)
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what casts have in common that can be done together."""
+        return self.cast.request, tuple([given is None for given in self.inputs])
 
 
 class Share:
@@ -197,18 +200,15 @@ class Share:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
-    def remake(self, part: Tensor, others: tuple[object, ...]) -> bool:
-        """Make the bytes of ``part`` again; False if they were not kept for it and ``others``."""
+    def again(self, part: Tensor, others: tuple[object, ...]) -> Remake | None:
+        """Return what makes the bytes of ``part`` again; None if it was not kept for it and ``others``."""
         known, inputs = self._inputs
         same = (
             known == place_of(part)
             and len(inputs) == len(others)
             and all(map(operator.is_, inputs, others))
         )
-        if self._again is None or not same:
-            return False
-        self._again.run(part)
-        return True
+        return self._again if same else None
 
     def keep(self, again: Remake | None, part: Tensor, others: tuple[object, ...]) -> None:
         """Keep what made the bytes of ``part`` and ``others``.
@@ -262,6 +262,7 @@ class Payload:
         self._order = StreamOrder()
         self.answers: dict[object, Any] = {}
         self.time = -1
+        self._casts: tuple[list[Remake], list[tuple[list[int], PreparedList]]] = [], []
         self.shares = [
             Share(sending, [p for p in self.layout.parts if p.weight == i], self._bytes)
             for i, sending in enumerate(sendings)
@@ -272,6 +273,19 @@ class Payload:
     def sent(self, stretches: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
         """Return stretches of the bytes, uint8 ``[bytes]`` each."""
         return tuple(self._bytes[begin:end] for begin, end in stretches)
+
+    def cast(self, casts: list[Remake], values: Sequence[Tensor]) -> None:
+        """Make the bytes of weights, those of one kind together, from values that lie as the first ones did."""
+        if casts != self._casts[0]:
+            by_kind: dict[object, list[int]] = {}
+            for index, cast in enumerate(casts):
+                by_kind.setdefault(cast.kind(), []).append(index)
+            self._casts = (
+                casts,
+                [(found, _together(found, casts, values)) for found in by_kind.values()],
+            )
+        for indices, prepared in self._casts[1]:
+            prepared.run([values[index] for index in indices])
 
     def acquire(self) -> None:
         """Have memory for the bytes."""
@@ -284,6 +298,19 @@ class Payload:
     def order(self) -> None:
         """Let what follows on this stream wait for what the last user's stream does with the bytes."""
         self._order.take(*self._all)
+
+
+def _together(
+    indices: Sequence[int], casts: Sequence[Remake], values: Sequence[Tensor]
+) -> PreparedList:
+    """Return some of the casts as one."""
+    chosen = [casts[index] for index in indices]
+    return PreparedList(
+        [values[index] for index in indices],
+        [one.cast for one in chosen],
+        [one.out for one in chosen],
+        [one.inputs for one in chosen],
+    )
 
 
 def by_expert(tensor: Tensor) -> Tensor:

@@ -36,13 +36,17 @@ def fill(
     share: Share,
     tensor: Weight,
     part_of: Callable[[Tensor, StateTensors | None], Part],
+    *,
+    runs: bool = True,
 ) -> Remake | None:
-    """Make the bytes of this rank's part; return the cast that makes them again, if one cast does.
+    """Make the bytes of this rank's part, but for those that one cast makes of its plain tensor, if that is only to be
+    returned.
 
     Args:
         share: Holds the bytes.
         tensor: This rank's part.
         part_of: Gives values all that they are quantized by.
+        runs: Make them all.
     """
     names, dtype = share.sending.names, share.sending.dtype
     if "values" in names:
@@ -61,9 +65,11 @@ def fill(
         out = [target for name in _DIRECTIONS for target in share.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
-            again = Remake(*prepared, out)
-            again.run(values)
-            return again if values is tensor.plain else None  # of what is not there next time
+            cast = Remake(*prepared, out)
+            if values is tensor.plain and not runs:
+                return cast
+            cast.run(values)
+            return None
         made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
     for direction, face in zip(_DIRECTIONS, made, strict=True):
         if face is not None and not face.follows_rowwise and direction in names:

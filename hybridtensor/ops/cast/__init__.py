@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.kernel import cast_on_gpu
-from hybridtensor.ops.cast.multi_tensor import measure_all, quantize_all
+from hybridtensor.ops.cast.multi_tensor import PreparedList, measure_all, quantize_all
 from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast, can_hold
 from hybridtensor.ops.cast.request import (
@@ -31,6 +31,7 @@ __all__ = [
     "Faces",
     "Hint",
     "PreparedCast",
+    "PreparedList",
     "can_hold",
     "measure_all",
     "prepare",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hybridtensor.kernels.groups import GIVEN, Address, Matrix, MeasureConstants, Output, State
 from hybridtensor.ops.cast.prepared import Faces
@@ -221,13 +222,28 @@ class ListMeasurement(List):
 
 
 class ListCast(List):
-    """The launch that casts; see ``quantize_all``."""
+    """The launch that casts; see ``quantize_all``.
 
-    def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
+    Args:
+        xs: See ``List``.
+        request: See ``List``.
+        distances: See ``List``.
+        outs: Where the faces of each matrix go, as for ``PreparedCast.run_into``; None makes memory for them.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        request: CastRequest,
+        distances: Distances,
+        outs: Sequence[list[Tensor]] | None = None,
+    ) -> None:
         super().__init__(xs, request, distances)
         first, (row, column) = xs[0], self.faces
-        self._row = _Buffers(request.row, self.shapes)
-        self._column = _Buffers(request.column, [(k, m) for m, k in self.shapes])
+        self._row = _Buffers(request.row, self.shapes, outs)
+        turned, of_row = [(k, m) for m, k in self.shapes], self._row.count
+        others = None if outs is None else [out[of_row:] for out in outs]
+        self._column = _Buffers(request.column, turned, others)
         self.upload(
             distances,
             self._row.entries(distances.row_amaxes),
@@ -258,10 +274,25 @@ class ListCast(List):
         )
 
     def run(self, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> list[Faces]:
-        """Return the faces of each matrix."""
-        first, given, launch = xs[0], inputs[0], self._launch
+        """Return the faces of each matrix, in memory of their own."""
+        row, column = (buffers.empty(xs[0].device) for buffers in (self._row, self._column))
+        self._start(xs[0], inputs[0], row, column)
+        return list(zip(self._row.faces(row), self._column.faces(column), strict=True))
+
+    def run_into(
+        self, xs: Sequence[Tensor], inputs: Sequence[CastInputs], outs: Sequence[list[Tensor]]
+    ) -> None:
+        """Write the faces of each matrix, into tensors that are where those were that this is made for."""
+        of_row = self._row.count
+        self._start(xs[0], inputs[0], outs[0][:of_row], outs[0][of_row:])
+        increment_version([tensor for out in outs for tensor in out])
+
+    def _start(
+        self, first: Tensor, given: CastInputs, row: list[Tensor], column: list[Tensor]
+    ) -> None:
+        """Launch the cast, with the first matrix, its inputs, and the buffers of the faces."""
+        launch = self._launch
         take, device = launch.take, first.device
-        row, column = self._row.empty(device), self._column.empty(device)
         taken = take(first)
         of_row = _arguments(row, given.row_amax, taken, launch)
         of_column = _arguments(column, given.column_amax, taken, launch)
@@ -275,7 +306,6 @@ class ListCast(List):
             launch.start(
                 taken, of_row, of_column, state, take(self.table), take(self.owners), *self._numbers
             )
-        return list(zip(self._row.faces(row), self._column.faces(column), strict=True))
 
 
 def _arguments(
@@ -298,20 +328,33 @@ class _Buffers:
     Args:
         cast: How the face is made, or None if it is not.
         shapes: ``[other, contraction]`` of each matrix.
+        outs: Of each matrix, the tensors that are the face, and maybe more; None if they are to be made.
+
+    Attributes:
+        count: How many buffers there are.
     """
 
-    def __init__(self, cast: Cast | None, shapes: list[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        cast: Cast | None,
+        shapes: list[tuple[int, int]],
+        outs: Sequence[list[Tensor]] | None,
+    ) -> None:
         self._kind = None if cast is None else FaceKind(cast.format)
         layouts = [() if cast is None else numeric_layouts(cast.format, *shape) for shape in shapes]
         by_buffer = list(zip(*layouts, strict=True))
+        self.count = len(by_buffer)
         ends = [list(itertools.accumulate(map(_room, each), initial=0)) for each in by_buffer]
         self._buffers = [
             (of_buffer[-1], each[0].dtype) for of_buffer, each in zip(ends, by_buffer, strict=True)
         ]
+        starts: list[Any] = list(ends)
+        if outs is not None:
+            starts = [_apart(tuple(out[number] for out in outs)) for number in range(self.count)]
         self._places = [
             [
                 (layout.shape, layout.strides, of_buffer[i])
-                for layout, of_buffer in zip(of_matrix, ends, strict=True)
+                for layout, of_buffer in zip(of_matrix, starts, strict=True)
             ]
             for i, of_matrix in enumerate(layouts)
         ]

@@ -20,6 +20,7 @@ from hybridtensor.ops.cast.lists import (
     ListMeasurement,
     of_inputs,
 )
+from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest
 from hybridtensor.ops.library import is_captured
@@ -68,6 +69,73 @@ def quantize_all(
     for i in how.alone:
         found[i] = _alone(xs[i], request, inputs[i]).run(xs[i], inputs[i])
     return [found[i] for i in range(len(xs))]
+
+
+class PreparedList:
+    """Casts matrices that lie where some did into tensors that stay, each with the bits that its own cast makes.
+
+    Those that kernels read are measured in one launch, where their amaxes are not given, and cast in one. No matrix is
+    kept alive.
+
+    Args:
+        xs: ``[M, K]`` each, plain, on one device.
+        casts: Of each matrix, all of one request.
+        outs: Where the faces of each go, see ``PreparedCast.run_into``; they share no memory.
+        inputs: Of each, all of the same kinds.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        casts: Sequence[PreparedCast],
+        outs: Sequence[list[Tensor]],
+        inputs: Sequence[CastInputs],
+    ) -> None:
+        request = casts[0].request
+        together, alone = _split(xs, request)
+        if not request.suits_lists or any(isinstance(cast, OperatorCast) for cast in casts):
+            together, alone = [], list(range(len(xs)))
+        self._together, self._request = together, request
+        self._alone = [(i, casts[i], outs[i], inputs[i]) for i in alone]
+        self._outs, self._inputs = [outs[i] for i in together], [inputs[i] for i in together]
+        self._measured = _to_measure(request, inputs[0])
+        self._measurement: ListMeasurement | None = None
+        self._cast: ListCast | None = None
+
+    def run(self, xs: Sequence[Tensor]) -> None:
+        """Write the faces of each matrix."""
+        for i, cast, out, inputs in self._alone:
+            cast.run_into(xs[i], out, inputs)
+        if self._together:
+            chosen = [xs[i] for i in self._together]
+            given = self._inputs if self._measured is None else self._with_amaxes(chosen)
+            if self._cast is None:
+                distances = Distances.of(chosen, given)
+                self._cast = ListCast(chosen, self._request, distances, self._outs)
+            self._cast.run_into(chosen, given, self._outs)
+
+    def _with_amaxes(self, xs: Sequence[Tensor]) -> list[CastInputs]:
+        """Return the inputs with the amaxes that were not given."""
+        row, column, *_ = request = self._measured or CastRequest(None)
+        if self._measurement is None:
+            self._measurement = ListMeasurement(xs, request, Distances.of(xs, ()))
+        found = zip(self._inputs, self._measurement.run(xs), strict=True)
+        return [
+            given._replace(
+                row_amax=given.row_amax if row is None else of_row,
+                column_amax=given.column_amax if column is None else of_column,
+            )
+            for given, (of_row, of_column) in found
+        ]
+
+
+def _to_measure(request: CastRequest, given: CastInputs) -> CastRequest | None:
+    """Return the request of which the faces are those whose amaxes are not given; None if there are none."""
+    row, column = (
+        cast if cast is not None and cast.measures is not None and amax is None else None
+        for cast, amax in zip(request[:2], (given.row_amax, given.column_amax), strict=True)
+    )
+    return None if row is column is None else CastRequest(row, column)
 
 
 L = TypeVar("L", bound=List)

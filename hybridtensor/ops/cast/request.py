@@ -80,6 +80,15 @@ class CastRequest(NamedTuple):
         """Whether kernels make these faces; see ``Format.has_kernels``."""
         return all(cast is None or cast.format.has_kernels for cast in self[:3])
 
+    @property
+    def suits_lists(self) -> bool:
+        """Whether matrices of a list can be cast so: from themselves, by amaxes of what is not rotated."""
+        return self.source is None and not any(
+            cast.measures is not None and cast.format.hadamard
+            for cast in (self.row, self.column)
+            if cast is not None
+        )
+
     def __str__(self) -> str:
         casts = (str(cast or "") for cast in self[:3])
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
