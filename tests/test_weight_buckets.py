@@ -267,3 +267,21 @@ def test_weights_that_cannot_take_part():
             model.sometimes.weight, model.last.weight,
         ]  # fmt: skip
     assert isinstance(model.first.weight, MasterWeight)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_a_part_of_the_model_gets_another_recipe(device, recipe):
+    """Its weights were put into a bucket with others before."""
+    model, optimizer = built("fp8", device)
+    train(model, optimizer, device, steps=2)
+    ht.set_config_(model.second, recipe)
+    train(model, optimizer, device, steps=2, call_step=False)
+    twin = copy.deepcopy(model)
+    for m, steps in ((model, True), (twin, False)):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.mul_(0.5)
+        if steps:  # quantizes weights for the next forward
+            ht.step_(m)
+    x = random_tensor(32, 256, dtype=torch.bfloat16, device=device)
+    assert torch.equal(model(x), twin(x))

@@ -154,7 +154,8 @@ class _Jobs:
         """
         state = context.state
         of_state = None if state is None else (state.slots, state.encode_scale is None)
-        key = of_state, dtype, rowwise, columnwise, context.values
+        # The recipe: that of a part of the model may be another one since the weights were put into a bucket
+        key = id(weight.config), of_state, dtype, rowwise, columnwise, context.values
         known = self._plans.get(key)
         if known is None:
             quantizer, device = weight.config.weight, weight.plain.device
