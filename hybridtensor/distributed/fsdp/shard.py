@@ -110,12 +110,6 @@ class Shard:
             if isinstance(self.sharded.tensor, HybridTensor):
                 check_persistent(self.plan, self.sharded.size)
 
-    @property
-    def measured(self) -> MasterWeight | None:
-        """This rank's part, if a gather quantizes it with the amaxes of other ranks or weights."""
-        tensor = self.sharded.tensor
-        return tensor if self.is_measured(tensor) else None
-
     def is_measured(self, tensor: object) -> TypeGuard[MasterWeight]:
         """Return whether a gather quantizes this rank's part with the amaxes of other ranks or weights."""
         if not isinstance(tensor, MasterWeight):
@@ -201,21 +195,21 @@ class Shard:
         """Reach agreement with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
             if self.agreed != self.config:
-                check_recipes(self.with_all())
+                check_recipes([shard for shard, _ in self.with_all()])
             self.agreed = self.config
         if self.is_measured(part):
             siblings.renew(self, part, common)
 
-    def with_all(self) -> list[Shard]:
-        """Return all converted weights under the same root, with their present recipes."""
-        found = []
+    def with_all(self) -> list[tuple[Shard, InterceptingTensor]]:
+        """Return all converted weights under the same root, with their present recipes, and this rank's parts."""
+        found, adopts = [], not self.sharded.before_backward
         for sharded in self.sharded.under_the_same_root():
-            tensor = sharded.tensor
-            if isinstance(tensor, InterceptingTensor):
+            part = sharded.tensor
+            if isinstance(part, InterceptingTensor):
                 shard = shard_of(sharded)
-                if not shard.has_recipe or not self.sharded.before_backward:
-                    shard.adopt(tensor.recipe)
-                found.append(shard)
+                if adopts or not shard.has_recipe:
+                    shard.adopt(part.recipe)
+                found.append((shard, part))
         return found
 
     def order_amaxes(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
@@ -19,15 +19,14 @@ class Shard(common_scale.Shard, Protocol):
     def common(self) -> Any:
         """The common scale of the weight, or None."""
 
-    @property
-    def measured(self) -> MasterWeight | None:
-        """This rank's part, if it is quantized with the amaxes of other ranks or weights."""
+    def is_measured(self, tensor: object) -> TypeGuard[MasterWeight]:
+        """Return whether this rank's part is quantized with the amaxes of other ranks or weights."""
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
         """Return a key that changes with every counted write to this rank's part."""
 
-    def with_all(self) -> Iterable[Any]:
-        """Return all converted weights under the same root."""
+    def with_all(self) -> Iterable[tuple[Any, Any]]:
+        """Return all converted weights under the same root, and this rank's parts."""
 
 
 def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
@@ -53,9 +52,9 @@ def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
     group = shard.sharded.process_group
     found = [
         (one, part)
-        for one in shard.with_all()
-        if one.sharded.process_group is group
-        and (part := one.measured) is not None
+        for one, part in shard.with_all()
+        if one.is_measured(part)
+        and one.sharded.process_group is group
         and not (uneven and one.common is not common)
     ]
     written = [common_scale.Written(one, part, part.source) for one, part in found]
@@ -78,7 +77,7 @@ def _alike(shard: Shard, mine: MasterWeight) -> list[tuple[Any, MasterWeight]]:
     for part in common.parts:
         one = None if part.record.shard is None else part.record.shard()
         if one is None or one.sharded.tensor is not part:  # not gathered yet
-            every = [(s, s.measured) for s in shard.with_all() if s.common is common]
-            return [(s, tensor) for s, tensor in every if tensor is not None]
+            every = shard.with_all()
+            return [(s, own) for s, own in every if s.common is common and s.is_measured(own)]
         known.append((one, part))
     return known
