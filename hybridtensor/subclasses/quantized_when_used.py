@@ -53,14 +53,9 @@ class QuantizedWhenUsed(InterceptingTensor):
         """A number that changes with every write, also with those that others may have made through
         what was handed out.
         """
-        plain, record = self.plain, self.record
-        try:
-            own, of_plain = read_version(self), read_version(plain)
-        except RuntimeError:  # a tensor of inference mode has none
-            own, of_plain = version_of(self), version_of(plain)
-        if own != self._seen:
-            self._count_graph_writes(own)
-        record.count_others(plain, of_plain)
+        _, of_plain = self._versions()
+        record = self.record
+        record.count_others(self.plain, of_plain)
         return record.changes
 
     @property
@@ -72,7 +67,9 @@ class QuantizedWhenUsed(InterceptingTensor):
     @property
     def written(self) -> tuple[int, int]:
         """A value that changes with every counted write; on all ranks alike where all ranks write."""
-        return self.writes, version_of(self.plain)
+        _, of_plain = self._versions()
+        record = self.record
+        return record.writes + record.compiled_writes, of_plain
 
     @property
     def state_version(self) -> int | tuple[int | None, int] | None:
@@ -92,7 +89,8 @@ class QuantizedWhenUsed(InterceptingTensor):
             if common is not None:
                 common.renew()
                 scales = scales, common.version
-        own, of_plain = self._count_writes()
+        own, of_plain = self._versions()
+        record.count_others(self.plain, of_plain)
         return Seen(record.changes, scales, (record.writes, of_plain, own))
 
     def stamp(self, dtype: torch.dtype, seen: Seen | None = None) -> Stamp:
@@ -105,8 +103,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         seen = self.seen() if seen is None else seen
         return seen.changes, seen.scales, self.config, dtype
 
-    def _count_writes(self) -> tuple[int, int]:
-        """Count writes that no handler saw, and return torch's counters: of this object, and of the plain tensor."""
+    def _versions(self) -> tuple[int, int]:
+        """Count writes of compiled graphs, and return torch's counters: of this object, and of the plain tensor."""
         plain = self.plain
         try:
             own, of_plain = read_version(self), read_version(plain)
@@ -114,7 +112,6 @@ class QuantizedWhenUsed(InterceptingTensor):
             own, of_plain = version_of(self), version_of(plain)
         if own != self._seen:
             self._count_graph_writes(own)
-        self.record.count_others(plain, of_plain)
         return own, of_plain
 
     def _count_graph_writes(self, version: int) -> None:

@@ -39,9 +39,10 @@ def names_are_there(rank):
     assert not sharded.before_backward
     for name in ("_training_state", "reshard_after_backward", "_reshard_after_forward", "_use_post_forward_mesh",
                  "post_forward_mesh_info", "mesh_info", "is_unsharded", "_to_sharded", "use_training_state", "unshard",
-                 "wait_for_unshard"):  # fmt: skip
+                 "wait_for_unshard", "fsdp_params"):  # fmt: skip
         assert hasattr(sharded.group, name), name
-    for name in ("all_gather_outputs", "_unsharded_inner_tensors", "sharded_param", "_orig_size", "mp_policy"):
+    for name in ("all_gather_outputs", "_unsharded_inner_tensors", "sharded_param", "_orig_size", "mp_policy",
+                 "offload_to_cpu"):  # fmt: skip
         assert hasattr(sharded.param, name), name
     outputs, sharded.param.all_gather_outputs = sharded.param.all_gather_outputs, []
     sharded.gather_again()

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Payload, Remake, Sending, Share
-from hybridtensor.distributed.fsdp.sending import Weight, fill
-from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard
+from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
+from hybridtensor.distributed.fsdp.payload import Payload, Remake, Sending, Share, Stretch
+from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight, fill
+from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
 from hybridtensor.subclasses import MasterWeight
@@ -53,7 +54,8 @@ class Ready:
         self._ranks = shards[0].sharded.num_ranks
         self._stretches = payload.layout.stretches(names)
         if self._ranks == 1:  # FSDP2 forwards one tensor of each weight
-            self._stretches = ((self._stretches[0][0], self._stretches[-1][1]),)
+            slots = [slot for one in self._stretches for slot in one.slots]
+            self._stretches = [Stretch(tuple(slots))]
         sent = payload.sent(self._stretches)
         nothing = (sent[0].new_empty(0),) if self._ranks == 1 else ()
         self.buffers = [tensor.new_empty(self._ranks * tensor.numel()) for tensor in sent]
@@ -79,21 +81,27 @@ class Ready:
         self._copies.run()
 
     def _new_copies(self, received: Sequence[Tensor]) -> Copies:
-        copies = Copies()
-        for index, shard in enumerate(self._shards):
-            faces: Any = shard.faces
-            names, wanted = self._names[index], self._wanted[index]
-            for slot in self._payload.layout.parts:
-                if slot.weight == index and slot.name in names:
-                    number = [begin <= slot.begin < end for begin, end in self._stretches].index(
-                        True
-                    )
-                    begin, end = self._stretches[number]
-                    flat = received[number].view(-1)
-                    got = Received(slot.name, slot.piece, flat, slot.begin - begin, end - begin)
-                    copies.add_face(shard.plan, got, faces.tensors, wanted)
-            faces.add_alike(copies, self._payload.shares[index], names, wanted)
+        copies, faces = Copies(), [_known(shard) for shard in self._shards]
+        for stretch, flat in zip(self._stretches, received, strict=True):
+            for slot in stretch.slots:
+                got = Received(
+                    slot.name, slot.piece, flat.view(-1), slot.begin - stretch.begin, stretch.nbytes
+                )
+                index = slot.weight
+                plan, tensors = self._shards[index].plan, faces[index].tensors
+                copies.add_face(plan, got, tensors, self._wanted[index])
+        for share, of_weight, names, wanted in zip(
+            self._payload.shares, faces, self._names, self._wanted, strict=True
+        ):
+            of_weight.add_alike(copies, share, names, wanted)
         return copies
+
+
+def _known(shard: Shard) -> GatheredFaces:
+    """Return the faces of a weight that was received."""
+    if shard.faces is None:
+        raise RuntimeError(f"fully_shard: no hook received the weight {shard.sharded.size}")
+    return shard.faces
 
 
 class Bundle:
@@ -144,10 +152,8 @@ class Bundle:
             What the first hook of each weight returns; None if a copy of the part, which it gets, must be sent.
         """
         if self._time != time:
-            self._time, self._may_keep = (
-                time,
-                self._keeps and not any(s.replayed for s in self._shards),
-            )
+            replayed = any(shard.replayed for shard in self._shards)
+            self._time, self._may_keep = time, self._keeps and not replayed
         keeps = self._may_keep and not recorded
         if keeps and self._is_offloaded:
             keeps = all(part.device == self._device for part in parts)
@@ -242,7 +248,8 @@ class Bundle:
         order, casts, values = None, [], []
         for index in chosen:
             shard, share, part = self._shards[index], payload.shares[index], parts[index]
-            if shard.common is not None or shard.order is not order:
+            common = getattr(part.record.layer, "common", None)
+            if common is not None or shard.order is not order:
                 shard.order_amaxes()  # of all that are reduced together
                 order = shard.order
             if not keeps or not isinstance(part, MasterWeight):
@@ -254,6 +261,9 @@ class Bundle:
                 values.append(part.plain)
         if casts:
             payload.cast(casts, values)
+        if keeps:
+            for index in chosen:
+                payload.shares[index].seen = self._shards[index].seen
 
     def _remake(self, shard: Shard, share: Share, part: MasterWeight) -> Remake | None:
         """Make the bytes of a weight that are kept, or return the cast that makes them of the plain tensor."""
@@ -265,5 +275,4 @@ class Bundle:
             share.keep(again, plain, others)
         if share.of is None or share.of() is not plain:
             share.of = weakref.ref(plain, self._keeper.forget)
-        share.seen = shard.seen
         return again

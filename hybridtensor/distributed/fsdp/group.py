@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.bundle import Bundle
 from hybridtensor.distributed.fsdp.payload import Payload
-from hybridtensor.distributed.fsdp.sending import Weight
-from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard, shard_of
+from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight
+from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.subclasses import HybridTensor

@@ -27,7 +27,8 @@ from hybridtensor.distributed.fsdp.plan import (
     check_persistent,
 )
 from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
-from hybridtensor.distributed.fsdp.shard import Answer, Sent, Shard, shard_of
+from hybridtensor.distributed.fsdp.sending import Answer, Sent
+from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
 from hybridtensor.dtensor import local

@@ -75,34 +75,55 @@ class Wire:
     """What shards send.
 
     Attributes:
-        parts: One after the other: of each name those of all weights.
+        slots: One after the other: of each name those of all weights.
         nbytes: Bytes of all.
     """
 
-    parts: tuple[Slot, ...]
+    slots: tuple[Slot, ...]
     nbytes: int
 
-    def stretches(self, asked: Sequence[tuple[str, ...]]) -> tuple[tuple[int, int], ...]:
-        """Return begin and end of each stretch of neighbouring parts, of the names asked for of each weight."""
-        found: list[tuple[int, int]] = []
-        for part in self.parts:
-            if part.name in asked[part.weight]:
-                begin = found.pop()[0] if found and found[-1][1] == part.begin else part.begin
-                found.append((begin, part.end))
-        return tuple(found)
+    def stretches(self, asked: Sequence[tuple[str, ...]]) -> list[Stretch]:
+        """Return the stretches of neighbouring slots, of the names asked for of each weight."""
+        found: list[list[Slot]] = []
+        for slot in self.slots:
+            if slot.name in asked[slot.weight]:
+                if not found or found[-1][-1].end != slot.begin:
+                    found.append([])
+                found[-1].append(slot)
+        return [Stretch(tuple(slots)) for slots in found]
+
+
+class Stretch(NamedTuple):
+    """Slots of what is sent, and what lies between them.
+
+    Attributes:
+        slots: The slots, in order.
+    """
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def begin(self) -> int:
+        """Where it begins, in bytes."""
+        return self.slots[0].begin
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.slots[-1].end - self.begin
 
 
 @functools.lru_cache(maxsize=1024)
 def wire(sendings: tuple[Sending, ...]) -> Wire:
     """Lay out what is sent of weights; values have the dtype of the computation."""
-    parts, begin = [], 0
+    slots, begin = [], 0
     for name in (*_DIRECTIONS, "values"):
         for weight, sending in enumerate(sendings):
             for piece in _pieces(sending, name) if name in sending.names else ():
                 end = begin + math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
-                parts.append(Slot(weight, name, piece, begin, end))
+                slots.append(Slot(weight, name, piece, begin, end))
                 begin = end
-    return Wire(tuple(parts), begin)
+    return Wire(tuple(slots), begin)
 
 
 def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
@@ -160,7 +181,7 @@ class Share:
 
     Args:
         sending: What is sent of it.
-        parts: Where.
+        slots: Where.
         memory: The bytes of all.
 
     Attributes:
@@ -171,8 +192,8 @@ class Share:
         of: The tensor that the bytes were made from.
     """
 
-    def __init__(self, sending: Sending, parts: Sequence[Slot], memory: Tensor) -> None:
-        self.sending, self._parts = sending, parts
+    def __init__(self, sending: Sending, slots: Sequence[Slot], memory: Tensor) -> None:
+        self.sending, self._slots = sending, slots
         self.seen: object = None
         self.of: weakref.ref[Tensor] | None = None
         self.tensors: dict[str, list[Tensor]] = {}
@@ -181,11 +202,11 @@ class Share:
         self._inputs: tuple[Place | None, tuple[object, ...]] = None, ()
         for name in sending.names:
             self.tensors[name] = [
-                memory[part.begin : part.begin + part.piece.nbytes]
-                .view(part.piece.dtype)
-                .as_strided(part.piece.shape, part.piece.strides)
-                for part in parts
-                if part.name == name
+                memory[slot.begin : slot.begin + slot.piece.nbytes]
+                .view(slot.piece.dtype)
+                .as_strided(slot.piece.shape, slot.piece.strides)
+                for slot in slots
+                if slot.name == name
             ]
             if name in _DIRECTIONS and sending.plan.matrix is None:
                 self._add_alike(name, memory.device)
@@ -194,7 +215,7 @@ class Share:
         """Put the tensors that do not travel where they belong in a face."""
         plan = self.sending.plan
         matrix = (plan.rows, plan.columns) if name == ROW else (plan.columns, plan.rows)
-        travelling = {part.piece.index for part in self._parts if part.name == name}
+        travelling = {slot.piece.index for slot in self._slots if slot.name == name}
         for index, layout in enumerate(face_layouts(plan.face(name).format, *matrix)):
             if index not in travelling:
                 self.alike[name, index] = layout.empty(device)
@@ -231,13 +252,11 @@ class Share:
                 bytewise(of_face).copy_(bytewise(source))
             return
         sources = face.cut(0 if name == ROW else 1, first, rows).tensors()
-        cut = {
-            p.piece.index: p.piece for p in self._parts if p.name == name and p.piece.rows_per_block
-        }
+        pieces_of_face = [slot.piece for slot in self._slots if slot.name == name]
+        cut = {piece.index: piece.dim for piece in pieces_of_face if piece.rows_per_block}
         for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
             if index in cut:
-                dim = cut[index].dim
-                target = target.narrow(dim, 0, source.shape[dim])
+                target = target.narrow(cut[index], 0, source.shape[cut[index]])
             bytewise(target).copy_(bytewise(source))
 
 
@@ -264,15 +283,15 @@ class Payload:
         self.time = -1
         self._casts: tuple[list[Remake], list[tuple[list[int], PreparedList]]] = [], []
         self.shares = [
-            Share(sending, [p for p in self.layout.parts if p.weight == i], self._bytes)
+            Share(sending, [slot for slot in self.layout.slots if slot.weight == i], self._bytes)
             for i, sending in enumerate(sendings)
         ]
         alike = [tensor for share in self.shares for tensor in share.alike.values()]
         self._all = [self._bytes, *alike]
 
-    def sent(self, stretches: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+    def sent(self, stretches: Iterable[Stretch]) -> tuple[Tensor, ...]:
         """Return stretches of the bytes, uint8 ``[bytes]`` each."""
-        return tuple(self._bytes[begin:end] for begin, end in stretches)
+        return tuple(self._bytes[one.begin : one.begin + one.nbytes] for one in stretches)
 
     def cast(self, casts: list[Remake], values: Sequence[Tensor]) -> None:
         """Make the bytes of weights, those of one kind together, from values that lie as the first ones did."""

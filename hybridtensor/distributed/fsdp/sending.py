@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,33 @@ Weight: TypeAlias = MasterWeight | HybridTensor
 """A rank's part of a converted weight, or the weight that FSDP2 gathered."""
 
 _DIRECTIONS = (ROW, COLUMN)
+
+
+class Bundle(Protocol):
+    """What is needed here of weights whose bytes travel together; see ``bundle.Bundle``."""
+
+    def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
+        """Take what FSDP2 received for one of the weights."""
+
+
+class Sent(NamedTuple):
+    """What a gather leaves for its second half.
+
+    Attributes:
+        wanted: Whether the rowwise face was asked for, and the columnwise one.
+        bundle: The weights with which the bytes travel; None if values travel whole.
+        place: Which of them this is.
+        acts: Whether its second hook does something for them all.
+    """
+
+    wanted: tuple[bool, bool]
+    bundle: Bundle | None = None
+    place: int = 0
+    acts: bool = False
+
+
+Answer: TypeAlias = tuple[tuple[Tensor, ...], tuple[Any, Sent]]
+"""What the first hook returns: the tensors that this rank sends, and for the second hook the shard and what is sent."""
 
 
 def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
 from hybridtensor.distributed.fsdp.plan import Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.distributed.fsdp.sending import Weight, whole_values
+from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight, whole_values
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage
 from hybridtensor.ops import Face
@@ -23,33 +23,6 @@ from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import FaceTensor, HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-
-
-class Bundle(Protocol):
-    """What is needed here of weights whose bytes travel together; see ``bundle.Bundle``."""
-
-    def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
-        """Take what FSDP2 received for one of the weights."""
-
-
-class Sent(NamedTuple):
-    """What a gather leaves for its second half.
-
-    Attributes:
-        wanted: Whether the rowwise face was asked for, and the columnwise one.
-        bundle: The weights with which the bytes travel; None if values travel whole.
-        place: Which of them this is.
-        acts: Whether its second hook does something for them all.
-    """
-
-    wanted: tuple[bool, bool]
-    bundle: Bundle | None = None
-    place: int = 0
-    acts: bool = False
-
-
-Answer = tuple[tuple[Tensor, ...], tuple["Shard", Sent]]
-"""What the first hook returns: the tensors that this rank sends, and what the second hook needs."""
 
 
 class Shard:
