@@ -42,9 +42,14 @@ __all__ = [
     "MXFP8_E5M2_32X32",
     "NVFP4",
     "NVFP4_16X16",
+    "NVFP4_16X16_MAX256",
     "NVFP4_HADAMARD",
+    "NVFP4_HADAMARD_MAX256",
+    "NVFP4_MAX256",
     "NVFP4_ROW_SCALED",
     "NVFP4_ROW_SCALED_HADAMARD",
+    "NVFP4_ROW_SCALED_HADAMARD_MAX256",
+    "NVFP4_ROW_SCALED_MAX256",
     "Format",
     "get_format",
     "register_format",
@@ -79,6 +84,7 @@ def _nvfp4(
     block: tuple[int, int] = (1, 16),
     tensor_block: tuple[int | None, None] = (None, None),
     hadamard: bool = False,
+    scale_max: float = E4M3_MAX,
 ) -> Format:
     return with_kernels(
         Format(
@@ -90,7 +96,7 @@ def _nvfp4(
             ragged=False,
             elements_per_byte=2,
             tensor_block=tensor_block,
-            tensor_scale_max=E4M3_MAX * E2M1_MAX,
+            tensor_scale_max=scale_max * E2M1_MAX,
             hadamard=hadamard,
         )
     )
@@ -122,4 +128,13 @@ NVFP4_ROW_SCALED = _nvfp4("nvfp4_row_scaled", tensor_block=(1, None))
 NVFP4_HADAMARD = _nvfp4("nvfp4_hadamard", hadamard=True)
 NVFP4_ROW_SCALED_HADAMARD = _nvfp4(
     "nvfp4_row_scaled_hadamard", tensor_block=(1, None), hadamard=True
+)
+
+# Block scales up to 256 instead of 448: room for one that is 1.5 times as large, as four over six tries.
+NVFP4_MAX256 = _nvfp4("nvfp4_max256", scale_max=256.0)
+NVFP4_16X16_MAX256 = _nvfp4("nvfp4_16x16_max256", block=(16, 16), scale_max=256.0)
+NVFP4_ROW_SCALED_MAX256 = _nvfp4("nvfp4_row_scaled_max256", tensor_block=(1, None), scale_max=256.0)
+NVFP4_HADAMARD_MAX256 = _nvfp4("nvfp4_hadamard_max256", hadamard=True, scale_max=256.0)
+NVFP4_ROW_SCALED_HADAMARD_MAX256 = _nvfp4(
+    "nvfp4_row_scaled_hadamard_max256", tensor_block=(1, None), hadamard=True, scale_max=256.0
 )

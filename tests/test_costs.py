@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import hybridtensor as ht
 from hybridtensor import costs
@@ -51,6 +52,18 @@ def test_every_product_of_a_word_is_of_its_kind(word):
     config = ht.HybridConfig.parse(word)
     expected = "fp8" if word == "fp8_delayed" else word
     assert {costs.word_of(config.formats(gemm)) for gemm in GEMMS} == {expected}
+
+
+def test_a_choice_of_scales_costs_nothing_in_a_product():
+    """Nor in bytes: what is stored is NVFP4."""
+    plain, chosen = (ht.HybridConfig.parse(spec) for spec in ("nvfp4", "nvfp4+four_over_six"))
+    for gemm in GEMMS:
+        assert costs.word_of(chosen.formats(gemm)) == "nvfp4"
+        for ours, theirs in zip(chosen.formats(gemm), plain.formats(gemm), strict=True):
+            assert ours.bytes_per_row(1024) == theirs.bytes_per_row(1024)
+    layers = [ht.quantize_(nn.Linear(256, 256), spec) for spec in ("nvfp4", "nvfp4+four_over_six")]
+    totals = [ht.explain(layer, show=False).rows[0].saved_bytes_per_token for layer in layers]
+    assert totals[0] == totals[1]
 
 
 def test_formats_that_no_hardware_multiplies_are_mixed():

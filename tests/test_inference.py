@@ -51,9 +51,13 @@ def test_readers_see_the_values_that_the_forward_multiplies(layout):
 
 
 @pytest.mark.parametrize("two_d", [False, True])
-def test_the_bytes_of_nvfp4(two_d):
-    """Codes and block scales are those of the face; the global scale is 2688 / amax, rounded once to fp32."""
-    config = ht.HybridConfig(*[ht.NVFP4Quantizer(two_d=two_d)] * 3)
+@pytest.mark.parametrize(("chosen", "most"), [(None, 2688), ("mae", 1536)])
+def test_the_bytes_of_nvfp4(two_d, chosen, most):
+    """Codes and block scales are those of the face; the global scale is 2688 / amax, with four over six 1536 / amax,
+    rounded once to fp32.
+    """
+    quantizer = ht.NVFP4Quantizer(two_d=two_d, four_over_six=chosen)
+    config = ht.HybridConfig(*[quantizer] * 3)
     quantized = model(config=config)
     tensors = dict(ht.inference_tensors(quantized))
     face = config.weight.quantize(quantized[0].weight.dequantize(), columnwise=False).rowwise
@@ -61,7 +65,7 @@ def test_the_bytes_of_nvfp4(two_d):
     scale = face.scale.float().repeat_interleave(16 if two_d else 1, 0)
     assert torch.equal(tensors["0.weight_scale"].float(), scale)
     amax = quantized[0].weight.dequantize().abs().max().double()
-    assert tensors["0.weight_global_scale"].double() == (2688 / amax).float().double()
+    assert tensors["0.weight_global_scale"].double() == (most / amax).float().double()
 
 
 @pytest.mark.parametrize("two_d", [False, True])

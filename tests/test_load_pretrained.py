@@ -151,6 +151,19 @@ class TestNothingIsWritten:
         same(bits(net), before)
 
 
+@pytest.mark.parametrize(
+    "spec", ["nvfp4+four_over_six", "nvfp4+one_d+four_over_six", "nvfp4+four_over_six+four_over_six_448"]
+)
+def test_faces_of_four_over_six_come_back(spec, tmp_path):
+    """Folders have the global scale, of whichever largest block scale it is."""
+    net = model("persistent", spec + "+bf16_weight_values", seed=1)
+    folder = ht.export_pretrained(net, tmp_path / "out")
+    other = ht.load_pretrained(model("persistent", spec + "+bf16_weight_values"), folder)
+    for name in ("0.weight", "2.weight", "3.weight"):
+        mine, theirs = (flatten(one.get_parameter(name).rowwise)[0] for one in (net, other))
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(mine, theirs, strict=True))
+
+
 class TestAWriteThatFails:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("spec", SPECS)

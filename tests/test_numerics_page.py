@@ -47,6 +47,8 @@ OTHERS = {
     "nvfp4-row": ht.NVFP4Quantizer(row_scaled=True),
     "nvfp4-2d": ht.NVFP4Quantizer(two_d=True),
     "nvfp4-rotated": ht.NVFP4Quantizer(hadamard=True),
+    "nvfp4-chosen": ht.NVFP4Quantizer(four_over_six="mae"),
+    "nvfp4-2d-chosen": ht.NVFP4Quantizer(two_d=True, four_over_six="mse"),
 }
 EVERY = FP8 | OTHERS
 _STATEMENTS = {}
@@ -386,11 +388,11 @@ class TestMXFP8:
         assert same(face.scale[2:], plain.scale[2:])
 
 
-def nvfp4(values, block=(1, 16)):
+def nvfp4(values, block=(1, 16), most=2688):
     """Return tensor scale, block scales and what is rounded to elements, by statement 6.1."""
     level = amax_of(values)
     with np.errstate(over="ignore", divide="ignore"):
-        encode = min(F32(2688) / level, FP32_MAX)
+        encode = min(F32(most) / level, FP32_MAX)
         per_amax = encode * (F32(1) / F32(6))
         scaled = np.zeros_like(values)
         found = {}
@@ -465,6 +467,49 @@ class TestNVFP4:
             assert same(face.qdata[i : i + 1], alone.qdata)
             assert same(face.scale[i : i + 1], alone.scale)
             assert same(face.tensor_scale[i : i + 1], alone.tensor_scale)
+
+    @states("6.7")
+    def test_scales_up_to_256(self):
+        x = matrix(48, 64, dtype=torch.float32)
+        _, found, scaled = nvfp4(x.numpy(), most=1536)
+        face = rowwise(ht.NVFP4Quantizer(scale_max=256), x)
+        assert face.format is formats.NVFP4_MAX256
+        assert all(face.scale[place].float().item() == scale for place, scale in found.items())
+        assert np.array_equal(codes(face), encoded(scaled, "e2m1"))
+        assert rowwise(ht.NVFP4Quantizer(scale_max=256), torch.zeros(2, 32)).tensor_scale.item() == 1536
+
+    @states("6.8", "6.9")
+    @pytest.mark.parametrize("two_d", [False, True])
+    @pytest.mark.parametrize("metric", ["mae", "mse"])
+    @pytest.mark.parametrize("most", [256, 448])
+    def test_four_over_six(self, two_d, metric, most):
+        x = matrix(48, 64, dtype=torch.float32)
+        x[:, :32] = x[:, :32].sign() * (1 - torch.rand(48, 32) / 3)  # where 4 is often better
+        x[5, 3] = NAN
+        values = x.numpy()
+        made = ht.NVFP4Quantizer(two_d=two_d, four_over_six=metric, scale_max=most).quantize(x)
+        level, unit, fours = amax_of(values), F32(6 * most), 0
+        encode = min(unit / level, FP32_MAX)
+        for group, place in groups(values.shape, made.rowwise.format.block):
+            base, clean = amax_of(values[group]) / F32(6) * encode, np.nan_to_num(values[group])
+            tried = []
+            for wanted in (base, base * F32(1.5)):
+                scale = min(wanted, F32(448)).astype(E4M3).astype(F32)
+                elements = encoded(clean * min(F32(1) / (scale * (F32(1) / encode)), FP32_MAX), "e2m1")
+                d = elements.view(E2M1).astype(F32) * scale * level / unit - clean
+                sums = (np.abs(d) if metric == "mae" else d * d).cumsum(axis=1)[:, -1]  # one after the other
+                while len(sums) > 1:
+                    sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+                tried.append((sums[0], scale, elements))
+            four = bool(tried[1][0] < tried[0][0])
+            _, scale, elements = tried[four]
+            fours += four
+            has_nan = np.isnan(values[group]).any()
+            assert has_nan or made.rowwise.scale[place].float().item() == scale
+            assert np.array_equal(codes(made.rowwise)[group], elements)
+        assert fours > 2
+        if two_d:
+            assert same(made.columnwise.scale.t(), made.rowwise.scale)
 
     @states("9.2")
     @pytest.mark.parametrize("magnitude", [1.0, 2.0**120])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
+from fp4_oracles import four_over_six_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import by_group, covered, examples
@@ -43,6 +44,11 @@ NVFP4 = [
     NVFP4Quantizer(), NVFP4Quantizer(two_d=True), NVFP4Quantizer(row_scaled=True), NVFP4Quantizer(hadamard=True),
     NVFP4Quantizer(row_scaled=True, hadamard=True),
 ]  # fmt: skip
+CHOSEN = [
+    NVFP4Quantizer(four_over_six="mae"), NVFP4Quantizer(two_d=True, four_over_six="mse"),
+    NVFP4Quantizer(hadamard=True, four_over_six="mse"), NVFP4Quantizer(two_d=True, four_over_six="mae", scale_max=448),
+    NVFP4Quantizer(row_scaled=True, four_over_six="mae", scale_max=448),
+]  # fmt: skip
 IDENTITY = IdentityQuantizer()
 SOURCES = ("original", "rowwise_dequantized")
 SOME = [PLAIN[0], PLAIN[3], PLAIN[4], PLAIN[6], IDENTITY, BLOCKS[1], BLOCKS[4], MX[0], MX[3], *NVFP4[:4]]
@@ -62,8 +68,11 @@ HYBRIDS = hybrids()
 SHAPES = [(12,), (6, 10), (2, 3, 10), (2, 2, 3, 10), (1, 16), (16, 1), (0, 8), (8, 0), (2, 0, 8)]
 
 
-def encoded(quantizer, matrix):
-    """Return codes, one per byte, scales and tensor scales of a matrix along its last dimension, by the oracles."""
+def encoded(quantizer, matrix, transposed=False):
+    """Return codes, one per byte, scales and tensor scales of a matrix along its last dimension, by the oracles.
+
+    ``transposed`` says that it is the transpose of what is quantized.
+    """
     if isinstance(quantizer, Float8Quantizer):
         granularity = quantizer.block or quantizer.granularity
         return *float8_oracle(
@@ -72,11 +81,15 @@ def encoded(quantizer, matrix):
     if isinstance(quantizer, MXFP8Quantizer):
         return *mx_oracle(matrix, dtype=quantizer.dtype, block=quantizer.format.block), None
     matrix = rotate(matrix) if quantizer.hadamard else matrix
+    if quantizer.four_over_six is not None:
+        options = {"block": quantizer.format.block, "row_scaled": quantizer.row_scaled, "transposed": transposed}
+        metric, most = quantizer.four_over_six, quantizer.scale_max
+        return four_over_six_oracle(matrix, metric=metric, scale_max=most, **options)[:3]
     return nvfp4_oracle(matrix, block=quantizer.format.block, row_scaled=quantizer.row_scaled)
 
 
 def check_face(face, quantizer, matrix):
-    codes, scale, tensor_scale = encoded(quantizer, matrix)
+    codes, scale, tensor_scale = encoded(quantizer, matrix, face.axis == 0)
     got = unpack(face.qdata) if face.format.elements_per_byte > 1 else face.qdata.view(torch.uint8)
     np.testing.assert_array_equal(got.cpu().numpy(), codes)
     of_face = face.scale if face.scale.dtype == torch.float32 else face.scale.view(torch.uint8)
@@ -91,7 +104,9 @@ def name(quantizer):
         return str(quantizer)
     if isinstance(quantizer, HybridQuantizer):
         return f"{name(quantizer.rowwise)}|{name(quantizer.columnwise)}|{quantizer.columnwise_source}"
-    return str(quantizer.rowwise_format) + ("_pow2" if getattr(quantizer, "pow2_scale", False) else "")
+    rule = getattr(quantizer, "four_over_six", None)
+    pow2 = "_pow2" if getattr(quantizer, "pow2_scale", False) else ""
+    return f"{quantizer.rowwise_format}{pow2}{f'_{rule}' if rule else ''}"
 
 
 def same(a: HybridTensor, b: HybridTensor) -> bool:
@@ -126,7 +141,7 @@ def test_both_faces_equal_the_oracle(quantizer, shape, dtype, device):
 @pytest.mark.parametrize(
     ("quantizer", "shape", "dtype"),
     by_group(
-        [BLOCKS[:4], BLOCKS[4:], MX, NVFP4],
+        [BLOCKS[:4], BLOCKS[4:], MX, NVFP4, CHOSEN],
         [(64, 96), (2, 32, 64), (2, 2, 16, 32), (0, 64), (2, 0, 64), (32, 0)],
         [torch.bfloat16, torch.float32],
     ),
@@ -150,7 +165,7 @@ def test_partial_blocks_equal_the_oracle(quantizer, device):
         check_face(h.columnwise, quantizer, matrix.t())
 
 
-@pytest.mark.parametrize("quantizer", [q for q in [*BLOCKS, *MX, *NVFP4] if q.format.is_square], ids=name)
+@pytest.mark.parametrize("quantizer", [q for q in [*BLOCKS, *MX, *NVFP4, *CHOSEN] if q.format.is_square], ids=name)
 def test_square_blocks_make_one_face_the_transpose_of_the_other(quantizer, device):
     h = quantizer.quantize(random_tensor(64, 96, device=device))
     assert torch.equal(h.rowwise.dequantize(), h.columnwise.dequantize())
@@ -165,7 +180,7 @@ def test_edge_tensor_equals_the_oracle_in_both_directions(quantizer, device):
             check_face(face, quantizer, values)
 
 
-@pytest.mark.parametrize("quantizer", [*PLAIN, IDENTITY, *BLOCKS, *MX, *NVFP4, *HYBRIDS], ids=name)
+@pytest.mark.parametrize("quantizer", [*PLAIN, IDENTITY, *BLOCKS, *MX, *NVFP4, *CHOSEN[:3], *HYBRIDS], ids=name)
 class TestFaces:
     def test_a_face_does_not_depend_on_the_other(self, quantizer, device):
         x = example(quantizer, device=device)
@@ -355,7 +370,7 @@ class TestStochasticRounding:
 
 @examples(15)
 @given(
-    st.sampled_from([*PLAIN, *BLOCKS, *MX, *NVFP4]),
+    st.sampled_from([*PLAIN, *BLOCKS, *MX, *NVFP4, *CHOSEN]),
     st.integers(0, 255),
     st.integers(0, 383),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),

@@ -23,6 +23,8 @@ OPTIONS = [
     "fp8+pow2_scale", "fp8_block+fp32_scale", "fp8_delayed+most_recent", "mxfp8+mx_two_d", "mxfp8+mx_e5m2_grad",
     "fp8+e4m3_grad", "fp8_delayed+e4m3_grad",
     "nvfp4+one_d", "nvfp4+nearest", "nvfp4+no_hadamard", "nvfp4+one_d+nearest+no_hadamard", "nvfp4+row_scaled_input",
+    "nvfp4+four_over_six", "nvfp4+one_d+four_over_six_weight+four_over_six_mse+four_over_six_448",
+    "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+four_over_six_input+rowwise_dequantized",
     "nvfp4/fp8_block/mxfp8+rowwise_dequantized", "fp8_delayed/mxfp8/nvfp4", "mxfp8/fp8_delayed/fp8_delayed",
     "fp8_block+save_original_input", "mxfp8+high_precision", "fp8_delayed+dequantized", "nvfp4+save_original_input",
 ]  # fmt: skip
@@ -222,7 +224,8 @@ def test_random_rounding_and_save_original_input_contradict_each_other():
 def test_modifiers_that_change_nothing_are_mistakes():
     for spec in (
         "mxfp8+nearest", "fp8+fp32_scale", "bf16+rowwise_dequantized+one_d", "bf16+rowwise_dequantized",
-        "nvfp4+dequantized+nearest", "fp8+pow2_scale+fp32_scale", "nvfp4+nearest+nearest",
+        "nvfp4+dequantized+nearest", "fp8+pow2_scale+fp32_scale", "nvfp4+nearest+nearest", "nvfp4+four_over_six_mse",
+        "nvfp4+four_over_six+four_over_six_weight",
     ):  # fmt: skip
         with pytest.raises(ValueError, match="changes nothing in"):
             HybridConfig.parse(spec)

@@ -58,6 +58,13 @@ def test_expected_noise_is_that_of_other_codecs(element):
         assert expected(name).sqnr == pytest.approx(sqnr, abs=0.3)
 
 
+def test_the_choice_of_scales_is_expected_to_have_less_noise():
+    plain, chosen = (expected("nvfp4_max256", rule=rule).sqnr for rule in ("", "mse"))
+    assert chosen > plain + 0.5
+    assert expected_of_face("nvfp4+four_over_six", "weight.rowwise", "nvfp4_max256").sqnr > plain + 0.3
+    assert expected_of_face("bf16", "weight.rowwise", "nvfp4_max256").sqnr == plain
+
+
 def test_every_format_has_an_expectation():
     own = {name: fmt for name, fmt in REGISTRY.items() if fmt.has_kernels}  # other tests register more
     assert len(own) > 15

@@ -35,6 +35,11 @@ MODIFIERS = {
     "nearest": "nvfp4: gradients rounded to nearest",
     "no_hadamard": "nvfp4: no rotation",
     "row_scaled_input": "nvfp4: an fp32 scale per row of the input in the forward",
+    "four_over_six": "nvfp4: in blocks of weights and inputs the largest value becomes 6 or 4, whichever errs less",
+    "four_over_six_weight": "the same of weights alone",
+    "four_over_six_input": "the same of inputs alone",
+    "four_over_six_mse": "four_over_six: squared errors instead of absolute ones",
+    "four_over_six_448": "four_over_six: block scales up to 448 instead of 256",
     "rowwise_dequantized": "columnwise faces of input and weight are made of what the forward saw",
     "rowwise_dequantized_weight": "the columnwise face of the weight is",
 }

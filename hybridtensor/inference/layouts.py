@@ -189,7 +189,8 @@ LAYOUTS = {
             "mxfp8-quantized",
         ),
         Layout(
-            "ct_nvfp4", (formats.NVFP4, formats.NVFP4_16X16), _nvfp4,
+            "ct_nvfp4",
+            (formats.NVFP4, formats.NVFP4_16X16, formats.NVFP4_MAX256, formats.NVFP4_16X16_MAX256), _nvfp4,
             {**_float8("tensor_group", **_OF_16), "num_bits": 4}, "nvfp4-pack-quantized",
         ),
     )

@@ -24,7 +24,12 @@ SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weig
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SIDE = 128
 _NAN = 0x7F  # of E4M3, without its sign
-_GROUPS = {formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3, formats.NVFP4_16X16: formats.NVFP4}
+_GROUPS = {
+    formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3,
+    formats.NVFP4_16X16: formats.NVFP4,
+    formats.NVFP4_16X16_MAX256: formats.NVFP4_MAX256,
+}
+_LEVELS = formats.NVFP4, formats.NVFP4_MAX256  # which differ in what a global scale means
 _POW2 = {formats.FP8_E4M3_128X128: formats.FP8_E4M3_128X128_FP32_SCALE}
 
 
@@ -213,29 +218,32 @@ def _nvfp4(name: str, packed: Packed) -> Face:
         )
     require_scales(name, scale.view(torch.float8_e4m3fn))
     require_scales(name, level)
-    amax = amax_of(level).view(1, 1)
+    fmt = next((fmt for fmt in _LEVELS if _has_level(fmt, level)), formats.NVFP4)
+    amax = amax_of(level, fmt).view(1, 1)
     require_scales(name, amax)
-    return Face(codes, scale.view(torch.float8_e4m3fn), amax, formats.NVFP4)
+    return Face(codes, scale.view(torch.float8_e4m3fn), amax, fmt)
 
 
-def amax_of(level: Tensor) -> Tensor:
+def _has_level(fmt: Format, level: Tensor) -> bool:
+    """Return whether an amax has just that global scale."""
+    return bool((fmt.tensor_scale_max / amax_of(level, fmt) == level).all())
+
+
+def amax_of(level: Tensor, fmt: Format = formats.NVFP4) -> Tensor:
     """Return an amax of which ``level`` is the global scale: one that is a bfloat16, as of weights in that
     dtype, if there is one.
     """
-    near = formats.NVFP4.tensor_scale_max / level.double()
+    most = fmt.tensor_scale_max
+    near = most / level.double()
     first = near.float().reshape(1)
     found = first
     for steps in (-2, -1, 1, 2, 0):
         bits = first.view(torch.int32) + steps
         found = torch.where(
-            _global_scale(bits.view(torch.float32)) == level, bits.view(torch.float32), found
+            most / bits.view(torch.float32) == level, bits.view(torch.float32), found
         )
     short = near.to(torch.bfloat16).float().reshape(1)
-    return torch.where(_global_scale(short) == level, short, found)
-
-
-def _global_scale(amax: Tensor) -> Tensor:
-    return formats.NVFP4.tensor_scale_max / amax
+    return torch.where(most / short == level, short, found)
 
 
 def in_format(name: str, face: Face, fmt: Format) -> Face:
@@ -247,6 +255,13 @@ def in_format(name: str, face: Face, fmt: Format) -> Face:
     scale = face.scale
     if face.format is fmt or scale is None:
         return face
+    one_by_16 = _GROUPS.get(fmt, fmt)
+    amax = face.tensor_scale
+    if amax is not None and {face.format, one_by_16} == set(_LEVELS):  # the global scale stays
+        amax = amax_of(face.format.tensor_scale_max / amax, one_by_16).view(1, 1)
+        face = face._replace(tensor_scale=amax, format=one_by_16)
+        if fmt is one_by_16:
+            return face
     sizes = face.qdata.shape[0], face.qdata.shape[1]
     if scale.numel() == 1 and fmt in _POW2.values() and fmt.scale_shape(*sizes) == (1, 1):
         return face._replace(format=fmt)  # one block: a scale of the tensor

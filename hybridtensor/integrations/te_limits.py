@@ -77,6 +77,16 @@ def _check_face(face: ours.Quantizer, role: str, direction: str, *, in_hybrid: b
                 str(face),
                 "drop row_scaled there",
             )
+        if face.four_over_six is not None and face.hadamard:
+            raise _unable(
+                f"four_over_six without rotation in {where} is", "both", "drop one of them there"
+            )
+        if face.four_over_six is None and face.scale_max != 448:
+            raise _unable(
+                f"four_over_six with other block scales than up to 448 in {where} is",
+                f"scale_max={face.scale_max} alone",
+                "drop it there",
+            )
 
 
 def _family(face: ours.Quantizer) -> str:

@@ -115,6 +115,17 @@ def _rotated(quantizer: ours.Quantizer) -> ours.Quantizer | None:
     return dataclasses.replace(quantizer, hadamard=True)
 
 
+def _four_over_six(quantizer: ours.NVFP4Quantizer) -> dict[str, Any]:
+    """Return the options of TransformerEngine's quantizer, which earlier versions lack, where they are needed."""
+    if quantizer.four_over_six is None:
+        return {}
+    return {
+        "nvfp4_use_4over6": True,
+        "nvfp4_e4m3_max": quantizer.scale_max,
+        "nvfp4_4over6_err_mode": quantizer.four_over_six.upper(),
+    }
+
+
 def _one(quantizer: ours.Quantizer) -> object:
     """Return TransformerEngine's quantizer of one format."""
     if isinstance(quantizer, ours.IdentityQuantizer):
@@ -126,6 +137,7 @@ def _one(quantizer: ours.Quantizer) -> object:
             with_2d_quantization=quantizer.two_d,
             stochastic_rounding=quantizer.stochastic,
             row_scaled_nvfp4=quantizer.row_scaled,
+            **_four_over_six(quantizer),
         )
     known: Any = quantizer
     dtype = _FP8[known.dtype]

@@ -18,6 +18,11 @@ NVFP4_ROW = 7  # the same under an fp32 scale per row of the face
 AMAX = 8  # not at all: the amax of the tensor is raised instead
 AMAX_ROW = 9  # the same per row of the face
 
+# Which block scale is chosen
+OWN_RULE = 0  # the one that follows from the amax
+LEAST_ABSOLUTE = 1  # NVFP4: of the two for 6 and 4 the one with less absolute error
+LEAST_SQUARED = 2  # the same of squared errors
+
 Address = Tensor | int | None
 """A tensor, or its address where nothing else counts; None where a group only says how it lies."""
 
@@ -135,6 +140,8 @@ class FaceConstants(NamedTuple):
         step: Entries along the contraction are stored up to a multiple of this, the last ones zeros; 1 where there are
             as many anyway.
         values: Whether elements times block scales are stored, in bf16, and in place of scales what is left of them.
+        rule: Which block scale is chosen, as ``quantize`` names it.
+        level_max: What an amax per tensor or row maps to in a two-level format.
     """
 
     kind: int
@@ -149,6 +156,8 @@ class FaceConstants(NamedTuple):
     store: bool = True
     step: int = 1
     values: bool = False
+    rule: int = OWN_RULE
+    level_max: float = 1.0
 
 
 class MeasureConstants(NamedTuple):

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from hybridtensor.kernels import groups
+from hybridtensor.kernels.four_over_six import chosen_scale_codes
 from hybridtensor.kernels.groups import Place, State
 from hybridtensor.kernels.hadamard import rotate, rotate_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
@@ -61,6 +62,7 @@ NVFP4 = tl.constexpr(groups.NVFP4)
 NVFP4_ROW = tl.constexpr(groups.NVFP4_ROW)
 AMAX = tl.constexpr(groups.AMAX)
 AMAX_ROW = tl.constexpr(groups.AMAX_ROW)
+OWN_RULE = tl.constexpr(groups.OWN_RULE)
 
 
 @triton.jit
@@ -187,19 +189,19 @@ def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
     if FACE.kind == NVFP4_ROW:
         i = place.other + tl.arange(0, P)
         level = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0)
-        level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
+        level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
         if FACE.store and place.along == 0:
             if FACE.values:
-                tl.store(out.scales + i, level * (1.0 / 2688.0), mask=i < place.OTHER)
+                tl.store(out.scales + i, level * (1.0 / FACE.level_max), mask=i < place.OTHER)
             else:
                 tl.store(out.levels + i, level, mask=i < place.OTHER)
         return level[:, None]
     else:
         level = tl.load(out.measured)
-        level = tl.where((level == 0) | (level == float("inf")), 2688.0, level)
+        level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
         if FACE.store and (place.along == 0) & (place.other == 0):
             if FACE.values:
-                tl.store(out.scales, level * (1.0 / 2688.0))
+                tl.store(out.scales, level * (1.0 / FACE.level_max))
             else:
                 tl.store(out.levels, level)
         return level
@@ -207,19 +209,25 @@ def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-                FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+                FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+                COLUMNWISE: tl.constexpr):  # fmt: skip
     """Cast a tile to NVFP4 as ``_cast_fp8`` does, without a thought of NaN if it is ``FINITE``."""
     SIDE: tl.constexpr = FACE.side
     level = _load_level(out, place, FACE, P)
-    encode = tl.minimum(tl.div_rn(2688.0, level), FP32_MAX)  # what block amaxes are multiplied with
-    scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
-    scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
-    factor = tl.minimum(reciprocal(scale * tl.div_rn(1.0, encode), HW), FP32_MAX)
+    encode = tl.minimum(tl.div_rn(FACE.level_max, level), FP32_MAX)  # what block amaxes are multiplied with
+    decode = tl.div_rn(1.0, encode)
     if not FINITE:
         nan = block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
+        v = tl.where(v != v, 0.0, v)
+    if FACE.rule == OWN_RULE:
+        scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
+    else:
+        scale_codes = chosen_scale_codes(v, amax, level, encode, decode, FACE, P, Q, COLUMNWISE, HW)
+    scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
+    factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
+    if not FINITE:
         scale_codes = tl.where(nan > 0, 0x7F, scale_codes)
         scale = tl.where(nan > 0, float("nan"), scale)
-        v = tl.where(v != v, 0.0, v)
     y = v * spread(factor, P, Q, SIDE, 16)
     if FACE.store and FACE.values:
         held = e2m1_rounded(y, uniform, FACE.stochastic) * spread(scale, P, Q, SIDE, 16)
@@ -228,14 +236,15 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
         _store_scales(out, scale_codes.to(tl.uint8), place, P, Q, SIDE, 16)
         _store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
     if HELD:
-        combined, back = two_level_scale(scale, level, 1.0 / 2688.0)
+        combined, back = two_level_scale(scale, level, 1.0 / FACE.level_max)
         v = (e2m1_rounded(y, uniform, FACE.stochastic) * spread(combined, P, Q, SIDE, 16)) * back
     return v
 
 
 @triton.jit
 def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-               FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+               FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+               COLUMNWISE: tl.constexpr):  # fmt: skip
     """Cast a tile ``[P, Q]`` of a face, and store it if that is wanted.
 
     Returns:
@@ -258,7 +267,7 @@ def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TI
             amax = bits.to(tl.float32, bitcast=True)
         else:
             amax = blocks(v, P, Q, FACE.side, 16)
-        v = _cast_nvfp4(v, amax, out, uniform, place, FACE, TILE, HELD, FINITE, HW, P, Q)
+        v = _cast_nvfp4(v, amax, out, uniform, place, FACE, TILE, HELD, FINITE, HW, P, Q, COLUMNWISE)
     if HELD:
         if FACE.rotated:
             v = rotate_back(v, P, Q)
@@ -293,7 +302,7 @@ def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_r
                     uniform = uniform16(rows, left, matrix.K, state.rounding, row_stream, TILE)
                 again, held = _cast_face(
                     as_rows(tile, BM, BK), row, state, row_slot, row_slot if HELD else column_slot,
-                    as_rows(uniform, BM, BK), row_place, ROW_FACE, TILE, HELD, attempt == 0, HW, BM, BK,
+                    as_rows(uniform, BM, BK), row_place, ROW_FACE, TILE, HELD, attempt == 0, HW, BM, BK, False,
                 )  # fmt: skip
                 nonfinite |= again
                 if HELD:
@@ -307,7 +316,7 @@ def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_r
                     uniform = as_columns(drawn, BM, BK)
                 again, _ = _cast_face(
                     columns, column, state, column_slot, column_slot, uniform, column_place,
-                    COLUMN_FACE, TILE, 0, attempt == 0, HW, BK, BM,
+                    COLUMN_FACE, TILE, 0, attempt == 0, HW, BK, BM, True,
                 )  # fmt: skip
                 nonfinite |= again
 

@@ -27,14 +27,19 @@ class NVFP4Quantizer(OneFormatQuantizer):
         rounding: ``"nearest"``, or ``"stochastic"``: up or down at random so that the mean is kept,
             for gradients.
         seed: Of the random rounding: from 0 to 2^29 - 1.
+        four_over_six: Quantize every block twice, with its amax mapped to 6 and to 4, and store the result that has
+            the smaller error: ``"mae"``, the sum of absolute errors, or ``"mse"``, of squared ones. What is stored is
+            NVFP4 as ever. For weights and inputs.
+        scale_max: What block scales of the largest block come to: 448, the largest E4M3 value, or 256, which leaves
+            room for scales that are 1.5 times as large. By default 256 with ``four_over_six``, else 448.
 
     Raises:
         TypeError: If an option is of the wrong kind.
-        ValueError: If a word is unknown, or ``two_d`` comes with what works on rows
-            (``row_scaled``, ``hadamard``).
+        ValueError: If a word is unknown, ``two_d`` comes with what works on rows
+            (``row_scaled``, ``hadamard``), or ``four_over_six`` with stochastic rounding.
 
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149;
-    TransformerEngine's ``NVFP4BlockScaling``.
+    TransformerEngine's ``NVFP4BlockScaling``; Cook et al., "Four Over Six", arXiv 2512.02010.
     """
 
     row_scaled: bool = False
@@ -42,6 +47,8 @@ class NVFP4Quantizer(OneFormatQuantizer):
     hadamard: bool = False
     rounding: str = "nearest"
     seed: int = 0
+    four_over_six: str | None = None
+    scale_max: int | None = None
 
     def __post_init__(self) -> None:
         who = "NVFP4Quantizer"
@@ -56,7 +63,28 @@ class NVFP4Quantizer(OneFormatQuantizer):
                     f"{who}: two_d makes both faces from 16x16 blocks, {option} works along the rows of one; "
                     "choose one of them"
                 )
+        self._check_scales()
         work_out(self)
+
+    def _check_scales(self) -> None:
+        """Raise unless the options that block scales follow from go together; fill in ``scale_max``."""
+        who = "NVFP4Quantizer"
+        if self.four_over_six is not None:
+            require_choice(who, "four_over_six", self.four_over_six, ("mae", "mse"))
+        if self.four_over_six is not None and self.stochastic:
+            raise ValueError(
+                f"{who}: four_over_six compares the errors of rounding to nearest, got rounding='stochastic'; use it "
+                "for weights and inputs, and choose one of them for gradients"
+            )
+        if self.scale_max is None:
+            object.__setattr__(self, "scale_max", 448 if self.four_over_six is None else 256)
+        require_int(who, scale_max=self.scale_max)
+        if self.scale_max not in (448, 256):
+            raise ValueError(f"{who}: 448 or 256 is required as scale_max, got {self.scale_max}")
+
+    def __setstate__(self, fields: dict[str, object]) -> None:
+        # pickles of before these fields were there
+        super().__setstate__({"four_over_six": None, "scale_max": 448, **fields})
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
@@ -71,9 +99,15 @@ class NVFP4Quantizer(OneFormatQuantizer):
     @functools.cached_property
     def format(self) -> Format:
         """``nvfp4``, with what distinguishes it."""
-        options = {"_row_scaled": self.row_scaled, "_16x16": self.two_d, "_hadamard": self.hadamard}
+        options = {
+            "_row_scaled": self.row_scaled,
+            "_16x16": self.two_d,
+            "_hadamard": self.hadamard,
+            "_max256": self.scale_max == 256,
+        }
         return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
 
     def cast(self, context: Context) -> Cast:
         """See ``OneFormatQuantizer.cast``."""
-        return Cast(self.format, stream=context.stream(self.seed) if self.stochastic else -1)
+        stream = context.stream(self.seed) if self.stochastic else -1
+        return Cast(self.format, stream=stream, rule=self.four_over_six or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -247,7 +246,9 @@ class HybridConfig(AOBaseConfig):
         ``free_faces`` (always, never). Options: ``pow2_scale``, ``fp32_scale`` (of current scaling),
         ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed scaling),
         ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest``
-        (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward),
+        (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward), ``four_over_six``
+        (of two scales per NVFP4 block of weights and inputs the better one), ``four_over_six_weight``,
+        ``four_over_six_input`` (of one of them), ``four_over_six_mse``, ``four_over_six_448`` (its options),
         ``rowwise_dequantized`` (columnwise faces of input and weight from what the forward saw),
         ``rowwise_dequantized_weight`` (of the weight only).
 
@@ -310,11 +311,7 @@ class HybridConfig(AOBaseConfig):
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that equal configs share, in every process and version."""
-        fields = config_to_dict(self)
-        for added in _ADDED:  # as before there were these fields
-            if fields["_data"][added.name] == added.default:
-                del fields["_data"][added.name]
-        text = json.dumps(fields, sort_keys=True)
+        text = json.dumps(_without_added(config_to_dict(self)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _stable_hash_for_caching(self) -> str:
@@ -322,11 +319,22 @@ class HybridConfig(AOBaseConfig):
         return self.fingerprint()
 
 
-_ADDED = [
-    field
-    for field in dataclasses.fields(HybridConfig)
-    if field.name in ("fast_accum", "bf16_weight_values", "keep_faces")
-]
+_ADDED: dict[str, dict[str, object]] = {
+    "HybridConfig": {"fast_accum": False, "bf16_weight_values": False, "keep_faces": "auto"},
+    "NVFP4Quantizer": {"four_over_six": None, "scale_max": 448},
+}
+"""Fields that were added to classes, and what values mean that there is nothing new."""
+
+
+def _without_added(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``config_to_dict`` gave as before fields were added, where they say nothing new."""
+    added = _ADDED.get(content["_type"], {})
+    data = {
+        name: _without_added(value) if isinstance(value, dict) and "_type" in value else value
+        for name, value in content["_data"].items()
+        if name not in added or value != added[name]
+    }
+    return {**content, "_data": data}
 
 
 def weight_values(config: HybridConfig, values: Tensor) -> Tensor:

@@ -162,13 +162,17 @@ class Option:
         value: What it is set to.
         roles: Where.
         directions: In which faces.
+        refines: The value that it replaces, which another modifier sets; None replaces any.
+        resets: Fields whose defaults depend on this one.
     """
 
     kinds: tuple[type[Quantizer], ...]
     field: str
-    value: str | bool
+    value: str | bool | int
     roles: tuple[str, ...] = ROLES
     directions: tuple[str, ...] = DIRECTIONS
+    refines: str | int | None = None
+    resets: tuple[str, ...] = ()
 
     def concerns(self, role: str, direction: str, quantizer: Quantizer) -> bool:
         """Return whether this option sets a field of the quantizer of that face."""
@@ -179,8 +183,14 @@ class Option:
         """See ``Modifier.apply``."""
         for (role, direction), quantizer in faces.quantizers.items():
             if self.concerns(role, direction, quantizer):
-                changed: Any = dataclasses.replace(quantizer, **{self.field: self.value})
-                faces.quantizers[role, direction] = changed
+                faces.quantizers[role, direction] = self.changed(quantizer)
+
+    def changed(self, quantizer: Quantizer) -> Quantizer:
+        """Return the quantizer with the field set, or as it is if it has not what this refines."""
+        if self.refines is not None and getattr(quantizer, self.field) != self.refines:
+            return quantizer
+        fields: Any = {**dict.fromkeys(self.resets), self.field: self.value}
+        return dataclasses.replace(quantizer, **fields)
 
 
 @dataclass(frozen=True)
@@ -192,6 +202,10 @@ class OfRowwise:
     def apply(self, faces: Faces) -> None:
         """See ``Modifier.apply``."""
         faces.of_rowwise.update(self.roles)
+
+
+def _four_over_six(*roles: str) -> Option:
+    return Option((NVFP4Quantizer,), "four_over_six", "mae", roles, resets=("scale_max",))
 
 
 MODIFIERS: dict[str, Modifier] = {
@@ -207,6 +221,11 @@ MODIFIERS: dict[str, Modifier] = {
     "nearest": Option((NVFP4Quantizer,), "rounding", "nearest"),
     "no_hadamard": Option((NVFP4Quantizer,), "hadamard", False),
     "row_scaled_input": Option((NVFP4Quantizer,), "row_scaled", True, ("input",), ("rowwise",)),
+    "four_over_six_weight": _four_over_six("weight"),
+    "four_over_six_input": _four_over_six("input"),
+    "four_over_six": _four_over_six("input", "weight"),
+    "four_over_six_mse": Option((NVFP4Quantizer,), "four_over_six", "mse", refines="mae"),
+    "four_over_six_448": Option((NVFP4Quantizer,), "scale_max", 448, refines=256),
     "rowwise_dequantized": OfRowwise(("input", "weight")),
     "rowwise_dequantized_weight": OfRowwise(("weight",)),
 }
@@ -218,7 +237,7 @@ class Spec:
 
     Attributes:
         words: One per product.
-        modifiers: In the order in which they apply.
+        modifiers: In the order in which they apply, but for those that refine others.
         policies: Their names.
     """
 
@@ -261,7 +280,7 @@ class Spec:
             ValueError: If a format is unknown, with the nearest known one.
         """
         faces = Faces.of_words(self.words)
-        for name in self.modifiers:
+        for name in sorted(self.modifiers, key=_is_refinement):
             MODIFIERS[name].apply(faces)
         return {**faces.by_role(), **dict(POLICIES[policy] for policy in self.policies)}
 
@@ -273,6 +292,12 @@ class Spec:
     def __str__(self) -> str:
         words = self.words[:1] if len(set(self.words)) == 1 else self.words
         return "+".join(["/".join(words), *self.modifiers, *self.policies])
+
+
+def _is_refinement(modifier: str) -> bool:
+    """Return whether a modifier changes what others set: it applies after them, wherever it is written."""
+    option = MODIFIERS[modifier]
+    return isinstance(option, Option) and option.refines is not None
 
 
 def _policies(names: list[str], text: str) -> tuple[str, ...]:
@@ -320,6 +345,7 @@ def derive(
         named |= _sources(faces)
     policies += [name for name, is_set in flags.items() if is_set]
     output, grad_input, grad_weight = words
+    named = _widened(named)
     modifiers = tuple(name for name in MODIFIERS if name in named)
     return Spec((output, grad_input, grad_weight), modifiers, tuple(policies))
 
@@ -348,21 +374,48 @@ def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[s
         value = getattr(face, name)
         if getattr(meant, name) == value:
             continue
-        setting = _option(role, direction, face, name, value)
-        if setting is None:
+        settings = _options(role, direction, meant, name, value)
+        if settings is None:
             return None
-        named.add(setting)
+        for setting in settings:
+            meant = setting[1].changed(meant)
+            named.add(setting[0])
     return named
 
 
-def _option(role: str, direction: str, face: Quantizer, name: str, value: object) -> str | None:
-    """Return the modifier that sets a field of that face to ``value``, or None."""
+def _options(
+    role: str, direction: str, meant: Quantizer, name: str, value: object
+) -> list[tuple[str, Option]] | None:
+    """Return the modifiers that set a field of that face to ``value``, one after the other, or None."""
     for modifier, option in MODIFIERS.items():
-        if not isinstance(option, Option) or not option.concerns(role, direction, face):
+        if not isinstance(option, Option) or not option.concerns(role, direction, meant):
             continue
-        if (option.field, option.value) == (name, value):
-            return modifier
+        if (option.field, option.value) != (name, value):
+            continue
+        if option.refines in (None, getattr(meant, name)):
+            return [(modifier, option)]
+        before = _options(role, direction, meant, name, option.refines)
+        if before is not None:
+            return [*before, (modifier, option)]
     return None
+
+
+def _widened(named: set[str]) -> set[str]:
+    """Return modifiers of which one that has the roles of several others stands for these."""
+    for name, wide in MODIFIERS.items():
+        if not isinstance(wide, Option):
+            continue
+        parts = {
+            part
+            for part in named
+            if isinstance(option := MODIFIERS[part], Option)
+            and part != name
+            and dataclasses.replace(option, roles=wide.roles) == wide
+        }
+        roles = {role for part in parts for role in getattr(MODIFIERS[part], "roles", ())}
+        if parts and roles == set(wide.roles):
+            named = (named - parts) | {name}
+    return named
 
 
 def _sources(faces: Faces) -> set[str]:

@@ -38,7 +38,7 @@ class Expected(NamedTuple):
 
 
 @functools.cache
-def expected(format_name: str, stochastic: bool = False) -> Expected | None:
+def expected(format_name: str, stochastic: bool = False, rule: str = "") -> Expected | None:
     """Measure what a format makes of normally distributed values, or return None for one that is not
     registered here.
 
@@ -49,6 +49,7 @@ def expected(format_name: str, stochastic: bool = False) -> Expected | None:
         format_name: As a recording has it: a name, with ", dequantized" if the face is requantized
             from the rowwise data.
         stochastic: Whether elements are rounded stochastically.
+        rule: Which block scale is chosen; see ``Cast``.
     """
     fmt = REGISTRY.get(format_name.removesuffix(_DEQUANTIZED))
     if fmt is None:
@@ -61,7 +62,7 @@ def expected(format_name: str, stochastic: bool = False) -> Expected | None:
             _ROWS, _LENGTH, generator=generator, dtype=torch.float32, device="cpu"
         ).bfloat16()
         rounding = torch.zeros(2, dtype=torch.int64, device="cpu") if stochastic else None
-        request = CastRequest(Cast(fmt, stream=0 if stochastic else -1))
+        request = CastRequest(Cast(fmt, stream=0 if stochastic else -1, rule=rule))
         face, _ = ops.quantize(values, request, CastInputs(rounding=rounding))
         if face is None:
             return None
@@ -82,7 +83,8 @@ def expected_of_face(recipe: str, operand: str, format_name: str) -> Expected | 
         operand: ``input.rowwise`` or another one.
         format_name: Its format.
     """
-    return expected(format_name, _is_stochastic(recipe, operand))
+    quantizer = _quantizers(recipe).get(operand)
+    return expected(format_name, _is_stochastic(quantizer), _rule(quantizer))
 
 
 def expected_of_product(recipe: str, product: str, formats: tuple[str, str]) -> float | None:
@@ -106,11 +108,14 @@ def expected_of_product(recipe: str, product: str, formats: tuple[str, str]) -> 
     return -10 * math.log10(noise) if noise else math.inf
 
 
-def _is_stochastic(recipe: str, operand: str) -> bool:
-    """Read in a recipe whether it rounds a face stochastically; not if the recipe is not known here."""
-    quantizers = _quantizers(recipe)
-    quantizer = quantizers.get(operand)
+def _is_stochastic(quantizer: object) -> bool:
+    """Return whether a quantizer rounds a face stochastically; not if its recipe is not known here."""
     return getattr(quantizer, "rounding", "nearest") == "stochastic"
+
+
+def _rule(quantizer: object) -> str:
+    """Return by which rule a quantizer chooses block scales."""
+    return getattr(quantizer, "four_over_six", None) or ""
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ CASES = [
     for recipe in ht.recipes.RECIPES
     for persistent, faces in ((False, True), (True, True), (True, False))
 ]
+CASES += [("nvfp4+four_over_six", True, True), ("nvfp4+one_d+four_over_six", True, False)]
 
 
 def assert_equal_nested(a, b):

@@ -61,6 +61,9 @@ UNUSUAL = [
         rowwise=ht.Float8Quantizer(), columnwise=ht.Float8Quantizer(granularity="row"),
         columnwise_source="rowwise_dequantized",
     ),
+    *(with_weight(rowwise=q, columnwise=q) for q in (
+        ht.NVFP4Quantizer(two_d=True, four_over_six="mse"), ht.NVFP4Quantizer(four_over_six="mae"),
+    )),
     with_weight(
         rowwise=ht.Float8Quantizer(granularity="row"), columnwise=ht.Float8Quantizer(),
         columnwise_source="rowwise_dequantized",

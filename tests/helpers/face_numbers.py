@@ -55,7 +55,7 @@ def expected(face, values, columnwise, amax=None):
     elements = face.qdata.double() if fmt.elements_per_byte == 1 else e2m1(face.qdata)
     scales = face.scale.double()
     if face.tensor_scale is not None:
-        scales = scales * face.tensor_scale.double() / 2688
+        scales = scales * face.tensor_scale.double() / (1536 if "max256" in fmt.name else 2688)
     rows, columns = ((b or extent) for b, extent in zip(fmt.block, elements.shape, strict=True))
     unit = scales.repeat_interleave(rows, 0)[: elements.shape[0]].repeat_interleave(columns, 1)[:, : elements.shape[1]]
     got, unit = (elements * unit)[:, : x.shape[1]], unit[:, : x.shape[1]]

@@ -82,7 +82,10 @@ class NVFP4Quantizer(Quantizer):
     ):  # fmt: skip
         if with_rht != with_post_rht_amax:
             raise ValueError("the amax of what is rotated is that after the rotation")
-        self.keep(rht=with_rht, two_d=with_2d_quantization, random=stochastic_rounding, rows=row_scaled_nvfp4)
+        if nvfp4_use_4over6 and with_rht:
+            raise ValueError("four over six is not for what is rotated")
+        chosen = {"most": nvfp4_e4m3_max, "error": nvfp4_4over6_err_mode} if nvfp4_use_4over6 else {}
+        self.keep(rht=with_rht, two_d=with_2d_quantization, random=stochastic_rounding, rows=row_scaled_nvfp4, **chosen)
 
 
 class IdentityQuantizer(Quantizer):

@@ -322,8 +322,9 @@ ROWS = {
     "MXFP8Quantizer": row(ht.MXFP8Quantizer, {"two_d": "flag"}, dtype="e4m3", two_d=False),
     "NVFP4Quantizer": row(
         ht.NVFP4Quantizer,
-        {"row_scaled": "flag", "two_d": "flag", "hadamard": "flag", "seed": "integer"},
-        row_scaled=False, two_d=False, hadamard=False, rounding="nearest", seed=0,
+        {"row_scaled": "flag", "two_d": "flag", "hadamard": "flag", "seed": "integer", "four_over_six": "None",
+         "scale_max": "None"},
+        row_scaled=False, two_d=False, hadamard=False, rounding="nearest", seed=0, four_over_six="mae", scale_max=None,
     ),
     "Quantizer.quantize": method(
         ht.Float8Quantizer, "quantize",

@@ -72,6 +72,13 @@ def test_recipes_are_its_own_quantizers(recipe, kind, qfactory):
     assert made(qfactory(recipe), kind) == EXPECTED[recipe]
 
 
+def test_four_over_six_is_its_own(qfactory):
+    chosen = nv(two_d=True)[:-1] + ", most=256, error=MAE)"
+    assert made(qfactory("nvfp4+four_over_six_weight"))[1] == chosen
+    spec = "nvfp4+no_hadamard+four_over_six_input+four_over_six_mse+four_over_six_448"
+    assert made(qfactory(spec))[0] == nv()[:-1] + ", most=448, error=MSE)"
+
+
 def test_every_recipe_is_made_or_refused(qfactory):
     for name in recipes.RECIPES:
         if "rowwise" in name:
@@ -120,6 +127,8 @@ REFUSED = {
     "fp8_delayed/fp8/fp8": "delayed scaling of one direction; use fp8 there",
     ht.HybridConfig(*[NV(hadamard=True)] * 3): "rotation of columnwise faces only in input.rowwise",
     ht.HybridConfig(NV(row_scaled=True), NV(), NV()): "rows scaled in the forward only, in input.columnwise",
+    "nvfp4+four_over_six": "four_over_six without rotation in input.columnwise is required",
+    ht.HybridConfig(NV(scale_max=256), NV(), NV()): "block scales than up to 448 in input.rowwise .*scale_max=256",
     ht.HybridConfig(
         ht.MXFP8Quantizer(), NV(), NV()
     ): "in output are required by TransformerEngine, got mxfp8_e4m3 by nvfp4",

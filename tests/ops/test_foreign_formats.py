@@ -47,7 +47,7 @@ FORMATS = {
         foreign("mxfp8_64", "mxfp8_e4m3", block=(1, 64)),
         foreign("mxfp8_16x16", "mxfp8_e5m2_32x32", block=(16, 16)),
         foreign("nvfp4_32", "nvfp4", block=(1, 32)),
-        foreign("nvfp4_8", "nvfp4", tensor_scale_max=256.0 * 6.0),
+        foreign("nvfp4_8", "nvfp4", tensor_scale_max=128.0 * 6.0),
     )
 }
 SHAPE = 128, 192

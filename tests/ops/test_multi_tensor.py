@@ -31,6 +31,8 @@ CASTS = [
     cast_of("nvfp4_row_scaled"),
     cast_of("nvfp4_16x16"),
     cast_of("nvfp4_hadamard", stream=12),
+    cast_of("nvfp4_max256", rule="mse"),
+    cast_of("nvfp4_16x16_max256", rule="mae"),
 ]
 SHAPES = [(48, 128), (128, 384), (16, 128), (160, 256)]
 

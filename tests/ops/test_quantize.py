@@ -14,6 +14,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 from casting import cast_of, inputs_of, measure, quantize, request_of
+from fp4_oracles import nearly_tied
 from kernels import require_kernels
 from tiers import by_group, covered, in_turn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,11 +48,15 @@ CASTS = [
     cast_of("nvfp4_hadamard", stream=12),
     cast_of("nvfp4_row_scaled"),
     cast_of("nvfp4_row_scaled_hadamard"),
+    cast_of("nvfp4_hadamard_max256", rule="mae"),
+    cast_of("nvfp4_16x16_max256", rule="mse"),
+    cast_of("nvfp4_row_scaled", rule="mse"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FIRST_ROW = 32
-# Casts that the kernels treat alike: per tensor, per row, in blocks of two kinds, MX, NVFP4 of two kinds
-KINDS = [CASTS[begin:end] for begin, end in itertools.pairwise((0, 3, 5, 7, 9, 12, 15, 18))]
+# Casts that the kernels treat alike: per tensor, per row, in blocks of two kinds, MX, NVFP4 of two kinds,
+# and with a choice of scales
+KINDS = [CASTS[begin:end] for begin, end in itertools.pairwise((0, 3, 5, 7, 9, 12, 15, 18, 21))]
 WAYS = (0, 1, 2)
 
 
@@ -101,7 +106,9 @@ def face(x, cast, given, transposed=False):
     matrix = x.t() if transposed else x
     if fmt.tensor_block is not None:
         rounding = given["rounding"] if cast.stream >= 0 else None
-        return list(nvfp4.quantize(matrix, fmt, nvfp4.Draws(rounding, cast.stream, FIRST_ROW, transposed)))
+        return list(
+            nvfp4.quantize(matrix, fmt, nvfp4.Draws(rounding, cast.stream, FIRST_ROW, transposed), rule=cast.rule)
+        )
     if fmt.scale_dtype == torch.float8_e8m0fnu:
         return list(mx.quantize(matrix, fmt))
     if cast.slot >= 0:
@@ -147,6 +154,16 @@ def test_each_face_alone_and_both(cast, dtype, run, device):
     check(run, x, row=cast)
     check(run, x, column=other)
     check(run, x, row=cast, column=other)
+
+
+@pytest.mark.parametrize("rule", ["mae", "mse"])
+@pytest.mark.parametrize("name", ["nvfp4_max256", "nvfp4_16x16_max256"])
+def test_errors_are_added_up_in_order(name, rule, run, device):
+    """Where two scales are as good as each other, the order of a sum's terms decides."""
+    cast = cast_of(name, rule=rule)
+    x = nearly_tied(256, 256, cast.format.block[0]).to(device)
+    check(run, x, row=cast, column=cast.for_columnwise())
+    check(run, x.t(), row=cast, column=cast.for_columnwise())
 
 
 @pytest.mark.parametrize("cast", CASTS if tiers.LONG else [kind[0] for kind in KINDS], ids=str)

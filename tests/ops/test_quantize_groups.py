@@ -31,6 +31,8 @@ CASTS = [
     cast_of("nvfp4_row_scaled"),
     cast_of("nvfp4_16x16"),
     cast_of("nvfp4_hadamard", stream=12),
+    cast_of("nvfp4_max256", rule="mse"),
+    cast_of("nvfp4_16x16_max256", rule="mae"),
 ]
 ENDS = [(5, 70, 70, 200), (0, 0, 130, 190), (0, 0, 0, 0), (200, 200, 200, 200), (64, 128, 192, 200)]
 

@@ -32,6 +32,8 @@ QUANTIZERS = {
     "nvfp4_2d": NVFP4Quantizer(two_d=True),
     "nvfp4_rows": NVFP4Quantizer(row_scaled=True),
     "nvfp4_hadamard": NVFP4Quantizer(hadamard=True),
+    "nvfp4_four_over_six": NVFP4Quantizer(four_over_six="mse"),
+    "nvfp4_2d_four_over_six": NVFP4Quantizer(two_d=True, four_over_six="mae"),
     "hybrid": HybridQuantizer(MXFP8Quantizer(dtype="e5m2"), NVFP4Quantizer(hadamard=True)),
 }
 SHAPE = (256, 384)

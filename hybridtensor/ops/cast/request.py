@@ -22,12 +22,15 @@ class Cast(NamedTuple):
             format does not say so.
         slot: Which delayed scale to cast with; -1 measures the tensor instead.
         stream: Random numbers to round with; -1 rounds to nearest.
+        rule: Which block scale is chosen, where a format leaves a choice. Of NVFP4 ``"mae"`` or ``"mse"``: the
+            amax of a block maps to 6 or to 4, whichever has the smaller error. ``""`` is the rule of the format.
     """
 
     format: Format
     pow2_scale: bool = False
     slot: int = -1
     stream: int = -1
+    rule: str = ""
 
     @property
     def measures(self) -> bool | None:
@@ -56,7 +59,7 @@ class Cast(NamedTuple):
         return self if self.format.values_of is None else self._replace(format=self.format.base)
 
     def __str__(self) -> str:
-        return f"{self.format.name};{int(self.pow2_scale)};{self.slot};{self.stream}"
+        return f"{self.format.name};{int(self.pow2_scale)};{self.slot};{self.stream};{self.rule}"
 
 
 class CastRequest(NamedTuple):
@@ -107,8 +110,8 @@ def parse_request(text: str) -> CastRequest:
 def _parse(text: str) -> Cast | None:
     if not text:
         return None
-    name, pow2_scale, slot, stream = text.split(";")
-    return Cast(format_of_face(name), pow2_scale == "1", int(slot), int(stream))
+    name, pow2_scale, slot, stream, rule = text.split(";")
+    return Cast(format_of_face(name), pow2_scale == "1", int(slot), int(stream), rule)
 
 
 class Hint:

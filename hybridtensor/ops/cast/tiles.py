@@ -10,10 +10,13 @@ from hybridtensor.formats import Format
 from hybridtensor.kernels.groups import (
     BLOCK,
     GIVEN,
+    LEAST_ABSOLUTE,
+    LEAST_SQUARED,
     MX,
     NONE,
     NVFP4,
     NVFP4_ROW,
+    OWN_RULE,
     ROW,
     TENSOR,
     FaceConstants,
@@ -25,6 +28,7 @@ from hybridtensor.ops.cast.request import Cast
 MEASURED = (TENSOR, ROW, NVFP4, NVFP4_ROW)
 PER_ROW = (ROW, NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max
+_RULES = {"": OWN_RULE, "mae": LEAST_ABSOLUTE, "mse": LEAST_SQUARED}
 
 
 class KernelFace(NamedTuple):
@@ -40,6 +44,8 @@ class KernelFace(NamedTuple):
         stream: Which random numbers; -1 is none.
         step: Of what number the entries stored along the contraction are a multiple.
         values: Whether values are stored in place of elements and block scales.
+        rule: Which block scale is chosen.
+        level_max: What an amax per tensor or row maps to in a two-level format.
     """
 
     kind: int
@@ -51,6 +57,8 @@ class KernelFace(NamedTuple):
     stream: int = -1
     step: int = 1
     values: bool = False
+    rule: int = OWN_RULE
+    level_max: float = 1.0
 
     @classmethod
     def of(cls, cast: Cast | None) -> KernelFace:
@@ -68,6 +76,8 @@ class KernelFace(NamedTuple):
             stream=cast.stream,
             step=cast.format.step,
             values=fmt is not cast.format,
+            rule=_RULES[cast.rule],
+            level_max=fmt.tensor_scale_max,
         )
 
     def constants(
@@ -95,6 +105,8 @@ class KernelFace(NamedTuple):
             store=store,
             step=1 if whole else self.step,
             values=self.values,
+            rule=self.rule,
+            level_max=self.level_max,
         )
 
 
@@ -120,6 +132,7 @@ class Tile(NamedTuple):
         neighbours: Rows below each other that a thread has.
         warps: Warps of a program.
         registers: Registers that a thread may use; the rarely needed rest is spilled.
+        fuses: Whether a product and a sum may be rounded once.
     """
 
     rows: int
@@ -128,6 +141,7 @@ class Tile(NamedTuple):
     neighbours: int
     warps: int
     registers: int | None
+    fuses: bool = True
 
 
 # Measured on an H200 with Triton 3.6, 2026-11-21, with matrices of 128 million elements; elsewhere
@@ -149,6 +163,14 @@ def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     Scale blocks of every format lie in one tile, so that values are quantized, dequantized and
     quantized again there.
     """
+    tile = _tile_of(row, column, of_rowwise)
+    if {row.rule, column.rule} & {LEAST_ABSOLUTE, LEAST_SQUARED}:
+        # two candidates at once, and errors that are compared to the last bit
+        tile = tile._replace(registers=None, fuses=False)
+    return tile
+
+
+def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     kinds = {face.kind for face in (row, column)} - {NONE}
     two_level = bool(kinds & {NVFP4, NVFP4_ROW})
     if BLOCK in kinds:
@@ -206,7 +228,10 @@ class Tiling(NamedTuple):
             aligned=draws and k % 8 == 0,
         )
         number = -(-m // tile.rows) * -(-k // tile.columns)
-        return cls(constants, number, {"num_warps": tile.warps, "maxnreg": tile.registers})
+        options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+        if not tile.fuses:
+            options["enable_fp_fusion"] = False
+        return cls(constants, number, options)
 
     def of_prologue(self, kind: int, device: torch.device) -> Tiling:
         """Return the tiling, of ``computed`` tiles, of a matrix that is computed while it is read."""

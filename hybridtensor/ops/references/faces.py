@@ -101,7 +101,7 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     if fmt.tensor_block is not None:
         rounding = inputs.rounding if cast.stream >= 0 else None
         draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
-        qdata, scale, tensor_scale = nvfp4.quantize(matrix, fmt, draws, amax)
+        qdata, scale, tensor_scale = nvfp4.quantize(matrix, fmt, draws, amax, cast.rule)
     elif fmt.scale_dtype == torch.float8_e8m0fnu:
         qdata, scale = mx.quantize(matrix, fmt)
     elif cast.slot < 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.formats import E2M1_MAX, E4M3_MAX, Format
@@ -18,6 +19,7 @@ from hybridtensor.ops.references.hadamard import rotate
 from hybridtensor.ops.references.philox import uniform16
 
 _E2M1_SIGN = 8
+_LENGTH = 16  # of a block
 
 
 def e2m1_encode(x: Tensor, uniform: Tensor | None = None) -> Tensor:
@@ -88,14 +90,15 @@ NEAREST = Draws(None)
 
 
 def quantize(
-    x: Tensor, fmt: Format, draws: Draws = NEAREST, amax: Tensor | None = None
+    x: Tensor, fmt: Format, draws: Draws = NEAREST, amax: Tensor | None = None, rule: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return bytes ``[M, K/2]``, block scales ``[A, B]`` and tensor scales ``[T, 1]`` of ``x``.
 
-    With ``s = 2688 / tensor amax`` the block scale is ``E4M3(block amax * s / 6)``, and the element
+    With ``s = fmt.tensor_scale_max / tensor amax`` the block scale is ``E4M3(block amax * s / 6)``, and the element
     ``E2M1(x * s / block scale)``, each step rounded to fp32, elements and scales to nearest even,
-    saturating. The tensor scale is the amax, 2688 where that is 0 or Inf; ``amax``, ``[T, 1]``, is
-    used where it is known. An amax below 8e-36, whose encode scale would be beyond fp32, gives
+    saturating. The tensor scale is the amax, ``fmt.tensor_scale_max`` where that is 0 or Inf; ``amax``,
+    ``[T, 1]``, is used where it is known. With the ``rule`` ``"mae"`` or ``"mse"`` the block scale is
+    chosen among two: see ``four_over_six``. An amax below 8e-36, whose encode scale would be beyond fp32, gives
     smaller values, as NVIDIA's kernels do. E2M1 has no NaN: a NaN makes the scale of its block NaN.
 
     Source: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh and
@@ -110,12 +113,107 @@ def quantize(
         (amax == 0) | amax.isinf(), fmt.tensor_scale_max, amax
     )  # encodes with factor 1
     encode = (torch.full_like(amax, fmt.tensor_scale_max) / tensor_scale).clamp(max=FP32_MAX)
-    sixth = (1.0 / torch.tensor(fmt.max, dtype=torch.float32, device="cpu")).item()
-    scale = (block_amax(values, fmt.block) * (encode * sixth)).clamp(max=E4M3_MAX)
-    scale = scale.to(torch.float8_e4m3fn)  # [A, B]
-    factor = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)
-    scaled = values.float().nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))
-    scaled = scaled * spread(factor, fmt.block, x.shape)
+    finite = values.float().nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))
+    largest = block_amax(values, fmt.block)
+    if rule:
+        scale = four_over_six(
+            finite, largest, encode, tensor_scale, fmt, rule, transposed=draws.transposed
+        )
+    else:
+        sixth = (1.0 / torch.tensor(fmt.max, dtype=torch.float32, device="cpu")).item()
+        scale = (largest * (encode * sixth)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)  # [A, B]
+    scaled = finite * spread(_factor(scale, encode), fmt.block, x.shape)
     codes = e2m1_encode(scaled, draws.uniform(x.shape))
     scale = torch.where(block_has_nan(values, fmt.block), float("nan"), scale.float())
     return pack(codes), scale.to(torch.float8_e4m3fn), tensor_scale
+
+
+def _factor(scale: Tensor, encode: Tensor) -> Tensor:
+    """Return what values of each block are multiplied with before they are rounded."""
+    return (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)
+
+
+def four_over_six(
+    values: Tensor,
+    amax: Tensor,
+    encode: Tensor,
+    tensor_scale: Tensor,
+    fmt: Format,
+    metric: str,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """Return E4M3 scales ``[A, B]``, under each of which the amax of its block becomes 6 or 4: whichever
+    has the smaller error, of a tie 6.
+
+    Steps of E2M1 are 2 wide between 4 and 6 and at most 1 below, so that the larger scale, with which nothing
+    lies there, may be the better one.
+
+    Args:
+        values: fp32 ``[M, K]``, no NaN.
+        amax: Of blocks, fp32 ``[A, B]``.
+        encode: Encode scale of the tensor, or of each row, fp32 ``[T, 1]``.
+        tensor_scale: The tensor scale, fp32 ``[T, 1]``.
+        fmt: The format.
+        metric: ``"mae"``, the sum of absolute errors, or ``"mse"``, of squared ones.
+        transposed: Whether the matrix is the transpose of the tensor, whose rows errors are added up by:
+            square blocks of both faces have one choice.
+
+    Source: Cook et al., "Four Over Six", arXiv 2512.02010; TransformerEngine,
+    pytorch/custom_recipes/reference_nvfp4.py, whose order of operations this is.
+    """
+    base = amax / torch.full_like(amax, fmt.max) * encode
+    six, four = (
+        wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn) for wanted in (base, base * 1.5)
+    )
+    error_of_six, error_of_four = (
+        _block_errors(values, scale, encode, tensor_scale, fmt, metric, transposed)
+        for scale in (six, four)
+    )
+    return torch.where(error_of_four < error_of_six, four.float(), six.float()).to(
+        torch.float8_e4m3fn
+    )
+
+
+def _block_errors(
+    values: Tensor,
+    scale: Tensor,
+    encode: Tensor,
+    tensor_scale: Tensor,
+    fmt: Format,
+    metric: str,
+    transposed: bool,
+) -> Tensor:
+    """Return the errors of blocks under their scales, fp32 ``[A, B]``; see ``four_over_six``."""
+    codes = e2m1_encode(values * spread(_factor(scale, encode), fmt.block, values.shape))
+    held = e2m1_decode(codes) * spread(scale.float(), fmt.block, values.shape)
+    held = held * tensor_scale
+    held = held / torch.full_like(held, fmt.tensor_scale_max)
+    differences = held - values
+    errors = differences.abs() if metric == "mae" else differences * differences
+    if fmt.block[0] == 1:
+        return _sum_in_order(errors)
+    if transposed:
+        return _sum_squares(errors.t()).t()
+    return _sum_squares(errors)
+
+
+def _sum_in_order(errors: Tensor) -> Tensor:
+    """Return the sums of every 16 errors of a row, added one after the other, ``[M, K / 16]``."""
+    total: Tensor
+    total, *others = errors.unflatten(1, (-1, _LENGTH)).unbind(2)
+    for other in others:
+        total = total + other
+    return total
+
+
+def _sum_squares(errors: Tensor) -> Tensor:
+    """Return the sums of blocks of 16x16: of each row in order, and of rows in a tree."""
+    rows = _sum_in_order(
+        F.pad(errors, (0, -errors.shape[1] % _LENGTH, 0, -errors.shape[0] % _LENGTH))
+    )
+    sums: Tensor = rows.unflatten(0, (-1, _LENGTH))  # [A, 16, B]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
