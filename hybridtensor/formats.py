@@ -36,6 +36,9 @@ __all__ = [
     "FP8_E5M2_ROW",
     "FP8_E5M2_TENSOR",
     "IDENTITY",
+    "MXFP4",
+    "MXFP4_32X32",
+    "MXFP4_HADAMARD",
     "MXFP8_E4M3",
     "MXFP8_E4M3_32X32",
     "MXFP8_E5M2",
@@ -76,6 +79,22 @@ def _mx(kind: str, block: tuple[int, int]) -> Format:
     name = f"mxfp8_{kind}" if block[0] == 1 else f"mxfp8_{kind}_{block[0]}x{block[1]}"
     return with_kernels(
         Format(name, *_FLOAT8[kind], block, torch.float8_e8m0fnu, pow2_scale=True, ragged=False)
+    )
+
+
+def _mxfp4(name: str, block: tuple[int, int] = (1, 32), hadamard: bool = False) -> Format:
+    return with_kernels(
+        Format(
+            name,
+            torch.float4_e2m1fn_x2,
+            E2M1_MAX,
+            block,
+            torch.float8_e8m0fnu,
+            pow2_scale=True,
+            ragged=False,
+            elements_per_byte=2,
+            hadamard=hadamard,
+        )
     )
 
 
@@ -121,6 +140,10 @@ MXFP8_E4M3 = _mx("e4m3", (1, 32))
 MXFP8_E5M2 = _mx("e5m2", (1, 32))
 MXFP8_E4M3_32X32 = _mx("e4m3", (32, 32))
 MXFP8_E5M2_32X32 = _mx("e5m2", (32, 32))
+
+MXFP4 = _mxfp4("mxfp4")
+MXFP4_32X32 = _mxfp4("mxfp4_32x32", (32, 32))
+MXFP4_HADAMARD = _mxfp4("mxfp4_hadamard", hadamard=True)
 
 NVFP4 = _nvfp4("nvfp4")
 NVFP4_16X16 = _nvfp4("nvfp4_16x16", block=(16, 16))

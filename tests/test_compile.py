@@ -17,7 +17,7 @@ from hybridtensor.testing import random_tensor
 SPECS = [
     "bf16", "fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+high_precision", "fp8+dequantized", "fp8_block", "mxfp8",
     "nvfp4", "nvfp4+four_over_six", "fp8_delayed", "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
-    "nvfp4+dequantized",
+    "nvfp4+dequantized", "mxfp4", "mxfp4+mx_two_d+mx_even+nearest",
 ]  # fmt: skip
 
 

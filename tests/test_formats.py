@@ -105,6 +105,7 @@ def test_what_is_stored_along_the_contraction_is_whole_steps():
         ("identity", 7, 7),
         ("mxfp8_e4m3", 33, 64),
         ("mxfp8_e4m3_32x32", 32, 32),
+        ("mxfp4", 33, 64),
         ("nvfp4", 33, 48),
         ("nvfp4_16x16", 0, 0),
     ):

@@ -43,6 +43,9 @@ OTHERS = {
     "mxfp8": ht.MXFP8Quantizer(),
     "mxfp8-e5m2": ht.MXFP8Quantizer(dtype="e5m2"),
     "mxfp8-2d": ht.MXFP8Quantizer(two_d=True),
+    "mxfp4": ht.MXFP4Quantizer(),
+    "mxfp4-2d": ht.MXFP4Quantizer(two_d=True, scale_rounding="even"),
+    "mxfp4-rotated": ht.MXFP4Quantizer(hadamard=True),
     "nvfp4": ht.NVFP4Quantizer(),
     "nvfp4-row": ht.NVFP4Quantizer(row_scaled=True),
     "nvfp4-2d": ht.NVFP4Quantizer(two_d=True),
@@ -168,7 +171,7 @@ class TestFaces:
         for face, other, contraction in ((made.rowwise, 32, 64), (made.columnwise, 64, 32)):
             fmt = face.format
             assert face.qdata.is_contiguous()
-            assert face.qdata.shape == (other, contraction // (2 if "nvfp4" in fmt.name else 1))
+            assert face.qdata.shape == (other, contraction // (2 if "fp4" in fmt.name else 1))
             extents = zip((other, contraction), fmt.block, strict=True)
             assert list(face.scale.shape) == [-(-n // (b or n)) for n, b in extents]
             if "nvfp4" in fmt.name:
@@ -386,6 +389,41 @@ class TestMXFP8:
         assert np.isnan(decoded(face)[2, 5])
         assert np.array_equal(np.delete(codes(face)[2:], 5, 1), np.delete(codes(plain)[2:], 5, 1))
         assert same(face.scale[2:], plain.scale[2:])
+
+
+class TestMXFP4:
+    @states("5.5", "5.6")
+    @pytest.mark.parametrize("rule", ["rceil", "even", "floor"])
+    def test_scales_and_elements(self, rule):
+        x = torch.arange(2**15).to(torch.uint16).view(torch.bfloat16)
+        x = x[x.isfinite()][1:]
+        x = torch.stack([x, -x / 3, x / 7, 0 * x], dim=1).repeat(1, 8)  # every amax there is
+        face = rowwise(ht.MXFP4Quantizer(scale_rounding=rule), x)
+        values = x.float().numpy()
+        amax = np.abs(values).max(axis=1, keepdims=True)
+        if rule == "rceil":
+            fraction, exponent = np.frexp((amax * (F32(1) / F32(6))).astype(np.float64))
+            power = np.where(fraction == 0.5, exponent - 1, exponent)
+        else:
+            fraction, exponent = np.frexp(amax.astype(np.float64))  # from 0.5 on
+            power = exponent - 3 + (fraction >= 0.875 if rule == "even" else 0)
+        power = np.clip(power, -127, 127)
+        assert np.array_equal(raw(face.scale).numpy(), (power + 127).astype(np.uint8))
+        scaled = (values / np.exp2(power.astype(np.float64))).astype(F32)
+        assert np.array_equal(codes(face), encoded(scaled, "e2m1"))
+        assert (np.abs(scaled) <= {"rceil": 6, "even": 7, "floor": 8}[rule]).all()
+
+    @states("5.6", "5.7")
+    def test_zero_inf_and_nan(self):
+        for rule, of_inf in (("rceil", 254), ("even", 253), ("floor", 253)):
+            x = torch.ones(3, 64)
+            x[0], x[1, 3], x[2, 5] = 0, INF, NAN
+            face = rowwise(ht.MXFP4Quantizer(scale_rounding=rule), x)
+            assert raw(face.scale).tolist() == [[0, 0], [of_inf, 125], [255, 125]]
+            assert decoded(face)[1, 3] == 6
+            assert not codes(face)[2, :32].any()
+            assert face.dequantize()[2, :32].isnan().all()
+            assert (face.dequantize()[1:, 32:] == 1).all()
 
 
 def nvfp4(values, block=(1, 16), most=2688):

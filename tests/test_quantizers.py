@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
-from fp4_oracles import four_over_six_oracle
+from fp4_oracles import four_over_six_oracle, mxfp4_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import by_group, covered, examples
@@ -22,6 +22,7 @@ from hybridtensor import (
     IdentityQuantizer,
     IdentityTensor,
     LayerState,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -40,6 +41,10 @@ BLOCKS = [
     for b, d, p in itertools.product(((1, 128), "128x128"), ("e4m3", "e5m2"), (False, True))
 ]
 MX = [MXFP8Quantizer(dtype=d, two_d=t) for d, t in itertools.product(("e4m3", "e5m2"), (False, True))]
+MX4 = [
+    MXFP4Quantizer(), MXFP4Quantizer(scale_rounding="even"), MXFP4Quantizer(two_d=True, scale_rounding="floor"),
+    MXFP4Quantizer(hadamard=True), MXFP4Quantizer(two_d=True),
+]  # fmt: skip
 NVFP4 = [
     NVFP4Quantizer(), NVFP4Quantizer(two_d=True), NVFP4Quantizer(row_scaled=True), NVFP4Quantizer(hadamard=True),
     NVFP4Quantizer(row_scaled=True, hadamard=True),
@@ -81,6 +86,9 @@ def encoded(quantizer, matrix, transposed=False):
     if isinstance(quantizer, MXFP8Quantizer):
         return *mx_oracle(matrix, dtype=quantizer.dtype, block=quantizer.format.block), None
     matrix = rotate(matrix) if quantizer.hadamard else matrix
+    if isinstance(quantizer, MXFP4Quantizer):
+        rule, block = quantizer.scale_rounding, quantizer.format.block
+        return *mxfp4_oracle(matrix, scale_rounding=rule, block=block), None
     if quantizer.four_over_six is not None:
         options = {"block": quantizer.format.block, "row_scaled": quantizer.row_scaled, "transposed": transposed}
         metric, most = quantizer.four_over_six, quantizer.scale_max
@@ -104,7 +112,7 @@ def name(quantizer):
         return str(quantizer)
     if isinstance(quantizer, HybridQuantizer):
         return f"{name(quantizer.rowwise)}|{name(quantizer.columnwise)}|{quantizer.columnwise_source}"
-    rule = getattr(quantizer, "four_over_six", None)
+    rule = getattr(quantizer, "rule", "")
     pow2 = "_pow2" if getattr(quantizer, "pow2_scale", False) else ""
     return f"{quantizer.rowwise_format}{pow2}{f'_{rule}' if rule else ''}"
 
@@ -141,7 +149,7 @@ def test_both_faces_equal_the_oracle(quantizer, shape, dtype, device):
 @pytest.mark.parametrize(
     ("quantizer", "shape", "dtype"),
     by_group(
-        [BLOCKS[:4], BLOCKS[4:], MX, NVFP4, CHOSEN],
+        [BLOCKS[:4], BLOCKS[4:], MX, MX4, NVFP4, CHOSEN],
         [(64, 96), (2, 32, 64), (2, 2, 16, 32), (0, 64), (2, 0, 64), (32, 0)],
         [torch.bfloat16, torch.float32],
     ),
@@ -165,7 +173,9 @@ def test_partial_blocks_equal_the_oracle(quantizer, device):
         check_face(h.columnwise, quantizer, matrix.t())
 
 
-@pytest.mark.parametrize("quantizer", [q for q in [*BLOCKS, *MX, *NVFP4, *CHOSEN] if q.format.is_square], ids=name)
+@pytest.mark.parametrize(
+    "quantizer", [q for q in [*BLOCKS, *MX, *MX4, *NVFP4, *CHOSEN] if q.format.is_square], ids=name
+)
 def test_square_blocks_make_one_face_the_transpose_of_the_other(quantizer, device):
     h = quantizer.quantize(random_tensor(64, 96, device=device))
     assert torch.equal(h.rowwise.dequantize(), h.columnwise.dequantize())
@@ -180,7 +190,9 @@ def test_edge_tensor_equals_the_oracle_in_both_directions(quantizer, device):
             check_face(face, quantizer, values)
 
 
-@pytest.mark.parametrize("quantizer", [*PLAIN, IDENTITY, *BLOCKS, *MX, *NVFP4, *CHOSEN[:3], *HYBRIDS], ids=name)
+@pytest.mark.parametrize(
+    "quantizer", [*PLAIN, IDENTITY, *BLOCKS, *MX, *NVFP4, *CHOSEN[:3], *MX4[:3], *HYBRIDS], ids=name
+)
 class TestFaces:
     def test_a_face_does_not_depend_on_the_other(self, quantizer, device):
         x = example(quantizer, device=device)
@@ -261,7 +273,7 @@ def test_a_hybrid_of_two_equal_formats_equals_the_plain_one(quantizer):
 
 
 BY_ROWS = [PLAIN[4], BLOCKS[1], MX[0], NVFP4[2], NVFP4[4]]  # no rowwise scale spans two rows
-ANY_SIDE = [*BLOCKS, *MX]  # scales span a block at most
+ANY_SIDE = [*BLOCKS, *MX, MX4[0], MX4[2]]  # scales span a block at most
 
 
 @pytest.mark.parametrize("quantizer", BY_ROWS, ids=name)
@@ -370,7 +382,7 @@ class TestStochasticRounding:
 
 @examples(15)
 @given(
-    st.sampled_from([*PLAIN, *BLOCKS, *MX, *NVFP4, *CHOSEN]),
+    st.sampled_from([*PLAIN, *BLOCKS, *MX, *MX4, *NVFP4, *CHOSEN]),
     st.integers(0, 255),
     st.integers(0, 383),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),
@@ -392,7 +404,7 @@ def test_nan_and_inf_stay_inside_their_scale_group(quantizer, row, column, bad):
         assert torch.equal(values[~touched], expected[~touched])
         if bad == bad:
             assert values.isfinite().all()
-        elif two_level:
+        elif quantizer.rowwise_format.elements_per_byte > 1:
             assert torch.equal(values.isnan(), touched)  # FP4 has no NaN: the block has
         else:
             assert values.isnan().nonzero().tolist() == [[row, column]]

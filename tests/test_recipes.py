@@ -24,6 +24,8 @@ OPTIONS = [
     "fp8+e4m3_grad", "fp8_delayed+e4m3_grad",
     "nvfp4+one_d", "nvfp4+nearest", "nvfp4+no_hadamard", "nvfp4+one_d+nearest+no_hadamard", "nvfp4+row_scaled_input",
     "nvfp4+four_over_six", "nvfp4+one_d+four_over_six_weight+four_over_six_mse+four_over_six_448",
+    "mxfp4", "mxfp4+mx_two_d+mx_even", "mxfp4+nearest+no_hadamard", "mxfp4/mxfp8/nvfp4+mx_floor+rowwise_dequantized",
+    "mxfp4+dequantized", "fp8/mxfp4/mxfp4",
     "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+four_over_six_input+rowwise_dequantized",
     "nvfp4/fp8_block/mxfp8+rowwise_dequantized", "fp8_delayed/mxfp8/nvfp4", "mxfp8/fp8_delayed/fp8_delayed",
     "fp8_block+save_original_input", "mxfp8+high_precision", "fp8_delayed+dequantized", "nvfp4+save_original_input",
@@ -103,7 +105,7 @@ def test_each_product_depends_only_on_its_own_pair_of_faces(spec, device):
         assert same == [i != changed for i in range(3)]
 
 
-@pytest.mark.parametrize("word", [w for w in (*WORDS, *FP8_WORDS) if w != "bf16"])
+@pytest.mark.parametrize("word", [w for w in (*WORDS, *FP8_WORDS) if w != "bf16"] + ["mxfp4"])
 def test_a_hybrid_of_one_format_is_the_plain_format(word, device):
     x, g = operands(device)
     config = HybridConfig.parse(word)

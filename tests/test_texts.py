@@ -122,9 +122,9 @@ def test_errors_of_quantize_():
         """\
 TypeError: quantize_: a module is required, got str
 ValueError: HybridConfig: unknown format 'fp9'; did you mean 'fp8'? known: bf16, fp8, fp8_rowwise, fp8_block,
-  fp8_delayed, mxfp8, nvfp4; or a recipe: did you mean 'fp8'? known: bf16, fp8, fp8_delayed, fp8_rowwise,
-  fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward, fp8_dequantized_backward, mxfp8,
-  mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
+  fp8_delayed, mxfp8, mxfp4, nvfp4; or a recipe: did you mean 'fp8'? known: bf16, fp8, fp8_delayed,
+  fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward, fp8_dequantized_backward,
+  mxfp8, mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
   nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd,
   nvfp4_row_scaled_fwd_high_precision_bwd
 TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, got 3;
@@ -173,8 +173,8 @@ ValueError: HybridConfig.parse: one format, or three for output/grad_input/grad_
   'fp8/fp8'
 ValueError: HybridConfig.parse: unknown modifier 'hadamard'; did you mean 'no_hadamard'? known:
   high_precision, dequantized, save_original_input, fast_accum, bf16_weight_values, keep_faces, free_faces,
-  pow2_scale, fp32_scale, e4m3_grad, most_recent, mx_two_d, mx_e5m2_grad, one_d, nearest, no_hadamard,
-  row_scaled_input, four_over_six_weight, four_over_six_input, four_over_six, four_over_six_mse,
+  pow2_scale, fp32_scale, e4m3_grad, most_recent, mx_two_d, mx_e5m2_grad, mx_even, mx_floor, one_d, nearest,
+  no_hadamard, row_scaled_input, four_over_six_weight, four_over_six_input, four_over_six, four_over_six_mse,
   four_over_six_448, rowwise_dequantized, rowwise_dequantized_weight
 ValueError: HybridConfig.parse: one backward_override is possible, got several in
   'fp8+dequantized+high_precision'
@@ -183,13 +183,14 @@ ValueError: HybridConfig.parse: a backward override replaces the formats of grad
 ValueError: HybridConfig.parse: 'pow2_scale' changes nothing in 'mxfp8+pow2_scale'; drop it
 TypeError: HybridConfig.parse: a string is required, got 8
 ValueError: HybridConfig: unknown format 'nvfp4_1d_weight'; did you mean 'nvfp4'? known: bf16, fp8,
-  fp8_rowwise, fp8_block, fp8_delayed, mxfp8, nvfp4; or the recipe 'nvfp4_1d_weight', which takes no modifiers
+  fp8_rowwise, fp8_block, fp8_delayed, mxfp8, mxfp4, nvfp4; or the recipe 'nvfp4_1d_weight', which takes no
+  modifiers
 ValueError: HybridConfig: unknown format 'nvpf4'; did you mean 'nvfp4'? known: bf16, fp8, fp8_rowwise,
-  fp8_block, fp8_delayed, mxfp8, nvfp4; or a recipe: did you mean 'nvfp4'? known: bf16, fp8, fp8_delayed,
-  fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward, fp8_dequantized_backward,
-  mxfp8, mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
-  nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd,
-  nvfp4_row_scaled_fwd_high_precision_bwd
+  fp8_block, fp8_delayed, mxfp8, mxfp4, nvfp4; or a recipe: did you mean 'nvfp4'? known: bf16, fp8,
+  fp8_delayed, fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward,
+  fp8_dequantized_backward, mxfp8, mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4,
+  nvfp4_1d_weight, nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd,
+  nvfp4_row_scaled_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_high_precision_bwd
 TypeError: HybridConfig: a quantizer is required for input, got 'fp8'; use IdentityQuantizer() for high
   precision
 ValueError: schedule: steps from 0 on, 0 among them, are required, got [100]""",

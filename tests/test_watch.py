@@ -18,7 +18,8 @@ from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching import Recording
 
 SPECS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "mxfp8/nvfp4/bf16", "fp8+dequantized",
-         "mxfp8+save_original_input", "nvfp4+four_over_six"]  # fmt: skip
+         "mxfp8+save_original_input", "nvfp4+four_over_six",
+         "mxfp4"]  # fmt: skip
 
 
 def model_of(spec):

@@ -64,6 +64,8 @@ def _check_face(face: ours.Quantizer, role: str, direction: str, *, in_hybrid: b
             )
         if role != "grad_output" and face.dtype != "e4m3":
             raise _unable(f"delayed scaling to E4M3 in {where} is", face.dtype, "drop its dtype")
+    if isinstance(face, ours.MXFP4Quantizer):
+        raise _unable(f"another format in {where} is", "mxfp4", "use mxfp8 or nvfp4")
     if isinstance(face, ours.NVFP4Quantizer):
         if face.hadamard and direction == "rowwise":
             raise _unable(

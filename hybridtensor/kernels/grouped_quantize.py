@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hybridtensor.kernels.groups import Matrix, Output, Part, Place
 from hybridtensor.kernels.measure import measure_tile
-from hybridtensor.kernels.quantize import AMAX_ROW, BLOCK, MX, NVFP4, NVFP4_ROW, ROW, cast_tile, stored
+from hybridtensor.kernels.quantize import AMAX_ROW, BLOCK, MX, MXFP4, NVFP4_ROW, ROW, cast_tile, stored
 from hybridtensor.kernels.tiles import load_tile
 
 
@@ -114,8 +114,8 @@ def _face_of(out, sizes, part, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, TOK
     measured = out.measured + group * sizes.measured
     KIND: tl.constexpr = FACE.kind
     IN_BLOCKS: tl.constexpr = KIND >= BLOCK and KIND <= NVFP4_ROW
-    PER: tl.constexpr = 2 if KIND == NVFP4 or KIND == NVFP4_ROW else 1
-    LENGTH: tl.constexpr = 128 if KIND == BLOCK else (32 if KIND == MX else 16)
+    PER: tl.constexpr = 2 if KIND >= MXFP4 and KIND <= NVFP4_ROW else 1
+    LENGTH: tl.constexpr = 128 if KIND == BLOCK else (32 if KIND == MX or KIND == MXFP4 else 16)
     if TOKENS and COLUMNWISE:
         codes += part.padded // PER
         if IN_BLOCKS:

@@ -12,16 +12,19 @@ GIVEN = 1  # per tensor, by a factor that is known
 TENSOR = 2  # per tensor, by its amax
 ROW = 3  # per row of the face, by its amax
 BLOCK = 4  # fp32 per SIDE x 128
-MX = 5  # E8M0 per SIDE x 32
-NVFP4 = 6  # E4M3 per SIDE x 16, under an fp32 scale per tensor
-NVFP4_ROW = 7  # the same under an fp32 scale per row of the face
-AMAX = 8  # not at all: the amax of the tensor is raised instead
-AMAX_ROW = 9  # the same per row of the face
+MX = 5  # E8M0 per SIDE x 32, FP8 elements
+MXFP4 = 6  # the same of E2M1 elements
+NVFP4 = 7  # E4M3 per SIDE x 16, under an fp32 scale per tensor
+NVFP4_ROW = 8  # the same under an fp32 scale per row of the face
+AMAX = 9  # not at all: the amax of the tensor is raised instead
+AMAX_ROW = 10  # the same per row of the face
 
 # Which block scale is chosen
 OWN_RULE = 0  # the one that follows from the amax
 LEAST_ABSOLUTE = 1  # NVFP4: of the two for 6 and 4 the one with less absolute error
 LEAST_SQUARED = 2  # the same of squared errors
+EXPONENT_EVEN = 3  # MXFP4: the exponent of the amax rounded to one mantissa bit
+EXPONENT_FLOOR = 4  # MXFP4: the exponent of the amax
 
 Address = Tensor | int | None
 """A tensor, or its address where nothing else counts; None where a group only says how it lies."""

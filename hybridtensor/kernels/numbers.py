@@ -7,6 +7,8 @@ Equal, bit for bit, to ``ops.references``. ``HW`` says whether the device conver
 import triton
 import triton.language as tl
 
+from hybridtensor.kernels import groups
+
 _HALF_SUBNORMAL = tl.constexpr(0x00400000)  # 2^-127
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even
 INF_BITS = tl.constexpr(0x7F800000)
@@ -17,6 +19,9 @@ _SIGN = tl.constexpr(-(1 << 31))
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 FP16_MAX = tl.constexpr(65504.0)
+
+OWN_RULE = tl.constexpr(groups.OWN_RULE)
+EXPONENT_EVEN = tl.constexpr(groups.EXPONENT_EVEN)
 
 # Dtypes of values that are dequantized inside a kernel.
 BF16 = tl.constexpr(1)
@@ -89,6 +94,18 @@ def e8m0_round_up(x):
     mantissa = bits & 0x7FFFFF
     below = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= _HALF_SUBNORMAL))
     return tl.minimum(exponent + below.to(tl.int32), 254)
+
+
+@triton.jit
+def mxfp4_exponent(amax, RULE: tl.constexpr):
+    """Return the exponent field of the scale of a block of E2M1 elements, whose largest is 1.5 * 2^2."""
+    if RULE == OWN_RULE:
+        return e8m0_round_up(amax * (1.0 / 6.0))
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        if RULE == EXPONENT_EVEN:  # half of what the one mantissa bit is worth
+            bits += 1 << 21
+        return tl.maximum((bits >> 23) - 2, 0)
 
 
 @triton.jit

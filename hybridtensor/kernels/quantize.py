@@ -20,9 +20,8 @@ from hybridtensor.kernels.numbers import (
     BF16,
     FP32_MAX,
     INF_BITS,
-    e2m1_codes,
+    OWN_RULE,
     e2m1_rounded,
-    e2m1_words,
     e8m0_reciprocal,
     e8m0_round_up,
     e8m0_value,
@@ -30,14 +29,14 @@ from hybridtensor.kernels.numbers import (
     fp8_codes,
     fp8_rounded,
     fp8_values,
-    fp8_words,
     max_of_groups,
-    pack,
+    mxfp4_exponent,
     reciprocal,
     round_to,
     two_level_scale,
 )
 from hybridtensor.kernels.random import uniform16
+from hybridtensor.kernels.storing import store_fp4, store_fp8, store_scales, store_tile, stored
 from hybridtensor.kernels.tiles import (
     as_columns,
     as_rows,
@@ -58,71 +57,11 @@ TENSOR = tl.constexpr(groups.TENSOR)
 ROW = tl.constexpr(groups.ROW)
 BLOCK = tl.constexpr(groups.BLOCK)
 MX = tl.constexpr(groups.MX)
+MXFP4 = tl.constexpr(groups.MXFP4)
 NVFP4 = tl.constexpr(groups.NVFP4)
 NVFP4_ROW = tl.constexpr(groups.NVFP4_ROW)
 AMAX = tl.constexpr(groups.AMAX)
 AMAX_ROW = tl.constexpr(groups.AMAX_ROW)
-OWN_RULE = tl.constexpr(groups.OWN_RULE)
-
-
-@triton.jit
-def stored(entries, STEP: tl.constexpr):
-    """Return how many entries along the contraction are stored: a tile holds zeros beyond those of the matrix."""
-    if STEP > 1:
-        return tl.cdiv(entries, STEP) * STEP
-    else:
-        return entries
-
-
-@triton.jit
-def _store_scales(out, values, place, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
-    """Store the scales of a tile."""
-    i = place.other // SIDE + tl.arange(0, P // SIDE)[:, None]
-    j = place.along // LENGTH + tl.arange(0, Q // LENGTH)[None, :]
-    mask = (i < tl.cdiv(place.OTHER, SIDE)) & (j < tl.cdiv(place.ALONG, LENGTH))
-    offsets = i.to(tl.int64) * out.stride_other + j.to(tl.int64) * out.stride_along
-    tl.store(out.scales + offsets, values, mask=mask)
-
-
-@triton.jit
-def _store(target, codes, place, PER: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """Store numbers with ``PER`` elements each, of a tile."""
-    i = tl.arange(0, P)[:, None]
-    j = tl.arange(0, Q // PER)[None, :]
-    width = place.pitch // PER
-    start = place.other.to(tl.int64) * width + place.along // PER
-    offsets = (i.to(tl.int64) * width if TILE.wide else i * width) + j
-    if TILE.even:
-        tl.store(target + start + offsets, codes.to(target.dtype.element_ty))
-    else:
-        mask = (i < place.OTHER - place.other) & (j < (place.ALONG - place.along) // PER)
-        tl.store(target + start + offsets, codes.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_fp8(target, y, place, FACE: tl.constexpr, TILE: tl.constexpr, HW: tl.constexpr,
-               P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Round a tile to FP8 and store it, four elements at once where they pack."""
-    if FACE.pack:
-        words = target.to(tl.pointer_type(tl.int32))
-        _store(words, fp8_words(y, P, Q, FACE.e5m2, HW), place, 4, TILE, P, Q)
-    else:
-        _store(target, fp8_codes(y, FACE.e5m2, HW), place, 1, TILE, P, Q)
-
-
-@triton.jit
-def _store_fp4(target, y, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HW: tl.constexpr,
-               P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Round a tile to E2M1 and store it, eight elements at once where they pack."""
-    words = target.to(tl.pointer_type(tl.int32))
-    if FACE.pack and not FACE.stochastic:
-        _store(words, e2m1_words(y, P, Q, HW), place, 8, TILE, P, Q)
-    elif FACE.pack:
-        codes = e2m1_codes(y, uniform, True)
-        _store(words, pack(codes, P, Q, 4, 32), place, 8, TILE, P, Q)
-    else:
-        codes = e2m1_codes(y, uniform, FACE.stochastic)
-        _store(target, pack(codes, P, Q, 4, 8), place, 2, TILE, P, Q)
 
 
 @triton.jit
@@ -159,25 +98,51 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
         y = v * spread(factor, P, Q, SIDE, 128)
         unit = spread(scale, P, Q, SIDE, 128)
         if FACE.store:
-            _store_scales(out, scale, place, P, Q, SIDE, 128)
+            store_scales(out, scale, place, P, Q, SIDE, 128)
     else:
         INVERSE: tl.constexpr = 1.0 / 57344.0 if FACE.e5m2 else 1.0 / 448.0
         exponent = e8m0_round_up(blocks(v, P, Q, SIDE, 32) * INVERSE)
         y = v * spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
         unit = spread(e8m0_value(exponent), P, Q, SIDE, 32)
         if FACE.store and not FACE.values:
-            _store_scales(out, exponent.to(tl.uint8), place, P, Q, SIDE, 32)
+            store_scales(out, exponent.to(tl.uint8), place, P, Q, SIDE, 32)
     if FACE.store and FACE.values:
         held = round_to(fp8_rounded(y, FACE.e5m2, HW) * unit, BF16, HW)
-        _store(out.codes, held, place, 1, TILE, P, Q)
+        store_tile(out.codes, held, place, 1, TILE, P, Q)
     elif FACE.store:
         if FACE.kind == ROW and place.along == 0:
             tl.store(out.scales + i, scale, mask=i < place.OTHER)
         if (FACE.kind == GIVEN or FACE.kind == TENSOR) and (place.along == 0) & (place.other == 0):
             tl.store(out.scales, scale)
-        _store_fp8(out.codes, y, place, FACE, TILE, HW, P, Q)
+        store_fp8(out.codes, y, place, FACE, TILE, HW, P, Q)
     if HELD:
         v = fp8_rounded(y, FACE.e5m2, HW) * unit
+    return v
+
+
+@triton.jit
+def _cast_mxfp4(v, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, HW: tl.constexpr,
+                P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+    """Cast a tile to MXFP4 as ``_cast_fp8`` does."""
+    SIDE: tl.constexpr = FACE.side
+    if FACE.rotated:
+        v = rotate(v, P, Q, False, HW)
+    bits = largest(tl.reshape(v, [P, Q // 32, 32]), 2, HW)
+    if SIDE > 1:
+        bits = tl.trans(max_of_groups(tl.trans(bits), Q // 32, P, SIDE))
+    nan = bits > INF_BITS
+    exponent = mxfp4_exponent(tl.where(nan, 0, bits).to(tl.float32, bitcast=True), FACE.rule)
+    y = v * spread(e8m0_reciprocal(exponent), P, Q, SIDE, 32)
+    y = tl.where(spread(nan.to(tl.int32), P, Q, SIDE, 32) > 0, 0.0, y)
+    unit = spread(tl.where(nan, float("nan"), e8m0_value(exponent)), P, Q, SIDE, 32)
+    if FACE.store and FACE.values:
+        held = round_to(e2m1_rounded(y, uniform, FACE.stochastic) * unit, BF16, HW)
+        store_tile(out.codes, held, place, 1, TILE, P, Q)
+    elif FACE.store:
+        store_scales(out, tl.where(nan, 0xFF, exponent).to(tl.uint8), place, P, Q, SIDE, 32)
+        store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
+    if HELD:
+        v = e2m1_rounded(y, uniform, FACE.stochastic) * unit
     return v
 
 
@@ -231,10 +196,10 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
     y = v * spread(factor, P, Q, SIDE, 16)
     if FACE.store and FACE.values:
         held = e2m1_rounded(y, uniform, FACE.stochastic) * spread(scale, P, Q, SIDE, 16)
-        _store(out.codes, held, place, 1, TILE, P, Q)
+        store_tile(out.codes, held, place, 1, TILE, P, Q)
     elif FACE.store:
-        _store_scales(out, scale_codes.to(tl.uint8), place, P, Q, SIDE, 16)
-        _store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
+        store_scales(out, scale_codes.to(tl.uint8), place, P, Q, SIDE, 16)
+        store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
     if HELD:
         combined, back = two_level_scale(scale, level, 1.0 / FACE.level_max)
         v = (e2m1_rounded(y, uniform, FACE.stochastic) * spread(combined, P, Q, SIDE, 16)) * back
@@ -254,8 +219,10 @@ def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TI
     if FACE.kind >= AMAX:
         amax = amax_of_rows(v, FACE.rotated, HW, P, Q)
         raise_face(out.measured, amax, place.other, place.OTHER, FACE.kind == AMAX_ROW, P)
-    elif FACE.kind < NVFP4:
+    elif FACE.kind < MXFP4:
         v = _cast_fp8(v, out, state, slot, also, place, FACE, TILE, HELD, HW, P, Q)
+    elif FACE.kind == MXFP4:
+        v = _cast_mxfp4(v, out, uniform, place, FACE, TILE, HELD, HW, P, Q)
     else:
         if FACE.rotated:
             v = rotate(v, P, Q, FINITE, HW)

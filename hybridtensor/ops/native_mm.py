@@ -69,7 +69,8 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
     blocks = left.block, right.block
     scales = {left.scale_dtype, right.scale_dtype}
     if scales == {torch.float8_e8m0fnu}:
-        return _MX
+        fp8 = left.elements_per_byte == right.elements_per_byte == 1
+        return _MX if fp8 else None  # torch has no products of E2M1 under E8M0 on NVIDIA GPUs
     if left.tensor_block is not None and right.tensor_block is not None:
         return _NVFP4
     if scales != {torch.float32}:

@@ -14,12 +14,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import require_choice, require_int
 from hybridtensor.formats import Format, work_out
 from hybridtensor.ops import Cast, CastRequest, Faces
 from hybridtensor.quantizers.plans import Plans, cast_plan, check_blocks
-from hybridtensor.state import Context, DelayedRule
+from hybridtensor.state import MAX_SEED, Context, DelayedRule
 
 ALONE = Context()
+
+
+def require_rounding(who: str, rounding: object, seed: object) -> None:
+    """Raise unless elements can be rounded so: by a word, and with a seed of random rounding."""
+    require_choice(who, "rounding", rounding, ("nearest", "stochastic"))
+    require_int(who, seed=seed)
+    if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"{who}: a seed from 0 to {MAX_SEED} is required, got {seed}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,9 @@ class Quantizer(ABC):
 
     stochastic: ClassVar[bool] = False
     """Whether elements are rounded at random."""
+
+    rule: ClassVar[str] = ""
+    """Which block scale is chosen, where formats leave a choice; see ``Cast``."""
 
     @functools.cached_property
     def plans(self) -> Plans:

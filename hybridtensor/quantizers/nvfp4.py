@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from hybridtensor.arguments import require_choice, require_flag, require_int
 from hybridtensor.formats import Format, get_format, work_out
 from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import (
-    OneFormatQuantizer,
-)
-from hybridtensor.state import MAX_SEED, Context
+from hybridtensor.quantizers.base import OneFormatQuantizer, require_rounding
+from hybridtensor.state import Context
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
     def __post_init__(self) -> None:
         who = "NVFP4Quantizer"
         require_flag(who, row_scaled=self.row_scaled, two_d=self.two_d, hadamard=self.hadamard)
-        require_choice(who, "rounding", self.rounding, ("nearest", "stochastic"))
-        require_int(who, seed=self.seed)
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"{who}: a seed from 0 to {MAX_SEED} is required, got {self.seed}")
+        require_rounding(who, self.rounding, self.seed)
         for option in ("row_scaled", "hadamard"):
             if self.two_d and getattr(self, option):
                 raise ValueError(
@@ -96,6 +91,11 @@ class NVFP4Quantizer(OneFormatQuantizer):
         """Whether elements are rounded at random."""
         return self.rounding == "stochastic"
 
+    @property
+    def rule(self) -> str:  # type: ignore[override]
+        """By which errors the two scales of a block are compared, if there are two."""
+        return self.four_over_six or ""
+
     @functools.cached_property
     def format(self) -> Format:
         """``nvfp4``, with what distinguishes it."""
@@ -110,4 +110,4 @@ class NVFP4Quantizer(OneFormatQuantizer):
     def cast(self, context: Context) -> Cast:
         """See ``OneFormatQuantizer.cast``."""
         stream = context.stream(self.seed) if self.stochastic else -1
-        return Cast(self.format, stream=stream, rule=self.four_over_six or "")
+        return Cast(self.format, stream=stream, rule=self.rule)

@@ -238,15 +238,16 @@ class HybridConfig(AOBaseConfig):
         ``"fp8"`` is one format for all three products, ``"fp8/fp8_rowwise/bf16"`` one each for
         output, grad_input and grad_weight. Formats: ``bf16`` (none), ``fp8`` (per tensor; E4M3,
         gradients E5M2), ``fp8_rowwise`` (E4M3), ``fp8_block`` (E4M3, 1x128, weights 128x128),
-        ``fp8_delayed`` (per tensor, as ``fp8``), ``mxfp8`` (E4M3) and ``nvfp4`` (weights 16x16,
-        Hadamard rotation in grad_weight, gradients rounded stochastically).
+        ``fp8_delayed`` (per tensor, as ``fp8``), ``mxfp8`` (E4M3), ``mxfp4`` and ``nvfp4`` (weights 16x16,
+        Hadamard rotation in grad_weight, gradients rounded stochastically, the latter two in ``mxfp4``, too).
 
         Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
         overrides), ``save_original_input``, ``fast_accum``, ``bf16_weight_values``, ``keep_faces`` and
         ``free_faces`` (always, never). Options: ``pow2_scale``, ``fp32_scale`` (of current scaling),
         ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed scaling),
-        ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``one_d`` (NVFP4 weights), ``nearest``
-        (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward), ``four_over_six``
+        ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``mx_even``, ``mx_floor`` (exponents of MXFP4),
+        ``one_d`` (NVFP4 weights), ``nearest`` (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input
+        in the forward), ``four_over_six``
         (of two scales per NVFP4 block of weights and inputs the better one), ``four_over_six_weight``,
         ``four_over_six_input`` (of one of them), ``four_over_six_mse``, ``four_over_six_448`` (its options),
         ``rowwise_dequantized`` (columnwise faces of input and weight from what the forward saw),

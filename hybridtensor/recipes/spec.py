@@ -25,6 +25,7 @@ from hybridtensor.quantizers import (
     Float8Quantizer,
     HybridQuantizer,
     IdentityQuantizer,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -63,6 +64,14 @@ def _nvfp4(role: str, gemm: str) -> Quantizer:
     )
 
 
+def _mxfp4(role: str, gemm: str) -> Quantizer:
+    """Rotate in grad_weight and round gradients at random, as in NVFP4."""
+    return MXFP4Quantizer(
+        hadamard=gemm == "grad_weight",
+        rounding="stochastic" if role == "grad_output" else "nearest",
+    )
+
+
 def _element(role: str) -> str:
     return "e5m2" if role == "grad_output" else "e4m3"
 
@@ -78,6 +87,7 @@ WORDS: dict[str, Word] = {
     "fp8_block": lambda role, gemm: Float8Quantizer(granularity="block", block=_block(role)),
     "fp8_delayed": lambda role, gemm: DelayedFloat8Quantizer(dtype=_element(role)),
     "mxfp8": lambda role, gemm: MXFP8Quantizer(),
+    "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
 }
 POLICIES: dict[str, tuple[str, str | bool]] = {
@@ -215,11 +225,13 @@ MODIFIERS: dict[str, Modifier] = {
         (Float8Quantizer, DelayedFloat8Quantizer), "dtype", "e4m3", ("grad_output",)
     ),
     "most_recent": Option((DelayedFloat8Quantizer,), "algorithm", "most_recent"),
-    "mx_two_d": Option((MXFP8Quantizer,), "two_d", True, ("weight",)),
+    "mx_two_d": Option((MXFP8Quantizer, MXFP4Quantizer), "two_d", True, ("weight",)),
     "mx_e5m2_grad": Option((MXFP8Quantizer,), "dtype", "e5m2", ("grad_output",)),
+    "mx_even": Option((MXFP4Quantizer,), "scale_rounding", "even"),
+    "mx_floor": Option((MXFP4Quantizer,), "scale_rounding", "floor"),
     "one_d": Option((NVFP4Quantizer,), "two_d", False, ("weight",)),
-    "nearest": Option((NVFP4Quantizer,), "rounding", "nearest"),
-    "no_hadamard": Option((NVFP4Quantizer,), "hadamard", False),
+    "nearest": Option((NVFP4Quantizer, MXFP4Quantizer), "rounding", "nearest"),
+    "no_hadamard": Option((NVFP4Quantizer, MXFP4Quantizer), "hadamard", False),
     "row_scaled_input": Option((NVFP4Quantizer,), "row_scaled", True, ("input",), ("rowwise",)),
     "four_over_six_weight": _four_over_six("weight"),
     "four_over_six_input": _four_over_six("input"),

@@ -11,7 +11,7 @@ import torch
 from hybridtensor import ops
 from hybridtensor.formats import REGISTRY
 from hybridtensor.ops import Cast, CastInputs, CastRequest
-from hybridtensor.quantizers import HybridQuantizer
+from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.watching.statistics import face_sizes, face_statistics, measure_face, part_of
@@ -115,7 +115,7 @@ def _is_stochastic(quantizer: object) -> bool:
 
 def _rule(quantizer: object) -> str:
     """Return by which rule a quantizer chooses block scales."""
-    return getattr(quantizer, "four_over_six", None) or ""
+    return quantizer.rule if isinstance(quantizer, Quantizer) else ""
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ CASES = [
     for persistent, faces in ((False, True), (True, True), (True, False))
 ]
 CASES += [("nvfp4+four_over_six", True, True), ("nvfp4+one_d+four_over_six", True, False)]
+CASES += [("mxfp4", True, True), ("mxfp4+mx_two_d", True, True), ("mxfp4", False, True)]
 
 
 def assert_equal_nested(a, b):

@@ -62,6 +62,7 @@ UNUSUAL = [
         columnwise_source="rowwise_dequantized",
     ),
     *(with_weight(rowwise=q, columnwise=q) for q in (
+        ht.MXFP4Quantizer(), ht.MXFP4Quantizer(two_d=True, scale_rounding="even"),
         ht.NVFP4Quantizer(two_d=True, four_over_six="mse"), ht.NVFP4Quantizer(four_over_six="mae"),
     )),
     with_weight(

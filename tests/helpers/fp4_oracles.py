@@ -1,5 +1,8 @@
 """FP4 with a choice of scales, one block at a time in numpy and ml_dtypes: nothing here is the package's."""
 
+import math
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -85,6 +88,44 @@ def error_of(elements, scale, part, level, metric, scale_max, transposed=False) 
         half = len(sums) // 2
         sums = [F32(a + b) for a, b in zip(sums[:half], sums[half:], strict=True)]
     return sums[0]
+
+
+def mxfp4_oracle(x: torch.Tensor, *, scale_rounding: str, block=(1, 32)):
+    """Quantize ``[M, K]`` along its last dimension; exponents by whole numbers and fractions, not by bits.
+
+    Returns:
+        E2M1 codes, one per uint8, and E8M0 scale bytes, one per block.
+    """
+    values = as_float32(x)
+    across, along = block
+    codes = np.zeros(values.shape, np.uint8)
+    scales = np.zeros((-(-values.shape[0] // across), -(-values.shape[1] // along)), np.uint8)
+    for i, j in np.ndindex(*scales.shape):
+        place = slice(across * i, across * (i + 1)), slice(along * j, along * (j + 1))
+        part = values[place]
+        if np.isnan(part).any():
+            scales[i, j] = 255
+            continue
+        exponent = _exponent(float(np.abs(part).max()), scale_rounding)
+        with np.errstate(over="ignore"):
+            scaled = np.clip(part.astype(np.float64) * 2.0**-exponent, -6, 6)
+        codes[place], scales[i, j] = scaled.astype(E2M1).view(np.uint8) & 0xF, exponent + 127
+    return codes, scales
+
+
+def _exponent(amax: float, rule: str) -> int:
+    if amax == 0:
+        return -127
+    if amax == np.inf:
+        return 127 if rule == "rceil" else 126
+    exponent = math.frexp(amax)[1] - 1
+    if rule == "rceil":
+        wanted = Fraction(float(F32(amax) * (F32(1) / F32(6))))  # which subnormal numbers round
+        found = next(e for e in range(exponent - 4, exponent + 1) if wanted <= Fraction(2) ** e)
+    else:
+        mantissa = Fraction(amax) / Fraction(2) ** exponent  # from 1 on, below 2: to 1, 1.5 or 2
+        found = exponent - 2 + (rule == "even" and mantissa >= Fraction(7, 4))
+    return max(min(found, 127), -127)
 
 
 def nearly_tied(rows: int, columns: int, side: int = 1) -> torch.Tensor:

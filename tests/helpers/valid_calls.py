@@ -320,6 +320,10 @@ ROWS = {
     ),
     "HybridQuantizer": row(ht.HybridQuantizer, rowwise=FP8_TENSOR, columnwise=FP8_TENSOR, columnwise_source="original"),
     "MXFP8Quantizer": row(ht.MXFP8Quantizer, {"two_d": "flag"}, dtype="e4m3", two_d=False),
+    "MXFP4Quantizer": row(
+        ht.MXFP4Quantizer, {"two_d": "flag", "hadamard": "flag", "seed": "integer"},
+        scale_rounding="rceil", two_d=False, hadamard=False, rounding="nearest", seed=0,
+    ),
     "NVFP4Quantizer": row(
         ht.NVFP4Quantizer,
         {"row_scaled": "flag", "two_d": "flag", "hadamard": "flag", "seed": "integer", "four_over_six": "None",

@@ -127,6 +127,7 @@ REFUSED = {
     "fp8_delayed/fp8/fp8": "delayed scaling of one direction; use fp8 there",
     ht.HybridConfig(*[NV(hadamard=True)] * 3): "rotation of columnwise faces only in input.rowwise",
     ht.HybridConfig(NV(row_scaled=True), NV(), NV()): "rows scaled in the forward only, in input.columnwise",
+    "mxfp4": "another format in input.rowwise is required by TransformerEngine, got mxfp4; use mxfp8 or nvfp4",
     "nvfp4+four_over_six": "four_over_six without rotation in input.columnwise is required",
     ht.HybridConfig(NV(scale_max=256), NV(), NV()): "block scales than up to 448 in input.rowwise .*scale_max=256",
     ht.HybridConfig(

@@ -24,7 +24,7 @@ from hybridtensor.testing import random_tensor
 
 T, N, K, E = 150, 64, 128, 3
 KINDS = ["fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128_fp32_scale",
-         "mxfp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4", "nvfp4_row_scaled", "nvfp4_16x16", "identity",
+         "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp4", "nvfp4", "nvfp4_row_scaled", "nvfp4_16x16", "identity",
          "of fp8_e4m3_tensor", "of nvfp4", "of mxfp8_e4m3_32x32"]  # fmt: skip
 ENDS = [(5, 5, 130), (0, 150, 150), (0, 0, 0)]
 

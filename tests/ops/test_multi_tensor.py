@@ -33,6 +33,8 @@ CASTS = [
     cast_of("nvfp4_hadamard", stream=12),
     cast_of("nvfp4_max256", rule="mse"),
     cast_of("nvfp4_16x16_max256", rule="mae"),
+    cast_of("mxfp4", rule="even"),
+    cast_of("mxfp4_32x32"),
 ]
 SHAPES = [(48, 128), (128, 384), (16, 128), (160, 256)]
 

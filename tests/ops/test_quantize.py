@@ -51,12 +51,15 @@ CASTS = [
     cast_of("nvfp4_hadamard_max256", rule="mae"),
     cast_of("nvfp4_16x16_max256", rule="mse"),
     cast_of("nvfp4_row_scaled", rule="mse"),
+    cast_of("mxfp4", rule="even", stream=14),
+    cast_of("mxfp4_32x32"),
+    cast_of("mxfp4_hadamard", rule="floor"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FIRST_ROW = 32
 # Casts that the kernels treat alike: per tensor, per row, in blocks of two kinds, MX, NVFP4 of two kinds,
-# and with a choice of scales
-KINDS = [CASTS[begin:end] for begin, end in itertools.pairwise((0, 3, 5, 7, 9, 12, 15, 18, 21))]
+# and with a choice of scales, MXFP4
+KINDS = [CASTS[begin:end] for begin, end in itertools.pairwise((0, 3, 5, 7, 9, 12, 15, 18, 21, 24))]
 WAYS = (0, 1, 2)
 
 
@@ -110,7 +113,8 @@ def face(x, cast, given, transposed=False):
             nvfp4.quantize(matrix, fmt, nvfp4.Draws(rounding, cast.stream, FIRST_ROW, transposed), rule=cast.rule)
         )
     if fmt.scale_dtype == torch.float8_e8m0fnu:
-        return list(mx.quantize(matrix, fmt))
+        rounding = given["rounding"] if cast.stream >= 0 else None
+        return list(mx.quantize(matrix, fmt, nvfp4.Draws(rounding, cast.stream, FIRST_ROW, transposed), cast.rule))
     if cast.slot >= 0:
         return list(float8.cast(matrix, fmt, given["encode_scale"], given["noted_amax"], cast.slot))
     return list(float8.quantize(matrix, fmt, cast.pow2_scale))

@@ -33,6 +33,8 @@ CASTS = [
     cast_of("nvfp4_hadamard", stream=12),
     cast_of("nvfp4_max256", rule="mse"),
     cast_of("nvfp4_16x16_max256", rule="mae"),
+    cast_of("mxfp4", rule="even"),
+    cast_of("mxfp4_32x32"),
 ]
 ENDS = [(5, 70, 70, 200), (0, 0, 130, 190), (0, 0, 0, 0), (200, 200, 200, 200), (64, 128, 192, 200)]
 
@@ -120,7 +122,14 @@ def test_steps_and_many_groups(device):
     x = random_tensor(150, 64, dtype=torch.bfloat16, seed=4, device=device)
     sizes = torch.tensor([0, 1, 0, 16, 17, 3, 0, 0, 40, 5] * 2 + [0], device=device)
     ends = sizes.cumsum(0).clamp(max=150).int()
-    for cast, step in ((CASTS[1], 16), (CASTS[5], 32), (CASTS[6], 16)):
+    for cast, step in (
+        (CASTS[1], 16),
+        (CASTS[5], 32),
+        (CASTS[6], 16),
+        (CASTS[11], 16),
+        (CASTS[12], 32),
+        (CASTS[13], 32),
+    ):
         check(x, Groups(21, ends, step), CastRequest(cast, cast.for_columnwise()))
 
 

@@ -16,6 +16,7 @@ from hybridtensor.formats import (
     FP8_E4M3_1X128,
     FP8_E4M3_TENSOR,
     IDENTITY,
+    MXFP4,
     MXFP8_E4M3,
     NVFP4,
     format_of_face,
@@ -89,7 +90,7 @@ def test_with_another_format_and_of_what_the_rowwise_face_holds(row, column, run
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("other", [MXFP8_E4M3, NVFP4, FP8_E4M3_1X128, FP8_E4M3_TENSOR, IDENTITY], ids=str)
-@pytest.mark.parametrize("fmt", [MXFP8_E4M3, NVFP4], ids=str)
+@pytest.mark.parametrize("fmt", [MXFP8_E4M3, MXFP4, NVFP4], ids=str)
 def test_products_are_those_of_the_elements(fmt, other, bias, out_dtype, device):
     """With values on either side, or on both."""
     a, b = random_tensor(48, 128, device=device), random_tensor(64, 128, seed=1, device=device)
@@ -114,6 +115,7 @@ def test_who_multiplies_values(device):
     for fmt in (IDENTITY, FP8_E4M3_TENSOR, FP8_E4M3_1X128, NVFP4.values):
         assert fmt.values is None
         assert not multiplies_values(fmt, torch.device(device))
+    assert multiplies_values(MXFP4, torch.device(device))  # whatever the device
 
 
 def test_formats_of_values():

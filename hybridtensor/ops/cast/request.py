@@ -23,7 +23,8 @@ class Cast(NamedTuple):
         slot: Which delayed scale to cast with; -1 measures the tensor instead.
         stream: Random numbers to round with; -1 rounds to nearest.
         rule: Which block scale is chosen, where a format leaves a choice. Of NVFP4 ``"mae"`` or ``"mse"``: the
-            amax of a block maps to 6 or to 4, whichever has the smaller error. ``""`` is the rule of the format.
+            amax of a block maps to 6 or to 4, whichever has the smaller error. Of MXFP4 ``"even"`` or ``"floor"``:
+            how the exponent is rounded. ``""`` is the rule of the format.
     """
 
     format: Format

@@ -9,10 +9,13 @@ import torch
 from hybridtensor.formats import Format
 from hybridtensor.kernels.groups import (
     BLOCK,
+    EXPONENT_EVEN,
+    EXPONENT_FLOOR,
     GIVEN,
     LEAST_ABSOLUTE,
     LEAST_SQUARED,
     MX,
+    MXFP4,
     NONE,
     NVFP4,
     NVFP4_ROW,
@@ -28,7 +31,14 @@ from hybridtensor.ops.cast.request import Cast
 MEASURED = (TENSOR, ROW, NVFP4, NVFP4_ROW)
 PER_ROW = (ROW, NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max
-_RULES = {"": OWN_RULE, "mae": LEAST_ABSOLUTE, "mse": LEAST_SQUARED}
+_FP4 = {MXFP4, NVFP4, NVFP4_ROW}
+_RULES = {
+    "": OWN_RULE,
+    "mae": LEAST_ABSOLUTE,
+    "mse": LEAST_SQUARED,
+    "even": EXPONENT_EVEN,
+    "floor": EXPONENT_FLOOR,
+}
 
 
 class KernelFace(NamedTuple):
@@ -91,7 +101,7 @@ class KernelFace(NamedTuple):
             note: Whether amaxes are noted.
             store: Whether the face is wanted, not only what it holds.
         """
-        two_level, whole = self.kind in (NVFP4, NVFP4_ROW), contraction % self.step == 0
+        packs, whole = self.kind in _FP4, contraction % self.step == 0
         return FaceConstants(
             kind=self.kind,
             side=self.side,
@@ -99,7 +109,7 @@ class KernelFace(NamedTuple):
             pow2=self.pow2,
             rotated=self.rotated,
             stochastic=self.stream >= 0,
-            pack=not whole or contraction % (8 if two_level else 4) == 0,
+            pack=not whole or contraction % (8 if packs else 4) == 0,
             overflow=torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX,
             note=note,
             store=store,
@@ -114,7 +124,7 @@ def _kind(fmt: Format, slot: int) -> int:
     if fmt.tensor_block is not None:
         return NVFP4 if fmt.tensor_block[0] is None else NVFP4_ROW
     if fmt.scale_dtype == torch.float8_e8m0fnu:
-        return MX
+        return MX if fmt.elements_per_byte == 1 else MXFP4
     if fmt.block[1] is not None:
         return BLOCK
     if slot >= 0:
@@ -149,7 +159,7 @@ class Tile(NamedTuple):
 _BLOCK_TILE = Tile(128, 128, 16, 16, 4, 176)
 _FP8_TILE = Tile(64, 64, 16, 8, 2, None)
 _NVFP4_TILE = Tile(64, 64, 16, 8, 2, 128)
-_MIXED_TILE = Tile(64, 64, 16, 8, 2, 152)  # NVFP4 and FP8
+_MIXED_TILE = Tile(64, 64, 16, 8, 2, 152)  # FP4 and FP8
 _ROTATED_TILE = Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its own
 _HELD_REGISTERS = (
     168  # so many that three programs of four warps, or six of two, fit; found by compiling only
@@ -172,19 +182,19 @@ def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
 
 def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     kinds = {face.kind for face in (row, column)} - {NONE}
-    two_level = bool(kinds & {NVFP4, NVFP4_ROW})
+    fp4 = bool(kinds & _FP4)
     if BLOCK in kinds:
         tile = _BLOCK_TILE
-    elif not two_level:
+    elif not fp4:
         return _FP8_TILE
     elif row.rotated or column.rotated:
         tile = _ROTATED_TILE
     else:
-        tile = _NVFP4_TILE if kinds <= {NVFP4, NVFP4_ROW} else _MIXED_TILE
+        tile = _NVFP4_TILE if kinds <= _FP4 else _MIXED_TILE
     if not of_rowwise:
         return tile
     spills = row.rotated or max(row.stream, column.stream) >= 0  # hundreds of registers
-    spills |= tile is _BLOCK_TILE and (two_level or row.kind not in (BLOCK, MX))
+    spills |= tile is _BLOCK_TILE and (fp4 or row.kind not in (BLOCK, MX))
     return tile._replace(registers=None if spills else _HELD_REGISTERS)
 
 

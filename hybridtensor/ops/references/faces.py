@@ -98,12 +98,12 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     fmt, tensor_scale = cast.format, None
     given = inputs.column_amax if transposed else inputs.row_amax
     amax = None if given is None else given[:, None]
+    rounding = inputs.rounding if cast.stream >= 0 else None
+    draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
     if fmt.tensor_block is not None:
-        rounding = inputs.rounding if cast.stream >= 0 else None
-        draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
         qdata, scale, tensor_scale = nvfp4.quantize(matrix, fmt, draws, amax, cast.rule)
     elif fmt.scale_dtype == torch.float8_e8m0fnu:
-        qdata, scale = mx.quantize(matrix, fmt)
+        qdata, scale = mx.quantize(matrix, fmt, draws, cast.rule)
     elif cast.slot < 0:
         qdata, scale = float8.quantize(matrix, fmt, cast.pow2_scale, amax)
     elif inputs.encode_scale is not None:
