@@ -15,6 +15,8 @@ from tiers import examples, in_turn
 
 from hybridtensor import NVFP4Quantizer
 from hybridtensor.formats import get_format
+from hybridtensor.kernels.groups import Matrix
+from hybridtensor.ops.cast.tiles import KernelFace, Tiling, computed, tile_of
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.references.hadamard import rotate
 from hybridtensor.ops.references.nvfp4 import unpack
@@ -213,6 +215,17 @@ def test_less_error_than_nvfp4_of_normal_values(device):
     for quantizer in (NVFP4Quantizer(), NVFP4Quantizer(four_over_six="mse")):
         errors.append((quantizer.quantize(x).rowwise.dequantize().float() - x.float()).square().sum().item())
     assert errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("other", ["fp8_e4m3_tensor", "fp8_e4m3_1x128", "nvfp4_hadamard"])
+def test_launches_that_compare_errors_round_each_product_and_sum(other):
+    """A fused multiply-add rounds once: on a GPU another scale would be chosen where errors are nearly equal."""
+    plain, chosen = KernelFace.of(cast_of(other)), KernelFace.of(cast_to("", "mse", 256))
+    matrix = Matrix(None, 256, 1, 256, 256)
+    for row, column, fuses in ((plain, chosen, False), (chosen, KernelFace.of(None), False), (plain, plain, True)):
+        for tile in (tile_of(row, column, False), computed(tile_of(row, column, True))):
+            options = Tiling.of(tile, matrix, torch.bfloat16, draws=False).options
+            assert options.get("enable_fp_fusion", True) is fuses
 
 
 def test_ml_dtypes_rounds_to_the_even_code():
