@@ -25,7 +25,16 @@ from hybridtensor.__main__ import main
 from hybridtensor.distributed import checkpoint
 from hybridtensor.inference.stored import amax_of
 
-PLAIN_LAYOUTS = ["hf_fp8", "ct_fp8_row", "ct_fp8_tensor", "ct_mxfp8", "ct_fp8_block", "hf_fp8_ue8m0", "ct_nvfp4"]
+PLAIN_LAYOUTS = [
+    "hf_fp8",
+    "ct_fp8_row",
+    "ct_fp8_tensor",
+    "ct_mxfp8",
+    "ct_fp8_block",
+    "hf_fp8_ue8m0",
+    "ct_nvfp4",
+    "ct_mxfp4",
+]
 
 
 FP8 = torch.ones(64, 64).to(torch.float8_e4m3fn)

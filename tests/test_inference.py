@@ -68,6 +68,21 @@ def test_the_bytes_of_nvfp4(two_d, chosen, most):
     assert tensors["0.weight_global_scale"].double() == (most / amax).float().double()
 
 
+@pytest.mark.parametrize("options", [{"two_d": True}, {"scale_rounding": "even"}, {}], ids=str)
+def test_the_bytes_of_mxfp4(options):
+    """Codes are those of the face, exponents once for each row; compressed-tensors gives the values back."""
+    config = ht.HybridConfig(ht.IdentityQuantizer(), ht.MXFP4Quantizer(**options), ht.IdentityQuantizer())
+    quantized = model(config=config)
+    tensors, said = dict(ht.inference_tensors(quantized)), ht.inference_config(quantized)
+    face = config.weight.quantize(quantized[0].weight.dequantize(), columnwise=False).rowwise
+    assert torch.equal(tensors["0.weight_packed"], face.qdata)
+    scale = face.scale.view(torch.uint8).repeat_interleave(32 if "two_d" in options else 1, 0)
+    assert torch.equal(tensors["0.weight_scale"], scale)
+    assert said["format"] == "mxfp4-pack-quantized"
+    got = read(tensors, said)
+    assert torch.equal(got["0.weight"].float(), face.dequantize().float())
+
+
 @pytest.mark.parametrize("two_d", [False, True])
 def test_squares_of_mxfp8_are_rows_of_blocks(two_d):
     quantized = model(config=ht.HybridConfig(*[ht.MXFP8Quantizer(two_d=two_d)] * 3))
@@ -175,7 +190,7 @@ def test_a_quantized_embedding_is_refused():
     assert [name for name, _ in ht.inference_tensors(left_alone)] == ["embed.weight"]
 
 
-@pytest.mark.parametrize("layout", ["ct_fp8_row", "ct_fp8_tensor", "ct_mxfp8", "hf_fp8", "ct_nvfp4"])
+@pytest.mark.parametrize("layout", ["ct_fp8_row", "ct_fp8_tensor", "ct_mxfp8", "hf_fp8", "ct_nvfp4", "ct_mxfp4"])
 @pytest.mark.parametrize("stored", ["separate", "stacked"])
 def test_experts(layout, stored):
     made = ht.quantize_(Experts(3, 128, 256).bfloat16(), recipe(layout))

@@ -152,11 +152,24 @@ class TestNothingIsWritten:
 
 
 @pytest.mark.parametrize(
-    "spec", ["nvfp4+four_over_six", "nvfp4+one_d+four_over_six", "nvfp4+four_over_six+four_over_six_448"]
+    "spec",
+    [
+        "nvfp4+four_over_six",
+        "nvfp4+one_d+four_over_six",
+        "nvfp4+four_over_six+four_over_six_448",
+        "mxfp4",
+        "mxfp4+mx_two_d+mx_floor",
+    ],
 )
-def test_faces_of_four_over_six_come_back(spec, tmp_path):
-    """Folders have the global scale, of whichever largest block scale it is."""
-    net = model("persistent", spec + "+bf16_weight_values", seed=1)
+def test_faces_of_fp4_come_back(spec, tmp_path):
+    """Folders of NVFP4 have the global scale, of whichever largest block scale it is."""
+    plain = model("plain", seed=1)
+    with (
+        torch.no_grad()
+    ):  # the last one over 256 has a global scale that no amax has over 448; of the others there is one
+        for layer, amax in ((0, 0.30078125), (2, 1.1015625), (3, 0.125)):
+            plain[layer].weight[0, 0] = amax
+    net = ht.quantize_(plain, spec + "+bf16_weight_values", persistent=True)
     folder = ht.export_pretrained(net, tmp_path / "out")
     other = ht.load_pretrained(model("persistent", spec + "+bf16_weight_values"), folder)
     for name in ("0.weight", "2.weight", "3.weight"):

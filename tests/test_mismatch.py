@@ -20,6 +20,7 @@ SAME = {
     "ct_fp8_tensor": "fp8",
     "ct_fp8_row": "fp8_rowwise",
     "ct_mxfp8": "mxfp8",
+    "ct_mxfp4": ht.HybridConfig(ht.MXFP8Quantizer(), ht.MXFP4Quantizer(), ht.MXFP8Quantizer()),
     "hf_fp8": ht.HybridConfig(FP32_BLOCKS, FP32_SQUARES, FP32_BLOCKS),
     "hf_fp8_ue8m0": ht.HybridConfig(BLOCKS, SQUARES, BLOCKS),
     "ct_fp8_block": ht.HybridConfig(FP32_BLOCKS, FP32_SQUARES, FP32_BLOCKS),

@@ -64,6 +64,9 @@ def decoded_weight(packed: Packed) -> Decoded:
     Args:
         packed: Its tensors, by what their names end in.
     """
+    if "weight_packed" in packed and "weight_global_scale" not in packed:
+        exponents = _exponents(packed["weight_scale"].view(torch.uint8))
+        return Decoded(_e2m1(packed["weight_packed"]) * _spread(exponents, 32))
     if "weight_packed" in packed:
         values = _e2m1(packed["weight_packed"]) * _spread(packed["weight_scale"].float(), 16)
         return Decoded(values, packed["weight_global_scale"].reciprocal().view(1, 1))
@@ -126,7 +129,7 @@ def _e2m1(packed: Tensor) -> Tensor:
         )
     except ImportError as error:
         raise ImportError(
-            "mismatch: the package compressed-tensors is required for NVFP4; pip install hybridtensor[inference]"
+            "mismatch: the package compressed-tensors is required for FP4; pip install hybridtensor[inference]"
         ) from error
     rows, width = packed.shape
     values: Tensor = unpack_fp4_from_uint8(packed, rows, 2 * width, torch.float32)

@@ -96,7 +96,7 @@ def _advice(fmt: Format, size: tuple[int, int]) -> str:
         return f"layouts that hold it: {', '.join(others)}"
     return (
         "no layout holds it; train the layer with a weight in 'fp8' (E4M3), 'fp8_rowwise', 'fp8_block', "
-        "'mxfp8' or 'nvfp4', or export it in high precision with export_safetensors"
+        "'mxfp8', 'mxfp4' or 'nvfp4', or export it in high precision with export_safetensors"
     )
 
 
@@ -136,6 +136,10 @@ def _by_row(face: Face) -> Tensor:
 
 def _mxfp8(face: Face) -> Packed:
     return {"weight": face.qdata, "weight_scale": _by_row(face)}
+
+
+def _mxfp4(face: Face) -> Packed:
+    return {"weight_packed": face.qdata, "weight_scale": _by_row(face)}
 
 
 def _nvfp4(face: Face) -> Packed:
@@ -187,6 +191,10 @@ LAYOUTS = {
         Layout(
             "ct_mxfp8", (formats.MXFP8_E4M3, formats.MXFP8_E4M3_32X32), _mxfp8, _float8("group", **_OF_32),
             "mxfp8-quantized",
+        ),
+        Layout(
+            "ct_mxfp4", (formats.MXFP4, formats.MXFP4_32X32), _mxfp4,
+            {**_float8("group", **_OF_32), "num_bits": 4}, "mxfp4-pack-quantized",
         ),
         Layout(
             "ct_nvfp4",

@@ -26,6 +26,7 @@ _SIDE = 128
 _NAN = 0x7F  # of E4M3, without its sign
 _GROUPS = {
     formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3,
+    formats.MXFP4_32X32: formats.MXFP4,
     formats.NVFP4_16X16: formats.NVFP4,
     formats.NVFP4_16X16_MAX256: formats.NVFP4_MAX256,
 }
@@ -145,7 +146,7 @@ def stored_face(name: str, packed: Packed) -> Face | None:
         ValueError: If they go together in no layout.
     """
     if "weight_packed" in packed:
-        return _nvfp4(name, packed)
+        return _nvfp4(name, packed) if "weight_global_scale" in packed else _mxfp4(name, packed)
     elements, scale = packed["weight"], packed.get("weight_scale_inv", packed.get("weight_scale"))
     if scale is None:
         require_values(name, elements)
@@ -190,6 +191,20 @@ def _format(scale: Tensor, rows: int, columns: int, *, in_squares: bool) -> Form
         if tuple(scale.shape) == fmt.scale_shape(rows, columns):
             return fmt
     return None
+
+
+def _mxfp4(name: str, packed: Packed) -> Face:
+    codes, scale = packed["weight_packed"], packed.get("weight_scale")
+    rows, width = codes.shape if codes.dim() == 2 else (0, 0)
+    shape = rows, width // 16
+    fits = codes.dtype == torch.uint8 and codes.dim() == 2 and width % 16 == 0
+    if not fits or scale is None or scale.itemsize != 1 or tuple(scale.shape) != shape:
+        raise ValueError(
+            f"{_WHO}: {name}: uint8 weight_packed of whole blocks of 32 with weight_scale {list(shape)}, or of 16 with "
+            f"weight_scale and one weight_global_scale, are required, got {list(codes.shape)} with others"
+        )
+    require_scales(name, scale.view(torch.uint8))
+    return Face(codes, scale.view(torch.float8_e8m0fnu), None, formats.MXFP4)
 
 
 def _nvfp4(name: str, packed: Packed) -> Face:

@@ -55,7 +55,7 @@ def inference_tensors(
     Args:
         model: Any model.
         layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
-            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
+            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
             Face's where that holds all weights and the recipes quantize inputs per 1x128, as its
             engines do, else for each weight what compressed-tensors has for its format.
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their

@@ -11,9 +11,10 @@ WEIGHTS = {
     "hf_fp8": ht.Float8Quantizer("block", block="128x128", pow2_scale=False),
     "hf_fp8_ue8m0": ht.Float8Quantizer("block", block="128x128"),
     "ct_mxfp8": ht.MXFP8Quantizer(),
+    "ct_mxfp4": ht.MXFP4Quantizer(),
     "ct_nvfp4": ht.NVFP4Quantizer(),
 }
-BF16_VALUES = ("ct_mxfp8", "ct_nvfp4")  # of whose readers
+BF16_VALUES = ("ct_mxfp8", "ct_mxfp4", "ct_nvfp4")  # of whose readers
 
 
 def recipe(layout, **options):
