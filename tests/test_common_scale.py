@@ -19,7 +19,15 @@ import hybridtensor as ht
 from hybridtensor.optim import MasterWeights
 
 BACKEND = "inductor" if tiers.LONG else "aot_eager"  # what is asked of graphs no backend decides
-SPECS = ["fp8", "fp8+pow2_scale", "nvfp4", "nvfp4/fp8/bf16", "fp8+bf16_weight_values", "fp8+dequantized"]
+SPECS = [
+    "fp8",
+    "fp8+pow2_scale",
+    "nvfp4",
+    "nvfp4/fp8/bf16",
+    "nvfp4+four_over_six",
+    "fp8+bf16_weight_values",
+    "fp8+dequantized",
+]
 
 
 def values_of(linear):

@@ -80,7 +80,8 @@ def test_on_a_gpu(name):
 
 
 MIXES = ["fp8/fp8_rowwise/bf16", "mxfp8+save_original_input", "nvfp4+nearest", "fp8+pow2_scale", "mxfp8+mx_two_d",
-         "bf16/mxfp8/fp8", "fp8_rowwise/nvfp4/mxfp8+nearest"]  # fmt: skip
+         "bf16/mxfp8/fp8", "fp8_rowwise/nvfp4/mxfp8+nearest",
+         "nvfp4+nearest+four_over_six", "mxfp4+nearest+mx_even"]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", MIXES)

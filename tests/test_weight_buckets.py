@@ -18,7 +18,8 @@ from hybridtensor.testing import random_tensor
 RECIPES = [
     "fp8", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "nvfp4+one_d", "fp8+pow2_scale",
     "nvfp4+one_d+rowwise_dequantized_weight", "bf16/fp8/nvfp4", "fp8+dequantized", "fp8+keep_faces",
-    "fp8+bf16_weight_values",
+    "fp8+bf16_weight_values", "nvfp4+four_over_six", "nvfp4+one_d+four_over_six+four_over_six_mse", "mxfp4",
+    "mxfp4+mx_two_d",
 ]  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def same(mine, theirs):
 @pytest.mark.parametrize("call_step", [True, False], ids=["step", "lazily"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bits(recipe, device, monkeypatch, call_step):
-    call_step = call_step or "delayed" in recipe or "nvfp4" in recipe
+    call_step = call_step or "delayed" in recipe or "fp4" in recipe
     expected = train_alone(monkeypatch, recipe, device, call_step=call_step)
     same(train(*built(recipe, device), device, call_step=call_step), expected)
 

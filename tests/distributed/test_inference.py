@@ -39,6 +39,8 @@ RECIPES = [
     "nvfp4+one_d",
     "fp8+bf16_weight_values",
     "mxfp8+bf16_weight_values",
+    "nvfp4+four_over_six",
+    "mxfp4",
 ]
 
 

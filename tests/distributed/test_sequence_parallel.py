@@ -31,7 +31,7 @@ from hybridtensor.testing import saved_for_backward
 
 RECIPES = [
     "bf16", "fp8", "fp8_block", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4", "fp8+dequantized", "fp8+high_precision",
-    "fp8_rowwise+dequantized", "mxfp8/fp8/bf16",
+    "fp8_rowwise+dequantized", "mxfp8/fp8/bf16", "nvfp4+four_over_six", "mxfp4",
 ]  # fmt: skip
 SHAPES = [(0, (64, 64)), (0, (64, 2, 64)), (1, (2, 64, 64)), (0, (256, 64)), (1, (2, 256, 64))]
 

@@ -24,7 +24,7 @@ import hybridtensor as ht
 WIDTH = 64
 RECIPES = [
     *ht.recipes.RECIPES, "fp8_delayed+most_recent", "fp8/fp8_rowwise/bf16", "bf16/mxfp8/fp8", "fp8+save_original_input",
-    "fp8_delayed/bf16/fp8", "fp8_delayed+dequantized",
+    "fp8_delayed/bf16/fp8", "fp8_delayed+dequantized", "nvfp4+four_over_six", "mxfp4",
 ]  # fmt: skip
 SCALED_BY_AMAX = ["fp8", "nvfp4"]  # weights of several layers may have a common scale
 
@@ -117,7 +117,7 @@ class Program:
     def draw(cls, seed, *, ranks=1):
         """Return the program of a seed."""
         rng = random.Random(seed)
-        stateless = [name for name in RECIPES if "nvfp4" not in name]  # ranks round their own rows at random
+        stateless = [name for name in RECIPES if "fp4" not in name]  # ranks round their own rows at random
         recipe = rng.choice(RECIPES if ranks == 1 else stateless)
         blocks = ["mlp", "attention", "linear", "tied"] + ["experts"] * (ranks == 1)
         kinds = [(rng.choice(blocks), rng.random() < 0.5, rng.random() < 0.5) for _ in range(rng.randint(1, 3))]
