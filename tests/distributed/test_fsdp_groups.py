@@ -9,6 +9,7 @@ from processes import here
 from sharding import batch, make, mesh_of, same_bits, shard
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.bundle import Bundle, Ready
@@ -153,6 +154,46 @@ def unlike(rank):
 
 def test_unlike_weights_in_a_group(two):
     two.run(unlike)
+
+
+def copies(rank):
+    """Parts on the host, of which each hook gets a copy: no weight is there before its hook."""
+    made = Bundle.__init__
+
+    def offloaded(self, *args):
+        made(self, *args)
+        self._is_offloaded, self._keeps = True, False
+
+    with mock.patch.object(Bundle, "__init__", offloaded):
+        for recipes in (QUANTIZED, MIXED):
+            for size in (1, 2):
+                model, twin = of_blocks(recipes), of_blocks(recipes)
+                fully_shard(model, mesh=mesh_of(rank, size), reshard_after_forward=True)
+                follow(model, twin)
+
+
+def test_parts_that_come_as_copies(two):
+    two.run(copies)
+
+
+def elsewhere(rank):
+    """FSDP2 of torch 2.11 and 2.12 makes memory of its own for every gather under compiled autograd."""
+    init = FSDPParam.init_all_gather_outputs
+
+    def anew(self, *args, **kwargs):
+        if isinstance(local(self.sharded_param), InterceptingTensor):
+            self.all_gather_outputs = []
+        init(self, *args, **kwargs)
+
+    with mock.patch.object(FSDPParam, "init_all_gather_outputs", anew):
+        for size in (1, 2):
+            model, twin = of_blocks(QUANTIZED), of_blocks(QUANTIZED)
+            fully_shard(model, mesh=mesh_of(rank, size), reshard_after_forward=True)
+            follow(model, twin)
+
+
+def test_gathers_into_other_memory(two):
+    two.run(elsewhere)
 
 
 def one_written(rank):

@@ -196,7 +196,7 @@ class Bundle:
             with torch.no_grad():
                 ready.unpack(self._received)
             self._shards[self.sender].sharded.gather_into([])
-            for tensor in ready.buffers:
+            for tensor in self._received:
                 free_storage(tensor)
             if payload is self._passing:
                 payload.release()
