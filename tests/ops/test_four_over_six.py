@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples, in_turn
 
-from hybridtensor import NVFP4Quantizer
+from hybridtensor import HybridConfig, NVFP4Quantizer
 from hybridtensor.formats import get_format
 from hybridtensor.kernels.groups import Matrix
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, computed, tile_of
@@ -206,6 +206,33 @@ def test_a_quantizer_says_what_it_makes():
         NVFP4Quantizer(four_over_six="MAE")
     with pytest.raises(ValueError, match="448 or 256 is required as scale_max, got 300"):
         NVFP4Quantizer(scale_max=300)
+
+
+@pytest.mark.parametrize(
+    ("cast", "says"),
+    [
+        (cast_of("nvfp4", rule="even"), "no rule or one of mae, mse is required for nvfp4, got 'even'"),
+        (cast_of("mxfp4", rule="mae"), "no rule or one of even, floor is required for mxfp4, got 'mae'"),
+        (cast_of("mxfp8_e4m3", rule="floor"), "no rule is required for mxfp8_e4m3, got 'floor'"),
+        (cast_of("nvfp4", rule="mae", stream=4), "rounding to nearest is required for nvfp4 with rule 'mae', got str"),
+    ],
+    ids=str,
+)
+def test_a_rule_belongs_to_a_format(cast, says, device):
+    with pytest.raises(ValueError, match=says):
+        quantize(torch.zeros(32, 32, device=device), row=cast)
+
+
+def test_quantizers_of_before_are_the_same():
+    """Pickles without the fields, and fingerprints that checkpoints and caches of graphs hold."""
+    fields = {"row_scaled": False, "two_d": True, "hadamard": False, "rounding": "nearest", "seed": 0}
+    old = NVFP4Quantizer.__new__(NVFP4Quantizer)
+    old.__setstate__(fields)
+    assert old == NVFP4Quantizer(two_d=True)
+    assert old.format is get_format("nvfp4_16x16")
+    assert HybridConfig.parse("nvfp4").fingerprint() == "55014d03187e6166"
+    specs = "nvfp4", "nvfp4+four_over_six", "nvfp4+four_over_six+four_over_six_448"
+    assert len({HybridConfig.parse(spec).fingerprint() for spec in specs}) == 3
 
 
 def test_less_error_than_nvfp4_of_normal_values(device):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
-from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
+from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, check_rules
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ops.references.faces import define_faces
 
@@ -22,6 +22,7 @@ class ReferenceCast(PreparedCast):
     """A cast by its definition."""
 
     def __init__(self, request: CastRequest) -> None:
+        check_rules(request)
         self.request = request
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:

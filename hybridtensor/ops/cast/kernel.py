@@ -19,7 +19,14 @@ from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
 from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
-from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, Hint, check_inputs
+from hybridtensor.ops.cast.request import (
+    NO_INPUTS,
+    CastInputs,
+    CastRequest,
+    Hint,
+    check_inputs,
+    check_rules,
+)
 from hybridtensor.ops.cast.tiles import MEASURED, PER_ROW, KernelFace, Tiling, computed, tile_of
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import is_current, on_device
@@ -60,6 +67,7 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
     key = matrix if inputs is NO_INPUTS else (*matrix, *_kinds(inputs))
     cast = _CASTS.get(key)
     if cast is None:
+        check_rules(request)
         check_inputs(x, request, inputs)
         if len(_CASTS) >= _MOST_CASTS:
             _CASTS.clear()

@@ -197,6 +197,28 @@ def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
                 )
 
 
+def check_rules(request: CastRequest) -> None:
+    """Raise ValueError unless formats have scales to choose from by the rules that are asked for."""
+    for cast in request[:3]:
+        if cast is not None and cast.rule:
+            _check_rule(cast)
+
+
+def _check_rule(cast: Cast) -> None:
+    fmt, known = cast.format.base, ""
+    if fmt.tensor_block is not None:
+        known = "mae, mse"
+    elif fmt.elements_per_byte > 1:
+        known = "even, floor"
+    if cast.rule not in known.split(", "):
+        rules = f"no rule or one of {known}" if known else "no rule"
+        raise ValueError(f"quantize: {rules} is required for {fmt}, got {cast.rule!r}")
+    if cast.stream >= 0 and fmt.tensor_block is not None:
+        raise ValueError(
+            f"quantize: rounding to nearest is required for {fmt} with rule {cast.rule!r}, got stream {cast.stream}"
+        )
+
+
 def _check_amax(cast: Cast | None, amax: Tensor, rows: int, name: str) -> None:
     """Raise ValueError unless a cast can be scaled by ``amax``."""
     per_row = None if cast is None else cast.measures
