@@ -104,6 +104,15 @@ def test_small_batches_table():
     assert table("small_batches_nvidia_h100_80gb_hbm3") == expected
 
 
+def test_models_table():
+    rows = results("models_nvidia_h100_80gb_hbm3")["rows"]
+    assert table("models_nvidia_h100_80gb_hbm3") == [
+        [f"{r['tokens']:,}", r["recipe"], f"{r['bf16 ms']:.1f}", f"{r['ms']:.1f}", f"{r['of bf16']:.2f}x",
+         f"{r['host ms']:.1f}", f"{r['kernels ms']:.1f}", f"{r['launches']:,}", f"{r['first 4 steps s']:.1f}"]
+        for r in rows
+    ]  # fmt: skip
+
+
 def test_blocks_table():
     rows = results("blocks_nvidia_h200")["rows"]
     assert table("blocks_nvidia_h200") == [

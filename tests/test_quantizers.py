@@ -402,8 +402,9 @@ def test_nan_and_inf_stay_inside_their_scale_group(quantizer, row, column, bad):
         for block in groups:  # an Inf is also what the tensor scale sees; a NaN is not
             touched[group_of(block, (row, column), face.axis)] = True
         assert torch.equal(values[~touched], expected[~touched])
-        if bad == bad:
-            assert values.isfinite().all()
+        if bad == bad:  # an Inf is the largest value; rotated back from the largest scale of MXFP4, values overflow
+            rotated_mx = quantizer.rowwise_format.hadamard and not two_level
+            assert (values[~touched] if rotated_mx else values).isfinite().all()
         elif quantizer.rowwise_format.elements_per_byte > 1:
             assert torch.equal(values.isnan(), touched)  # FP4 has no NaN: the block has
         else:
