@@ -7,6 +7,7 @@ import pytest
 import tiers
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 from torch._inductor.utils import run_and_get_code
 
 import hybridtensor as ht
@@ -57,10 +58,16 @@ def train(recipe, device, backend, steps=2, grad=False):
     return found
 
 
+def written(function):
+    """Return what a function does, and the Python that Inductor wrote for its graphs, none of which is from a cache."""
+    with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        return run_and_get_code(function)
+
+
+@functools.cache
 def codes_of(recipe, device, **options):
-    """Return what steps compute, and the Python that Inductor wrote for their graphs."""
-    with torch._inductor.config.patch(force_disable_caches=True):
-        return run_and_get_code(functools.partial(train, recipe, device, "inductor", **options))
+    """Return what steps compute, and the code of their graphs."""
+    return written(functools.partial(train, recipe, device, "inductor", **options))
 
 
 def calls(code, name):
@@ -101,10 +108,12 @@ def test_inputs_of_a_graph_that_are_no_weights_are_cast_one_by_one(device):
 
 def test_no_more_weights_are_cast_together_than_fit(device, monkeypatch):
     monkeypatch.setattr(lowering, "_MOST_ELEMENTS", 2 * 64 * 64)  # the two first, not the last one
-    _, codes = codes_of("fp8", device)
-    forward = next(code for code in codes if calls(code, "measure_all"))
-    assert len(calls(forward, "measure_all")) == 1
-    assert len(calls(forward, "measure")) == 1
+    torch._dynamo.reset()
+    block = ht.quantize_(Block(64).to(device, torch.bfloat16), "fp8")
+    block.compile()
+    _, (forward,) = written(functools.partial(block, random_tensor(32, 64, device=device)))
+    assert len(calls(forward, "quantize_all")) == 1
+    assert len(calls(forward, "quantize")) == 3  # the input, what the last layer reads, and its weight
 
 
 @pytest.mark.gpu
