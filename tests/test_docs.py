@@ -113,6 +113,14 @@ def test_models_table():
     ]  # fmt: skip
 
 
+def test_the_readme_shows_both_ends():
+    speeds = {}
+    for row in results("models_nvidia_h100_80gb_hbm3")["rows"]:
+        if row["recipe"] in ("fp8", "torchao tensorwise"):
+            speeds.setdefault(f"{row['tokens']:,}", []).append(f"{row['of bf16']:.2f}x")
+    assert table("both ends", README) == [[tokens, *of] for tokens, of in speeds.items()]
+
+
 def test_blocks_table():
     rows = results("blocks_nvidia_h200")["rows"]
     assert table("blocks_nvidia_h200") == [

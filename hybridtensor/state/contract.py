@@ -95,7 +95,8 @@ def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
         return amaxes
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    numbers = torch.zeros(2, size, dtype=torch.float32)  # exact up to 2 ** 24
+    # exact up to 2 ** 24; pinned, as a copy of pageable memory may wait for the device
+    numbers = torch.zeros(2, size, dtype=torch.float32, device="cpu", pin_memory=amaxes.is_cuda)
     numbers[0, rank], numbers[1, rank] = training.steps, training.ended
     sent = torch.cat([amaxes, numbers.flatten().to(amaxes.device, non_blocking=True)])
     if sent.is_cuda:
