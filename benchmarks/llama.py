@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP, whose activation is that of this library if it is ``fused``, and hands over what is quantized."""
+    """A gated MLP, whose activation is that of this library if it is ``fused``, and passes on what is quantized."""
 
     fused = False
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
         return x + mlp(self._normed(x, self.norm2, (mlp.gate_proj, mlp.up_proj)))
 
     def fuse(self) -> None:
-        """Use norms and an activation that hand over what the layers behind them would quantize."""
+        """Use norms and an activation that pass on what the layers behind them would quantize."""
         self.fused = self.mlp.fused = True
 
     def _normed(self, x: Tensor, norm: nn.RMSNorm, readers: tuple[nn.Linear, ...]) -> Tensor:

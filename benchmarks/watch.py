@@ -20,7 +20,7 @@ EVERY = 100
 
 
 class Run:
-    """A training run whose steps are told to be measured or not."""
+    """A training run whose steps are measured or not, as asked."""
 
     def __init__(self, recipe: str, mode: str, device: str) -> None:
         torch.manual_seed(0)

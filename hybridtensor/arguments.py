@@ -1,4 +1,4 @@
-"""What callers are told of arguments of the wrong kind: one check per kind, for every public
+"""Errors for arguments of the wrong kind: one check per kind, for every public
 function.
 
 All raise TypeError for another kind and ValueError for a value that is not possible, as

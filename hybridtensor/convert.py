@@ -230,7 +230,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Change the recipe of every weight that ``quantize_`` converted; optimizer state is untouched.
 
     The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights
-    are made again, from the masters of ``optim.MasterWeights`` or else from what they hold.
+    are recomputed, from the masters of ``optim.MasterWeights`` or else from what they hold.
 
     Args:
         model: A model that went through ``quantize_``.

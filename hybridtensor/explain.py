@@ -13,7 +13,7 @@ from torch import nn
 from hybridtensor.arguments import require_flag, require_kind, require_module
 from hybridtensor.costs import TABLES, CostTable, table
 from hybridtensor.distributed.fsdp.hooks import gathers, part_of
-from hybridtensor.distributed.sequence.travels import travels
+from hybridtensor.distributed.sequence.sends import sends
 from hybridtensor.explanation.rows import GatherRow, GemmRow, LayerRow, Rows, SequenceRow
 from hybridtensor.explanation.tables import tables
 from hybridtensor.explanation.totals import (
@@ -195,7 +195,7 @@ def _runs_on(device: torch.device) -> torch.device:
 def _sequence(model: nn.Module) -> tuple[SequenceRow, ...]:
     named = model.named_modules()
     return tuple(
-        SequenceRow(name or "<root>", *sent) for name, module in named for sent in travels(module)
+        SequenceRow(name or "<root>", *sent) for name, module in named for sent in sends(module)
     )
 
 

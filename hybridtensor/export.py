@@ -217,7 +217,7 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
 
 
 def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
-    """Quantize a master weight as the next forward would, without taking note of it."""
+    """Quantize a master weight as the next forward would, and record nothing."""
     context = weight.context._replace(record=False)
     if weight.is_transposed:
         return quantize_weight(weight.config, weight.plain, context, weight.layer)

@@ -6,7 +6,7 @@
         loss = model(tokens)
     loss.backward()
 
-Whole storages travel, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all
+Whole storages are copied, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all
 layers that share it. On a GPU the copies run on a stream of their own: a block's memory is given
 back when the next block has ended, and when backward enters a block, what the one before it needs
 is already on its way. On a CPU the copies are made at once.
@@ -77,7 +77,7 @@ def offload_activations(
             Without, copies do not overlap with computing.
 
     Returns:
-        What travelled; counted on while backward runs.
+        What was copied; counted on while backward runs.
 
     Raises:
         TypeError: If ``blocks`` are not modules, or a number is none.

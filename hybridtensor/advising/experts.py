@@ -1,4 +1,4 @@
-"""The products with stacks of experts' weights, told of while a model runs as it is."""
+"""Observing the products with stacks of experts' weights while a model runs as it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = {gemm.name: (gemm.left[0], gemm.right[0]) for gemm in GEMMS}
 
 
 def is_measurable(weight: Tensor) -> bool:
-    """Return whether products with a stack of weights can be told of."""
+    """Return whether products with a stack of weights can be observed."""
     return type(weight) is nn.Parameter or is_converted(weight)
 
 
@@ -31,7 +31,7 @@ def told_products(stacks: Sequence[Noise], order: Iterator[int]) -> Iterator[Non
     """Have the products with stacks measured while the model runs.
 
     Plain stacks are weights of this library meanwhile, in high precision: those whose products with
-    tokens are told of, whichever function multiplies them.
+    tokens are observed, whichever function multiplies them.
 
     Args:
         stacks: What is found out about each.
@@ -53,7 +53,7 @@ def told_products(stacks: Sequence[Noise], order: Iterator[int]) -> Iterator[Non
 
 
 def _observable(one: Noise) -> nn.Parameter:
-    """Return a parameter with the values of a plain stack, whose products are told of."""
+    """Return a parameter with the values of a plain stack, whose products are observed."""
     plain, state = one.layer.weight, LayerState(one.layer.name)
     state.transposed = one.layer.transposed
     made = MasterWeight(plain.detach(), HybridConfig.parse("bf16"))

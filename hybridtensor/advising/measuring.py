@@ -13,7 +13,7 @@ all as sums of squares. How much of the first two arrives in gradients is measur
 of these is the error of a recipe: about the relative squared error of the gradients of all weights. Noise of different
 products is taken as independent.
 
-Linear layers are measured in hooks; experts where their products are told of, each as a linear layer of its own.
+Linear layers are measured in hooks; experts where their products are observed, each as a linear layer of its own.
 """
 
 from __future__ import annotations

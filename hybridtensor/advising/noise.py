@@ -47,7 +47,7 @@ class Noise:
         self._sums: dict[tuple[str, str], Tensor] = {}
 
     def begin(self, order: Iterator[int]) -> None:
-        """Take note that the layer's output is computed."""
+        """Record that the layer's output is computed."""
         if self.order < 0:
             self.order = next(order)
 

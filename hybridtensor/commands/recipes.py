@@ -24,7 +24,7 @@ MODIFIERS = {
     "save_original_input": "keep the input itself for backward, and quantize it there",
     "fast_accum": "FP8 products of backward sum up in fewer bits on Hopper",
     "bf16_weight_values": "round weights to bf16 before they are quantized",
-    "keep_faces": "keep faces that could be made again: those of a weight until it is written",
+    "keep_faces": "keep faces that could be recomputed: those of a weight until it is written",
     "free_faces": "make each face of a weight when it is used, and keep none",
     "pow2_scale": "fp8: scales are powers of two",
     "fp32_scale": "fp8_block: scales are no powers of two",

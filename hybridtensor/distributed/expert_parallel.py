@@ -188,10 +188,10 @@ class ExpertParallel(ParallelStyle):
     ``torch.compile`` experts run between two graphs.
 
     Args:
-        dispatch: ``"faces"``: tokens travel as the rowwise face that products read, where its scales
+        dispatch: ``"faces"``: tokens are sent as the rowwise face that products read, where its scales
             are within a token and the recipe makes the columnwise face of it; elsewhere, and for
             ``"bf16"``, as values. ``explain`` says which, and why.
-        combine: How outputs travel back: ``"bf16"``, as values; or a format with scales within a
+        combine: How outputs are sent back: ``"bf16"``, as values; or a format with scales within a
             token, such as ``"mxfp8"``.
         gradients: The same of both gradients in backward.
         ends: The module takes offsets where each expert's tokens end, int32, in place of counts.
@@ -246,7 +246,7 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
-def tokens_travel(style: ExpertParallel, module: nn.Module) -> tuple[str, str]:
+def dispatch_sends(style: ExpertParallel, module: nn.Module) -> tuple[str, str]:
     """Describe what dispatch sends, and say why it is high-precision values; the second text is empty where it is
     not.
     """
@@ -267,7 +267,7 @@ def _input_quantizer(style: ExpertParallel, module: nn.Module) -> tuple[Quantize
 
 
 def _of_rows(quantizer: Quantizer) -> tuple[Quantizer | None, str]:
-    """Return the quantizer of inputs if rows can travel quantized, or None and why not."""
+    """Return the quantizer of inputs if rows can be sent quantized, or None and why not."""
     row = quantizer.rowwise if isinstance(quantizer, HybridQuantizer) else quantizer
     if quantizer.rowwise_format.is_identity:
         return None, "the rowwise face is in high precision"
@@ -311,7 +311,7 @@ class _Forward:
     """The forward of experts that are on several ranks.
 
     Args:
-        style: Says what travels.
+        style: Says what is sent.
         module: The experts.
         mesh: Their ranks.
     """
@@ -378,10 +378,10 @@ def _local_parts(module: nn.Module) -> Iterator[None]:
 
 
 def _tell_once(module: nn.Module, reason: str) -> None:
-    """Log why values travel, at the first call."""
+    """Log why values are sent, at the first call."""
     if not module.__dict__.get("_hybridtensor_told"):
         module.__dict__["_hybridtensor_told"] = True
-        _logger.info("%s: tokens travel as values: %s", type(module).__name__, reason)
+        _logger.info("%s: tokens are sent as values: %s", type(module).__name__, reason)
 
 
 _logger = logging.getLogger("hybridtensor")

@@ -1,1 +1,1 @@
-"""The parts of ``explain``: what it found, as records, and how that is told on a screen."""
+"""The parts of ``explain``: records of what it found, and how they are printed."""

@@ -67,9 +67,9 @@ class GatherRow:
 
     Attributes:
         layer: Fully qualified name.
-        forward: What travels before forward.
-        backward: What travels before backward, where the weight is not kept until then.
-        reason: Why values travel that could have been quantized before, or what is done otherwise
+        forward: What is sent before forward.
+        backward: What is sent before backward, where the weight is not kept until then.
+        reason: Why values are sent that could have been quantized before, or what is done otherwise
             than asked; or "".
     """
 
@@ -86,9 +86,9 @@ class SequenceRow:
     Attributes:
         module: Fully qualified name of the module with the style.
         tensor: ``input`` or ``grad_output``.
-        forward: What travels before forward, or "" for nothing.
-        backward: What travels in backward, or "".
-        reason: Why values travel; or for which numbers of tokens bytes do.
+        forward: What is sent before forward, or "" for nothing.
+        backward: What is sent in backward, or "".
+        reason: Why values are sent; or for which numbers of tokens bytes do.
     """
 
     module: str

@@ -50,7 +50,7 @@ def inference_tensors(
     Where a face is there, tensors share its memory: copy what is to outlive the next write.
 
     Of a sharded model (FSDP2, tensor and expert parallel), every rank iterates to the end: parts
-    travel as quantized bytes, in buckets.
+    are sent as quantized bytes, in buckets.
 
     Args:
         model: Any model.
@@ -61,7 +61,7 @@ def inference_tensors(
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
             checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
         dtype: Of everything that is not quantized.
-        bucket_bytes: Of how many bytes of whole tensors travel together; at least one tensor.
+        bucket_bytes: Of how many bytes of whole tensors are sent together; at least one tensor.
         ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
         static_inputs: Whether layers with delayed scales of inputs have these as ``input_scale``, where compressed
             tensors per tensor or row have that; else engines measure inputs.

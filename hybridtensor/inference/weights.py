@@ -229,9 +229,9 @@ def _of_parts(who: str, one: Exported, fmt: Format) -> Format:
         any(cut) and fmt.tensor_block
     ):
         return fmt
-    travels = one.sharded is not None and plan_of(one.sharded, one.part.recipe).row.kind != "bytes"
+    values = one.sharded is not None and plan_of(one.sharded, one.part.recipe).row.kind != "bytes"
     whole = one.sharded is not None and bool(plan_of(one.sharded, one.part.recipe).whole)
-    if fmt is FP8_E4M3_TENSOR and not cut[1] and not (travels or whole):
+    if fmt is FP8_E4M3_TENSOR and not cut[1] and not (values or whole):
         return FP8_E4M3_ROW
     raise ValueError(
         f"{who}: {one.name}: scales that end with each tensor-parallel rank's part {list(sizes)} are required, "

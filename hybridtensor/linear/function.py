@@ -377,7 +377,7 @@ def _check_like_weight(
 
 
 def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:
-    """Raise ValueError unless a weight is multiplied as ``quantize_`` was told that it is stored."""
+    """Raise ValueError unless a weight is multiplied as it is stored by the word of ``quantize_``."""
     if state.transposed != is_transposed(weight) and 1 not in weight.shape:
         stored, product = (
             ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")

@@ -96,7 +96,7 @@ def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
 
 
 def _check_layout(weight: Weight) -> None:
-    """Raise ValueError unless experts are multiplied as ``quantize_`` was told that they are stored."""
+    """Raise ValueError unless experts are multiplied as they are stored by the word of ``quantize_``."""
     state = weight.record.layer
     if state is None or state.transposed is None:
         return

@@ -7,7 +7,7 @@
 | ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
 
 An input is kept where the recipe says so, and where backward has it anyway: what attention returned, and in a
-graph of ``torch.compile`` also what a norm or an activation returned, which a compiler makes again of
+graph of ``torch.compile`` also what a norm or an activation returned, which a compiler recomputes from
 what their own backward needs.
 """
 
@@ -271,7 +271,7 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
 
 @functools.lru_cache(maxsize=256)
 def _can_be_kept(quantizer: Quantizer, *, state_holds: bool) -> bool:
-    """Return whether the columnwise face is quantized, made of the tensor itself, and can be made again with
+    """Return whether the columnwise face is quantized, made of the tensor itself, and can be recomputed with
     the same bits; of what depends on the layer's state only if that is sure to be forward's still.
     """
     own, source = quantizer, "original"

@@ -78,7 +78,7 @@ class HybridConfig(AOBaseConfig):
         bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are
             not: the faces are then those of the model's bf16 export, which inference engines
             quantize.
-        keep_faces: How long faces live that can be made again; no bit depends on it, but for the roundings
+        keep_faces: How long faces live that can be recomputed; no bit depends on it, but for the roundings
             that a compiler skips. Those of weights in high precision: ``"auto"``: until the next write
             where several forwards use a weight in between, as while gradients accumulate, else the
             rowwise one while forward uses it, and the columnwise one, which backward makes, while that
@@ -159,7 +159,7 @@ class HybridConfig(AOBaseConfig):
         object.__setattr__(self, "save_original_input", override == "high_precision")
 
     def _check_repeatable(self) -> None:
-        """Refuse or drop ``save_original_input`` where the input's face cannot be made again."""
+        """Refuse or drop ``save_original_input`` where the input's face cannot be recomputed."""
         if not self.save_original_input or _columnwise_repeatable(self.input):
             return
         if self.input.stochastic:
@@ -348,7 +348,7 @@ def _told_formats(config: HybridConfig, gemm: Gemm) -> str:
 
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:
-    """Whether the columnwise face can be made again with the same bits."""
+    """Whether the columnwise face can be recomputed with the same bits."""
     if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "original":
         return quantizer.columnwise.repeatable
     return quantizer.repeatable

@@ -1,4 +1,4 @@
-"""The training of one model as an object: at which step it is, and who is told of each.
+"""The training of one model as an object: at which step it is, and who is called at each.
 
 A step of the optimizers ends when each that holds parameters of the model has stepped. ``step_`` advances what
 quantizers remember. Whoever wants to know of either subscribes here: nothing else counts steps.
@@ -19,7 +19,7 @@ from hybridtensor.ops.library import is_traced
 from hybridtensor.state.layer import LayerState
 
 Follower = Callable[[nn.Module, Optimizer], None]
-"""What is told that an optimizer ended a step of a model."""
+"""Is called when an optimizer ended a step of a model."""
 Group = dist.ProcessGroup | None
 
 
@@ -29,7 +29,7 @@ class Training:
     Attributes:
         steps: How often ``step_`` advanced the model.
         ended: How many steps its optimizers ended.
-        followers: What is told of each of these.
+        followers: Callbacks of each of these.
         is_compared: Whether ranks were found to have the same recipes.
         scales: The delayed scales that the ranks of a group were found to have alike.
         places: At which steps ranks are, on its way to the host; see ``contract``.

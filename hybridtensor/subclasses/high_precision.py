@@ -156,7 +156,7 @@ class HighPrecisionValues:
     # -------------------------------------------------------------------------------------------------------
 
     def note_quantized(self, values: Tensor, view: View = whole) -> None:
-        """Take note that the weight, or a view of it, was quantized from new values."""
+        """Record that the weight, or a view of it, was quantized from new values."""
         self._take(values.detach(), view, follows=True)
         self.loaded = False
 
@@ -168,7 +168,7 @@ class HighPrecisionValues:
         known: tuple[Tensor, bool] | None = None,
         unchanged: bool = False,
     ) -> None:
-        """Take note that other faces were copied into the weight's, or those of a view of it.
+        """Record that other faces were copied into the weight's, or those of a view of it.
 
         Args:
             dequantize: Returns what the faces hold.
@@ -191,7 +191,7 @@ class HighPrecisionValues:
             self._take(known[0], view, follows=known[1])
 
     def note_loaded(self) -> None:
-        """Take note that faces and master are loaded, whichever came first."""
+        """Record that faces and master are loaded, whichever came first."""
         self.loaded = False
         self._follows = False
 

@@ -14,10 +14,10 @@ from hybridtensor.state import Context
 
 
 class Observer(Protocol):
-    """What is told of each use of a weight."""
+    """Is called at each use of a weight."""
 
     def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """Take note of an operand of the next products, those of a forward or of its backward.
+        """Record an operand of the next products, those of a forward or of its backward.
 
         Args:
             layer: State of the layer, which stands for it.
@@ -29,7 +29,7 @@ class Observer(Protocol):
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        """Take note of a product.
+        """Record a product.
 
         Args:
             layer: State of the layer, which stands for it.
@@ -40,7 +40,7 @@ class Observer(Protocol):
         """
 
     def note_read(self, layer: object, reader: str) -> None:
-        """Take note that values of a weight were read in high precision.
+        """Record that values of a weight were read in high precision.
 
         Args:
             layer: State of the layer, which stands for it.
@@ -49,7 +49,7 @@ class Observer(Protocol):
 
 
 observers: list[Observer] = []
-"""Those who watch; looked at before anything is told."""
+"""The observers; empty in most programs, which costs one look."""
 
 
 def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: bool) -> Context:

@@ -60,7 +60,7 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     @property
     def writes(self) -> int:
-        """How many writes are counted, with those of compiled code, of which this takes note."""
+        """How many writes are counted, with those of compiled code, of which this keeps a record."""
         self._count_graph_writes(version_of(self))
         return self.record.writes + self.record.compiled_writes
 
@@ -283,7 +283,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             rowwise: Make the rowwise face.
             columnwise: Make the columnwise face.
             dtype: Dtype of the computation.
-            record: Take note of amaxes.
+            record: Record amaxes.
             amaxes: What they are scaled by, where that was measured before.
             after: What a graph computes before.
             config: A recipe instead of the weight's.
@@ -300,7 +300,7 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     @torch.no_grad()
     def forward_face(self) -> Face:
-        """Return the rowwise face that the next forward multiplies, and take note of nothing: neither
+        """Return the rowwise face that the next forward multiplies, and record nothing: neither
         of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
         """
         stamp = self.stamp(self.dtype)

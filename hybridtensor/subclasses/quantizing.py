@@ -233,7 +233,7 @@ def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
 def note_overwritten(dst: HybridTensor) -> None:
     """Let autograd see that the faces were written: below ``__torch_dispatch__`` it does not look.
 
-    Whoever saved them for backward is told then, as with any tensor that is written in place.
+    Backward raises then for whoever saved them, as with any tensor that is written in place.
     """
     plain = [tensor for tensor in flatten(dst)[0] if not tensor.is_inference()]
     increment_version(plain)

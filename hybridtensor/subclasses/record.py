@@ -37,7 +37,7 @@ class Gathered(Protocol):
         """Return a face of the whole weight; gather it again if the face is missing."""
 
     def note_traced(self) -> None:
-        """Take note that a compiled graph holds the tensors of the faces."""
+        """Record that a compiled graph holds the tensors of the faces."""
 
 
 class _Holder:
@@ -156,7 +156,7 @@ class WeightRecord:
     # -------------------------------------------------------------------------------------------------------
 
     def note_write(self, captured: bool) -> None:
-        """Take note of a write, which no face outlives, and which a CUDA graph may have ``captured``."""
+        """Record a write, which no face outlives, and which a CUDA graph may have ``captured``."""
         self.changes += 1
         self.writes += 1
         self.kept.clear()
@@ -173,7 +173,7 @@ class WeightRecord:
         return plain.detach()
 
     def add_holder(self, plain: Tensor) -> None:
-        """Take note that a wrapper of ours holds ``plain``, the memory or a view of it."""
+        """Record that a wrapper of ours holds ``plain``, the memory or a view of it."""
         key, holders = id(plain), self._holders
         if key not in holders:
             # Of the plain tensor, not of its wrapper: ``swap_tensors``, which moves wrappers,

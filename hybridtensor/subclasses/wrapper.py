@@ -259,9 +259,9 @@ class WrapperTensor(Tensor):
         return address
 
     def __dlpack__(self, **_: object) -> NoReturn:
-        """Refuse: there is no memory to hand over."""
+        """Refuse: a wrapper has no memory to export."""
         raise NotImplementedError(
-            f"{type(self).__name__}: DLPack needs one plain tensor, got a wrapper of several; hand over dequantize()"
+            f"{type(self).__name__}: DLPack needs one plain tensor, got a wrapper of several; export dequantize()"
         )
 
     def __dlpack_device__(self) -> NoReturn:

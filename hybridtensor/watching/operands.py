@@ -110,7 +110,7 @@ class Call:
         return 0 if self.expert is None else self.expert.place
 
     def note(self, role: str, values: Tensor) -> None:
-        """Take note of an operand."""
+        """Record an operand."""
         self._noted[role] = values
 
     def choose(self, groups: Groups, rows: int) -> None:

@@ -170,7 +170,7 @@ class Sums:
         return known
 
     def note_amaxes(self, place: int, face: int, amaxes: Tensor) -> None:
-        """Take note of the largest magnitudes of experts, whose first has ``place``."""
+        """Record the largest magnitudes of experts, whose first has ``place``."""
         known = self.numbers.maxima[place : place + len(amaxes), face, 0]
         torch.maximum(known, amaxes, out=known)
 

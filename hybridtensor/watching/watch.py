@@ -171,7 +171,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         self._flush(before)  # last: alarms may raise
 
     def note(self, loss: Tensor | float, *, step: int | None = None) -> None:
-        """Take note of a loss, one number, for reports; nothing waits for it.
+        """Record a loss, one number, for reports; nothing waits for it.
 
         Args:
             loss: Of one step.

@@ -1,4 +1,4 @@
-"""Weights of a group whose bytes travel together: what a rank sends, and what becomes of what all ranks sent."""
+"""Weights of a group whose bytes are sent together: what a rank sends, and what becomes of what all ranks sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ready:
         payload: What is sent.
         shards: The weights.
         wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
-        names: Of each, what travels.
+        names: Of each, what is sent.
         bundle: To which they belong.
 
     Attributes:
@@ -105,7 +105,7 @@ def _known(shard: Shard) -> GatheredFaces:
 
 
 class Bundle:
-    """Weights whose bytes travel together, in one kind of gather.
+    """Weights whose bytes are sent together, in one kind of gather.
 
     One of them sends the bytes of all, and the last one unpacks them: FSDP2 calls the hooks of all weights before it
     sends anything, and has received everything before it calls the second hook of the first one.

@@ -19,7 +19,7 @@ from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 
 class Gather:
-    """One kind of gather: which faces of which weights, and with what they travel.
+    """One kind of gather: which faces of which weights, and with what they are sent.
 
     Args:
         group: The weights.

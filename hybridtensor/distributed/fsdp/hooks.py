@@ -287,9 +287,9 @@ class Gathers(NamedTuple):
     """What FSDP2 sends of a weight.
 
     Attributes:
-        forward: What travels before forward.
-        backward: What travels before backward, where the weight is not kept until then.
-        reason: Why values travel that could have been quantized before, or what is done otherwise
+        forward: What is sent before forward.
+        backward: What is sent before backward, where the weight is not kept until then.
+        reason: Why values are sent that could have been quantized before, or what is done otherwise
             than asked; or "".
     """
 
@@ -325,7 +325,7 @@ def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
 
 
 def _sent(plan: Plan, wanted: tuple[bool, bool], dtype: torch.dtype, master: torch.dtype) -> str:
-    """Return the faces and formats, or the dtype of the values, that travel."""
+    """Return the faces and formats, or the dtype of the values, that are sent."""
     words = {
         "whole": f"values, {_name(plan.whole_dtype(dtype, master))}",
         "values": f"values, {_name(dtype)}",

@@ -127,7 +127,7 @@ def wire(sendings: tuple[Sending, ...]) -> Wire:
 
 
 def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
-    """Return the tensors of a name that travel."""
+    """Return the tensors of a name that are sent."""
     plan = sending.plan
     if name == "values":
         return (Piece(0, (plan.rows, plan.columns), sending.dtype, 0),)
@@ -176,7 +176,7 @@ class Remake:
 
 
 class Share:
-    """What is sent of one weight, in the bytes of all: tensors of its faces, also those that do not travel, because
+    """What is sent of one weight, in the bytes of all: tensors of its faces, also those that are not sent, because
     all shards have them alike.
 
     Args:
@@ -186,8 +186,8 @@ class Share:
 
     Attributes:
         sending: The same.
-        tensors: Of each name; those that travel are views of the bytes.
-        alike: Those that do not travel, by name and index.
+        tensors: Of each name; those that are sent are views of the bytes.
+        alike: Those that are not sent, by name and index.
         seen: What the bytes were made from, or None.
         of: The tensor that the bytes were made from.
     """
@@ -212,12 +212,12 @@ class Share:
                 self._add_alike(name, memory.device)
 
     def _add_alike(self, name: str, device: torch.device) -> None:
-        """Put the tensors that do not travel where they belong in a face."""
+        """Put the tensors that are not sent where they belong in a face."""
         plan = self.sending.plan
         matrix = (plan.rows, plan.columns) if name == ROW else (plan.columns, plan.rows)
-        travelling = {slot.piece.index for slot in self._slots if slot.name == name}
+        sent = {slot.piece.index for slot in self._slots if slot.name == name}
         for index, layout in enumerate(face_layouts(plan.face(name).format, *matrix)):
-            if index not in travelling:
+            if index not in sent:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
@@ -311,7 +311,7 @@ class Payload:
         alloc_storage(self._bytes)
 
     def release(self) -> None:
-        """Have none until they are made again."""
+        """Have none until they are recomputed."""
         free_storage(self._bytes)
 
     def order(self) -> None:

@@ -1,4 +1,4 @@
-"""Which bytes of a sharded weight travel, and what its shards must know of each other before they
+"""Which bytes of a sharded weight are sent, and what its shards must know of each other before they
 are quantized.
 
 A shard holds whole rows. What it can quantize alone depends on where the groups of a face lie that
@@ -7,7 +7,7 @@ share a scale:
 - within a row (rowwise blocks and rows), or in blocks of rows that no shard cuts: alone;
 - across the whole tensor, all of a column, or square blocks that shards cut: after the largest
   magnitudes of the shards were reduced;
-- across blocks of one column that shards cut: not at all, the values travel and are quantized after
+- across blocks of one column that shards cut: not at all, the values are sent and are quantized after
   the gather. There would be as many magnitudes to reduce as bytes are saved.
 
 A shard of a stack of experts' weights holds whole experts, with all that shares a scale: each
@@ -42,9 +42,9 @@ class FacePlan:
     """How one face of a weight is gathered.
 
     Attributes:
-        kind: ``"bytes"``: each shard quantizes its rows, and the bytes travel; ``"values"``: the
-            face is in high precision, its values travel in the dtype of the computation;
-            ``"held"``: the face is the rowwise one; ``"whole"``: the values travel in the weight's
+        kind: ``"bytes"``: each shard quantizes its rows, and the bytes are sent; ``"values"``: the
+            face is in high precision, its values are sent in the dtype of the computation;
+            ``"held"``: the face is the rowwise one; ``"whole"``: the values are sent in the weight's
             own dtype and are quantized after the gather.
         format: Of the face.
         reduce: Largest magnitudes that shards must know of each other: of the ``"tensor"``, of a
@@ -70,7 +70,7 @@ class Plan:
         num_ranks: ``R``.
         rows: ``n``; of the largest shard where they are uneven. Of a stack ``e``.
         columns: ``K``; of a stack the elements of an expert.
-        whole: The values travel as they are, whichever face is wanted: FSDP2 takes nothing else for
+        whole: The values are sent as they are, whichever face is wanted: FSDP2 takes nothing else for
             such shards.
         of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
         read: Whether forward reads the values, too.
@@ -116,7 +116,7 @@ class Plan:
         return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
 
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        """Return the names of what travels for the faces wanted: ``"whole"`` alone, or some of
+        """Return the names of what is sent for the faces wanted: ``"whole"`` alone, or some of
         ``"rowwise"``, ``"columnwise"``, ``"values"``.
 
         A face in high precision is ``"values"``, whichever it is.
@@ -136,7 +136,7 @@ class Plan:
         return tuple(dict.fromkeys(sent))
 
     def whole_dtype(self, dtype: torch.dtype, master: torch.dtype) -> torch.dtype:
-        """Return the dtype of values that travel ``"whole"``: no rounding before they are
+        """Return the dtype of values that are sent ``"whole"``: no rounding before they are
         quantized.
         """
         return dtype if self.row.format.is_identity and self.column.format.is_identity else master
@@ -144,7 +144,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a face of a shard that travels.
+    """One tensor of a face of a shard that is sent.
 
     Attributes:
         index: Which tensor of the face: elements, scales, tensor scales.
@@ -175,7 +175,7 @@ class Piece:
 
 @functools.lru_cache(maxsize=1024)
 def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece, ...]:
-    """Return the pieces of a face of a shard ``[rows, columns]`` that travel; tensors that all
+    """Return the pieces of a face of a shard ``[rows, columns]`` that are sent; tensors that all
     shards share do not.
     """
     matrix, dim = ((rows, columns), 0) if direction == ROW else ((columns, rows), 1)

@@ -28,7 +28,7 @@ class Part(NamedTuple):
         dtype: Dtype of the computation.
         section: Which part of the layer's matrix is sharded, under tensor parallelism.
         first: Number of the first expert of what is sharded, under expert parallelism.
-        record: Whether delayed scaling takes note.
+        record: Whether delayed scaling records amaxes.
     """
 
     values: Tensor

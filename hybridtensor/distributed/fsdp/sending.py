@@ -21,7 +21,7 @@ _DIRECTIONS = (ROW, COLUMN)
 
 
 class Bundle(Protocol):
-    """What is needed here of weights whose bytes travel together; see ``bundle.Bundle``."""
+    """What is needed here of weights whose bytes are sent together; see ``bundle.Bundle``."""
 
     def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
         """Take what FSDP2 received for one of the weights."""
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
 
     Attributes:
         wanted: Whether the rowwise face was asked for, and the columnwise one.
-        bundle: The weights with which the bytes travel; None if values travel whole.
+        bundle: The weights with which the bytes are sent; None if values are sent whole.
         place: Which of them this is.
         acts: Whether its second hook does something for them all.
     """

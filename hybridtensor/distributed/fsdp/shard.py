@@ -106,7 +106,7 @@ class Shard:
     # -- before the gather
 
     def note(self, part: Weight, *, adopts: bool) -> bool:
-        """Take note of what became of this rank's part since the last gather, and agree with the other ranks on it;
+        """Look for changes of this rank's part since the last gather, and agree with the other ranks on it;
         return whether it was written, or may have been, or has another recipe or other scales.
 
         Args:
@@ -153,7 +153,7 @@ class Shard:
         self.gathers.clear()
 
     def send_whole(self, tensor: Weight) -> Tensor:
-        """Return the ``[n, K]`` values of this rank's part, which travel whole."""
+        """Return the ``[n, K]`` values of this rank's part, which are sent whole."""
         self.sharded.gather_into([])
         dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
         return whole_values(tensor, dtype, self.sharded.padded_size)
@@ -206,7 +206,7 @@ class Shard:
 
     def forward_face(self) -> Face | None:
         """Return the rowwise face of this rank's part, with the scales of the whole, as the next
-        forward gathers it; None of a weight whose values travel.
+        forward gathers it; None of a weight whose values are sent.
 
         All ranks call it, for the same weights in the same order. Nothing is taken note of.
         """
@@ -319,7 +319,7 @@ class Shard:
     # -- in between
 
     def note_traced(self) -> None:
-        """Take note that a compiled graph holds the faces.
+        """Record that a compiled graph holds the faces.
 
         Raises:
             NotImplementedError: If the values are read, too, which a graph would not hold.

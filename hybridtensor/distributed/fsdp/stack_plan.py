@@ -1,4 +1,4 @@
-"""Which bytes of a stack of experts' weights travel: whole experts, put one after the other.
+"""Which bytes of a stack of experts' weights are sent: whole experts, put one after the other.
 
 Letters as in ``plan``.
 """

@@ -31,7 +31,7 @@ class Gathering(NamedTuple):
     Attributes:
         quantizer: That of its role.
         context: Which tensor of which layer it is.
-        plan: What travels.
+        plan: What is sent.
         layout: How tokens follow each other.
         dim: The dimension that is split.
         columnwise: Whether a columnwise face is needed.

@@ -18,7 +18,7 @@ c10d = torch.ops._c10d_functional
 
 
 class _Piece(NamedTuple):
-    """A tensor of a face that travels.
+    """A tensor of a face that is sent.
 
     Attributes:
         which: Its place among the face's tensors.
@@ -36,18 +36,18 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
 
 
-def _travelling(face: Face, direction: str) -> list[_Piece]:
-    """Return the tensors of a face that travel: all but those that all ranks have alike."""
+def _sent_pieces(face: Face, direction: str) -> list[_Piece]:
+    """Return the tensors of a face that are sent: all but those that all ranks have alike."""
     tensors, along, fmt = face.tensors(), 0 if direction == ROW else 1, face.format
     if face.scale is None:  # values lie as those of the rowwise face, whichever it is
         values = tensors[0].contiguous()
         return [_Piece(0, values, 0, False, values.dtype)]
-    travels = [True, fmt.block[along] is not None]
+    sent = [True, fmt.block[along] is not None]
     if fmt.tensor_block is not None:
-        travels.append(fmt.tensor_block[along] is not None)
+        sent.append(fmt.tensor_block[along] is not None)
     found = []
     for which, tensor in enumerate(tensors):
-        if travels[which]:
+        if sent[which]:
             by_block = which == 1 and fmt.block[0] == 1 and fmt.block[1] is not None
             memory = tensor.view(torch.uint8) if _as_bytes(tensor) else tensor
             memory = (memory.t() if by_block else memory).contiguous()
@@ -78,10 +78,10 @@ class SequenceLayout:
     batched: bool
 
     def start(self, face: Face, direction: str) -> list[Tensor]:
-        """Begin to gather what travels of a face of this rank's tokens."""
+        """Begin to gather what is sent of a face of this rank's tokens."""
         return [
             c10d.all_gather_into_tensor(piece.memory, self.num_ranks, self.group)
-            for piece in _travelling(face, direction)
+            for piece in _sent_pieces(face, direction)
         ]
 
     def finish(self, face: Face, direction: str, parts: list[Tensor], shape: torch.Size) -> Face:
@@ -95,7 +95,7 @@ class SequenceLayout:
         """
         batch = shape[0] if self.batched else 1
         tensors = list(face.tensors())
-        for piece, part in zip(_travelling(face, direction), parts, strict=True):
+        for piece, part in zip(_sent_pieces(face, direction), parts, strict=True):
             whole = c10d.wait_tensor(part)
             if piece.axis or batch != 1:  # else no view: compilers look for products of a gather
                 whole = self._in_order(whole, piece.axis, batch)

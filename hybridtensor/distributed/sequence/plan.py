@@ -1,4 +1,4 @@
-"""What of an activation travels in which phase, when its tokens are on several ranks."""
+"""What of an activation is sent in which phase, when its tokens are on several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SequencePlan:
             ``"column"``, or None.
         row_reduces: Whether the rowwise face is scaled by that of the tensor.
         column_reduces: What the columnwise face is scaled by: ``"tensor"``, ``"column"`` or None.
-        reason: Why values travel in high precision in both phases, as without this library; or "".
+        reason: Why values are sent in high precision in both phases, as without this library; or "".
         column_reason: Why the columnwise face's do in backward; or "".
     """
 

@@ -1,4 +1,4 @@
-"""Say in words what of activations travels."""
+"""Describe what is sent of activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from hybridtensor.distributed.expert_parallel import ExpertParallel, tokens_travel
+from hybridtensor.distributed.expert_parallel import ExpertParallel, dispatch_sends
 from hybridtensor.distributed.sequence.activations import (
     config_of,
     takes_faces,
@@ -23,15 +23,15 @@ from hybridtensor.distributed.sequence.styles import (
 from hybridtensor.quantizers import Quantizer
 
 
-class Travels(NamedTuple):
+class Sends(NamedTuple):
     """What of an activation ranks send.
 
     Attributes:
         tensor: ``"input"`` or ``"grad_output"``; or ``"tokens"``, which go to their experts.
-        forward: What travels before forward, or "" for nothing.
-        backward: What travels in backward.
-        reason: Why values travel; or how many tokens of a sequence a rank needs a multiple of, for
-            bytes to travel.
+        forward: What is sent before forward, or "" for nothing.
+        backward: What is sent in backward.
+        reason: Why values are sent; or how many tokens of a sequence a rank needs a multiple of, for
+            bytes to be sent.
     """
 
     tensor: str
@@ -40,7 +40,7 @@ class Travels(NamedTuple):
     reason: str
 
 
-def travels(module: nn.Module) -> list[Travels]:
+def sends(module: nn.Module) -> list[Sends]:
     """Return in words what the styles of a module send."""
     found = []
     for style, mesh in module.__dict__.get(STYLES, ()):
@@ -51,10 +51,10 @@ def travels(module: nn.Module) -> list[Travels]:
             if isinstance(style.input_layouts[0], Shard):
                 found.append(_of_input([module]))
         elif isinstance(style, ExpertParallel):
-            forward, reason = tokens_travel(style, module)
+            forward, reason = dispatch_sends(style, module)
             of_gradient = style.gradients
             backward = "values" if of_gradient is None else f"rowwise, {of_gradient.rowwise_format}"
-            found.append(Travels("tokens", forward, backward, reason))
+            found.append(Sends("tokens", forward, backward, reason))
         elif isinstance(style, PrepareModuleInput) and _gathers(style):
             layers = [
                 m
@@ -78,23 +78,23 @@ def _gathers(style: PrepareModuleInput) -> bool:
 _ANY = 1 << 20  # tokens that no block cuts
 
 
-def _of_input(layers: list[nn.Linear]) -> Travels:
+def _of_input(layers: list[nn.Linear]) -> Sends:
     config = config_of(layers)
     if config is None:
-        return Travels(
+        return Sends(
             "input", "values", "", "its layers quantize it by different recipes, or not at all"
         )
     plan = input_plan(config.input, _ANY, 2, len(layers) > 1)
     if plan.reason:
-        return Travels("input", "values", "", plan.reason)
+        return Sends("input", "values", "", plan.reason)
     backward = {
         "bytes": f"columnwise, {config.input.columnwise_format}", "values": "values", "quantized": "values",
     }.get(plan.column, "")  # fmt: skip
     forward = f"rowwise, {config.input.rowwise_format}"
-    return Travels("input", forward, backward, plan.column_reason or _multiple(config.input))
+    return Sends("input", forward, backward, plan.column_reason or _multiple(config.input))
 
 
-def _of_gradient(layer: nn.Linear) -> Travels:
+def _of_gradient(layer: nn.Linear) -> Sends:
     config = config_of([layer])
     if config is None or not takes_faces(layer):
         why = (
@@ -103,10 +103,10 @@ def _of_gradient(layer: nn.Linear) -> Travels:
             else "its forward is not Linear's"
         )
         why = "it is not quantized" if config is None else why
-        return Travels("grad_output", "", "values", why)
+        return Sends("grad_output", "", "values", why)
     plan = gradient_plan(config, _ANY, 2)
     sent = "values" if plan.reason else f"rowwise, {config.grad_output.rowwise_format}"
-    return Travels("grad_output", "", sent, plan.reason or _multiple(config.grad_output))
+    return Sends("grad_output", "", sent, plan.reason or _multiple(config.grad_output))
 
 
 def _multiple(quantizer: Quantizer) -> str:
