@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor import costs
-from hybridtensor.advising.choosing import Option, Step, cheapest, curve
+from hybridtensor.advising.choosing import FormatOption, Step, cheapest, curve
 from hybridtensor.advising.measuring import Batch, Product, measure
 from hybridtensor.arguments import (
     require_function,
@@ -190,7 +190,7 @@ def advise(
 
 
 def _within(
-    allowed: float, options: list[list[Option]], steps: list[Step], specs: list[str]
+    allowed: float, options: list[list[FormatOption]], steps: list[Step], specs: list[str]
 ) -> Step:
     """Return the cheapest choice within a budget.
 
@@ -270,7 +270,9 @@ def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module,
     return run
 
 
-def _options(products: list[Product], specs: list[str], prices: CostTable) -> list[list[Option]]:
+def _options(
+    products: list[Product], specs: list[str], prices: CostTable
+) -> list[list[FormatOption]]:
     """List the formats that fit each product, each with its error and its share of the cost of all products."""
     every = sum(product.operations for product in products)
     gemms = {gemm.name: gemm for gemm in GEMMS}
@@ -288,7 +290,7 @@ def _options(products: list[Product], specs: list[str], prices: CostTable) -> li
             )
         made.append(
             [
-                Option(spec, cost[spec, p.gemm] * p.operations / every, p.error(spec))
+                FormatOption(spec, cost[spec, p.gemm] * p.operations / every, p.error(spec))
                 for spec in fitting
             ]
         )
@@ -306,7 +308,7 @@ def _advice(
     best: Step,
     allowed: float,
     steps: list[Step],
-    options: list[list[Option]],
+    options: list[list[FormatOption]],
     prices: CostTable,
 ) -> Advice:
     every = sum(product.operations for product in products)

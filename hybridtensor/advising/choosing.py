@@ -9,7 +9,7 @@ Choice = tuple[str, ...]
 """A format for each product."""
 
 
-class Option(NamedTuple):
+class FormatOption(NamedTuple):
     """One format of one product.
 
     Attributes:
@@ -37,11 +37,11 @@ class Step(NamedTuple):
     choice: Choice
 
 
-def frontier(options: Sequence[Option]) -> list[Option]:
+def frontier(options: Sequence[FormatOption]) -> list[FormatOption]:
     """Return the options that are worth it, from the cheapest on: each takes more error away per cost than the next
     (the lower convex hull).
     """
-    hull: list[Option] = []
+    hull: list[FormatOption] = []
     for option in sorted(options, key=lambda one: (one.cost, one.error)):
         if hull and option.error >= hull[-1].error:
             continue
@@ -53,12 +53,12 @@ def frontier(options: Sequence[Option]) -> list[Option]:
     return hull
 
 
-def _gain(before: Option, after: Option) -> float:
+def _gain(before: FormatOption, after: FormatOption) -> float:
     """Return the error that is taken away per cost."""
     return (before.error - after.error) / (after.cost - before.cost)
 
 
-def curve(products: Sequence[Sequence[Option]]) -> list[Step]:
+def curve(products: Sequence[Sequence[FormatOption]]) -> list[Step]:
     """Return the choices from the cheapest to the most exact one: from each to the next, the product changes that
     takes away most error per cost.
 
@@ -81,14 +81,14 @@ def curve(products: Sequence[Sequence[Option]]) -> list[Step]:
     return steps
 
 
-def _step(chosen: Sequence[Option]) -> Step:
+def _step(chosen: Sequence[FormatOption]) -> Step:
     return Step(
         sum(o.cost for o in chosen), sum(o.error for o in chosen), tuple(o.fmt for o in chosen)
     )
 
 
 def cheapest(
-    products: Sequence[Sequence[Option]], steps: Sequence[Step], budget: float
+    products: Sequence[Sequence[FormatOption]], steps: Sequence[Step], budget: float
 ) -> Step | None:
     """Return the cheapest choice found with an error of at most ``budget``; None if there is none.
 
@@ -98,7 +98,7 @@ def cheapest(
     first = next((step for step in steps if step.error <= budget), None)
     if first is None:
         return None
-    by_name: list[Mapping[str, Option]] = [
+    by_name: list[Mapping[str, FormatOption]] = [
         {option.fmt: option for option in options} for options in products
     ]
     chosen = [known[fmt] for known, fmt in zip(by_name, first.choice, strict=True)]

@@ -22,24 +22,24 @@ Spread: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and its dimensions along which ranks hold different parts."""
 
 
-Places: TypeAlias = "tuple[Place, ...]"
+Places: TypeAlias = "tuple[BucketPlace, ...]"
 """The parts of a weight that ranks hold, in the order of ``Spread``."""
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """A part of a weight: where it begins, and its shape."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def of(self, block: Block) -> Place:
+    def of(self, block: Block) -> BucketPlace:
         """Return the part of a tensor that has an entry for each ``block`` of the weight."""
         first = [0 if b is None else n // b for n, b in zip(self.start, block, strict=True)]
         ends = [
             1 if b is None else -(-(n + m) // b)
             for n, m, b in zip(self.start, self.shape, block, strict=True)
         ]
-        return Place(tuple(first), tuple(end - n for end, n in zip(ends, first, strict=True)))
+        return BucketPlace(tuple(first), tuple(end - n for end, n in zip(ends, first, strict=True)))
 
 
 class Whole(NamedTuple):
@@ -83,7 +83,7 @@ def spread_of(tensor: DTensor) -> Spread | None:
     return (mesh, dims) if dims else None
 
 
-def exchanged(mine: list[Place], spread: Spread) -> list[Places]:
+def exchanged(mine: list[BucketPlace], spread: Spread) -> list[Places]:
     """Return for each of several weights the places of all ranks.
 
     Args:
@@ -94,7 +94,7 @@ def exchanged(mine: list[Place], spread: Spread) -> list[Places]:
     known = [mine]
     for dim in dims:
         group = mesh.get_group(dim)
-        answers: list[list[list[Place]] | None] = [None] * dist.get_world_size(group)
+        answers: list[list[list[BucketPlace]] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, known, group=group)
         known = [one for answer in answers if answer is not None for one in answer]
     return list(zip(*known, strict=True))

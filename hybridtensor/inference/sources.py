@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hybridtensor.formats import Format
 from hybridtensor.inference.gather import (
-    Place,
+    BucketPlace,
     Places,
     Source,
     Spread,
@@ -24,7 +24,7 @@ from hybridtensor.inference.gather import (
 )
 from hybridtensor.inference.weights import Exported
 from hybridtensor.ops import Face, Groups
-from hybridtensor.ops.face import FaceKind, Layout, face_layouts
+from hybridtensor.ops.face import FaceKind, TensorLayout, face_layouts
 from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.recipes.config import weight_values
 from hybridtensor.state import Context
@@ -172,14 +172,14 @@ def _placements(one: Exported) -> tuple[object, ...]:
     return tuple(value.placements)
 
 
-def _place(one: Exported) -> Place:
+def _place(one: Exported) -> BucketPlace:
     """Return where this rank's part begins in the whole, as that is stored, and its shape."""
     value: Any = one.value
     # private to torch's checkpoints, which say so where parts of parts are cut
     shape, offset = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
     )
-    return Place(tuple(offset), tuple(shape))
+    return BucketPlace(tuple(offset), tuple(shape))
 
 
 def _as_matrices(one: Exported, places: Places) -> Places:
@@ -187,7 +187,7 @@ def _as_matrices(one: Exported, places: Places) -> Places:
     if not one.is_turned:
         return places
     return tuple(
-        Place(*((count, columns, rows) for count, rows, columns in place)) for place in places
+        BucketPlace(*((count, columns, rows) for count, rows, columns in place)) for place in places
     )
 
 
@@ -199,7 +199,7 @@ def _source(one: Exported, places: Places, values: Tensor) -> Source:
     return Source([whole], places, _spread(value))
 
 
-def _layouts(one: Exported) -> list[Layout]:
+def _layouts(one: Exported) -> list[TensorLayout]:
     """Return how the tensors of the whole face lie."""
     fmt: Any = one.format
     if one.value.dim() == 3:

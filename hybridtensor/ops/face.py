@@ -150,7 +150,7 @@ def columnwise_of(row: Face, dtype: torch.dtype) -> Face:
     return row._replace(dequantized_rowwise=dtype)
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in memory.
 
     Attributes:
@@ -177,7 +177,7 @@ class Layout(NamedTuple):
         return all(extent == 1 or mine == theirs for extent, mine, theirs in steps)
 
 
-def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[Layout, ...]:
+def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[TensorLayout, ...]:
     """Return how the tensors of a quantized ``[other, contraction]`` face lie, in the order of
     ``Face.tensors``.
 
@@ -192,7 +192,7 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[Layout, ...
         raise TypeError("face_layouts: a quantized format is required, got the identity")
     contraction = fmt.stored(contraction)
     width = contraction // fmt.elements_per_byte
-    elements = Layout((other, width), (max(width, 1), 1), fmt.storage)
+    elements = TensorLayout((other, width), (max(width, 1), 1), fmt.storage)
     if fmt.scale_dtype is None:
         return (elements,)
     rows, blocks = fmt.scale_shape(other, contraction)
@@ -200,12 +200,12 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[Layout, ...
     scale_strides = (1, max(rows, 1)) if block_by_block else (max(blocks, 1), 1)
     layouts = (
         elements,
-        Layout((rows, blocks), scale_strides, fmt.scale_dtype),
+        TensorLayout((rows, blocks), scale_strides, fmt.scale_dtype),
     )
     level = fmt.tensor_scale_shape(other, contraction)
     if level is None:
         return layouts
-    return (*layouts, Layout(level, (max(level[1], 1), 1), torch.float32))
+    return (*layouts, TensorLayout(level, (max(level[1], 1), 1), torch.float32))
 
 
 numeric_layouts = functools.lru_cache(maxsize=1024)(

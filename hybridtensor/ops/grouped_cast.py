@@ -15,7 +15,7 @@ from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.cast.grouped import grouped_cast
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
-from hybridtensor.ops.face import Face, FaceKind, Groups, Layout
+from hybridtensor.ops.face import Face, FaceKind, Groups, TensorLayout
 from hybridtensor.ops.groups import (
     Group,
     checked,
@@ -60,7 +60,9 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
     return faces[0], faces[1]
 
 
-def _layouts(x: Tensor, groups: Groups, request: CastRequest) -> tuple[list[Layout], list[Layout]]:
+def _layouts(
+    x: Tensor, groups: Groups, request: CastRequest
+) -> tuple[list[TensorLayout], list[TensorLayout]]:
     """Return how the tensors of both faces lie."""
     row, column = (None if cast is None else cast.format for cast in request[:2])
     return layouts_of(row, column, x.shape, groups)
@@ -130,7 +132,7 @@ def _of_group(request: CastRequest, index: int) -> CastRequest:
     )
 
 
-def _zeros(layout: Layout, device: torch.device) -> Tensor:
+def _zeros(layout: TensorLayout, device: torch.device) -> Tensor:
     made = layout.empty(device)
     (made.view(torch.uint8) if made.itemsize == 1 else made).zero_()
     return made

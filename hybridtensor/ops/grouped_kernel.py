@@ -25,7 +25,7 @@ from hybridtensor.ops.native_mm import has_fast_accum, has_fp8_units, is_fp8, is
 _ALL = 1 << 30  # so high a tile is any group's
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """A tile of a product, and how a program computes it.
 
     Attributes:
@@ -46,20 +46,20 @@ class Tile(NamedTuple):
 
 
 # By dtype of the values, of elements as they are stored by None
-_HALF, _HALF_PARTIAL = Tile(128, 256, 64, 8, 8, 3), Tile(128, 128, PARTIAL, 8, 8, 2)
+_HALF, _HALF_PARTIAL = ProductTile(128, 256, 64, 8, 8, 3), ProductTile(128, 128, PARTIAL, 8, 8, 2)
 TILES = {
-    None: Tile(128, 256, 128, 8, 8, 3),
+    None: ProductTile(128, 256, 128, 8, 8, 3),
     torch.bfloat16: _HALF,
     torch.float16: _HALF,
-    torch.float32: Tile(64, 64, 32, 8, 4, 2),
+    torch.float32: ProductTile(64, 64, 32, 8, 4, 2),
 }
 PARTIAL_TILES = {
-    None: Tile(64, 128, PARTIAL, 8, 4, 4),
+    None: ProductTile(64, 128, PARTIAL, 8, 4, 4),
     torch.bfloat16: _HALF_PARTIAL,
     torch.float16: _HALF_PARTIAL,
-    torch.float32: Tile(32, 64, PARTIAL, 8, 4, 1),
+    torch.float32: ProductTile(32, 64, PARTIAL, 8, 4, 1),
 }
-PRECISE_TILE = Tile(128, 128, 128, 8, 4, 3)
+PRECISE_TILE = ProductTile(128, 128, 128, 8, 4, 3)
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
@@ -191,7 +191,7 @@ def _by_row(
     right: KernelOperand,
     groups: Groups,
     out_dtype: torch.dtype,
-    tile: Tile,
+    tile: ProductTile,
     fast: bool,
 ) -> Tensor:
     """Return each token's product with the weight of its group, ``[T, N]``."""
@@ -213,7 +213,7 @@ def _over_tokens(
     right: KernelOperand,
     groups: Groups,
     out_dtype: torch.dtype,
-    tile: Tile,
+    tile: ProductTile,
     fast: bool,
 ) -> Tensor:
     """Return the sums over each group's tokens, ``[E, M, N]``."""
@@ -237,7 +237,7 @@ class _Key(NamedTuple):
 
     kernel: str
     programs: int
-    tile: Tile
+    tile: ProductTile
     fast: bool
     left: tuple[object, ...]
     right: tuple[object, ...]

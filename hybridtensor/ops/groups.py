@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.face import Face, Groups, Layout, face_layouts
+from hybridtensor.ops.face import Face, Groups, TensorLayout, face_layouts
 
 
 class Group(NamedTuple):
@@ -99,17 +99,17 @@ def _ends(groups: Groups) -> Tensor:
     return groups.ends
 
 
-def stack_layouts(fmt: Format, count: int, other: int, contraction: int) -> list[Layout]:
+def stack_layouts(fmt: Format, count: int, other: int, contraction: int) -> list[TensorLayout]:
     """Return how the tensors of a face of a stack lie: those of its matrices one after the other."""
     return [_stacked(layout, count) for layout in face_layouts(fmt, other, contraction)]
 
 
-def _stacked(layout: Layout, count: int) -> Layout:
+def _stacked(layout: TensorLayout, count: int) -> TensorLayout:
     rows, columns = layout.shape[-2:]
-    return Layout((count, rows, columns), (rows * columns, *layout.strides), layout.dtype)
+    return TensorLayout((count, rows, columns), (rows * columns, *layout.strides), layout.dtype)
 
 
-def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Layout]:
+def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
     """Return how the tensors of the rowwise face of ``[rows, columns]`` tokens lie."""
     layouts = list(face_layouts(fmt, rows, columns))
     levels = [(1, None), fmt.block, fmt.tensor_block or (1, None)]
@@ -121,7 +121,7 @@ def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[La
     return layouts
 
 
-def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Layout]:
+def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
     """Return how the tensors of the columnwise face of ``[rows, columns]`` tokens lie."""
     layouts = list(face_layouts(fmt, columns, padded_rows(rows, groups)))
     levels = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
@@ -133,7 +133,7 @@ def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list
 
 def layouts_of(
     row: Format | None, column: Format | None, shape: Sequence[int], groups: Groups
-) -> tuple[list[Layout], list[Layout]]:
+) -> tuple[list[TensorLayout], list[TensorLayout]]:
     """Return how the tensors of both faces lie, of tokens ``[T, K]`` or of a stack ``[E, N, K]``."""
     *_, rows, columns = shape
     if len(shape) == 3:

@@ -71,7 +71,7 @@ def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
 # -- weights that are cast together
 
 
-class _Call(NamedTuple):
+class _WeightCall(NamedTuple):
     """The arguments of a cast or measurement of a weight, as nodes or constants.
 
     Attributes:
@@ -114,7 +114,7 @@ def _lower_quantize(*args: Any, **kwargs: Any) -> Any:
 
 def _lower_together(
     operator: Any,
-    together: Callable[[list[_Call], Any], list[Any]],
+    together: Callable[[list[_WeightCall], Any], list[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -133,12 +133,12 @@ def _lower_together(
     return made[node]
 
 
-def _measure_together(calls: list[_Call], after: Any) -> list[Any]:
+def _measure_together(calls: list[_WeightCall], after: Any) -> list[Any]:
     made: list[Any] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
     return made
 
 
-def _quantize_together(calls: list[_Call], after: Any) -> list[Any]:
+def _quantize_together(calls: list[_WeightCall], after: Any) -> list[Any]:
     lists = [
         [_value(node) for node in nodes if node is not None]
         for nodes in zip(*(call[3:] for call in calls), strict=True)
@@ -165,7 +165,7 @@ def _alike(node: Node) -> list[Node]:
     return found
 
 
-def _call_of(node: Node) -> _Call | None:
+def _call_of(node: Node) -> _WeightCall | None:
     """Return the call of a weight, an input of the graph, whose other inputs are there, too; else None."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -175,7 +175,7 @@ def _call_of(node: Node) -> _Call | None:
     others = [given.get(name) for name in ("encode_scale", "noted_amax", "row_amax", "column_amax")]
     if not all(other is None or _is_there(other) for other in others):
         return None
-    return _Call(x, given["request"], given.get("notes", 0), *others)
+    return _WeightCall(x, given["request"], given.get("notes", 0), *others)
 
 
 def _is_weight(node: object) -> bool:

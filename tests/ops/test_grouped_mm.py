@@ -36,8 +36,8 @@ def small_tiles(device, monkeypatch):
     if device == "cpu":
         for tiles, along in ((grouped_kernel.TILES, 64), (grouped_kernel.PARTIAL_TILES, 128)):
             for dtype in tiles:
-                monkeypatch.setitem(tiles, dtype, grouped_kernel.Tile(32, 32, along, 8, 4, 1))
-        monkeypatch.setattr(grouped_kernel, "PRECISE_TILE", grouped_kernel.Tile(32, 32, 128, 8, 4, 1))
+                monkeypatch.setitem(tiles, dtype, grouped_kernel.ProductTile(32, 32, along, 8, 4, 1))
+        monkeypatch.setattr(grouped_kernel, "PRECISE_TILE", grouped_kernel.ProductTile(32, 32, 128, 8, 4, 1))
 
 
 def face(values, kind, groups, *, rowwise):

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.distributed.fsdp.plan import Plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
-from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ranks import require_alike
-from hybridtensor.recipes.config import HybridConfig
+
+if TYPE_CHECKING:
+    from hybridtensor.distributed.fsdp.shard import Shard
 
 Measure = Callable[[Tensor, Tensor], object]
 """Writes the amaxes of the first tensor into the second one, which holds zeros."""
@@ -36,19 +37,6 @@ Place: TypeAlias = tuple[object, ...]
 
 _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
-
-
-class Shard(Protocol):
-    """What is needed here of a shard; see ``shard.Shard``."""
-
-    sharded: Sharded
-    plan: Plan
-    config: HybridConfig
-    agreed: HybridConfig | None
-    amaxes: Tensor | None
-    order: StreamOrder | None
-    seen: tuple[object, ...] | None
-    exchange: Exchange | None
 
 
 def check_recipes(shards: Sequence[Shard]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,8 @@ from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
 from hybridtensor.subclasses import MasterWeight
 
-
-class Keeper(Protocol):
-    """Who keeps payloads from gather to gather; see ``group.Group``."""
-
-    kept: dict[tuple[Shard, ...], Payload]
-
-    def forget(self, dead: weakref.ref[Tensor]) -> None:
-        """Let go of what was made of a part that is no more."""
+if TYPE_CHECKING:
+    from hybridtensor.distributed.fsdp.group import WeightGroup
 
 
 class Ready:
@@ -119,7 +113,7 @@ class Bundle:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: WeightGroup,
         shards: tuple[Shard, ...],
         wanted: Sequence[tuple[bool, bool]],
         keeps: bool,

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.plan import Plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
-from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.subclasses.common_scale import CommonScale, by_scale
 
-
-class Shard(Protocol):
-    """What is needed here of a shard; see ``shard.Shard``."""
-
-    sharded: Sharded
-    plan: Plan
-    amaxes: Tensor | None
+if TYPE_CHECKING:
+    from hybridtensor.distributed.fsdp.shard import Shard
 
 
 class Written(NamedTuple):

@@ -26,7 +26,7 @@ class Gather:
         wants: Whether FSDP2 wants the rowwise face, and the columnwise one.
     """
 
-    def __init__(self, group: Group, wants: tuple[bool, bool]) -> None:
+    def __init__(self, group: WeightGroup, wants: tuple[bool, bool]) -> None:
         self._wanted = [shard.wants(*wants) for shard in group.shards]
         self._bundles: list[tuple[Bundle, list[int]]] = []
         self._places: dict[int, tuple[Bundle, int]] = {}
@@ -81,7 +81,7 @@ class Gather:
         return (shard.send_whole(tensor),), (shard, Sent(self._wanted[index]))
 
 
-class Group:
+class WeightGroup:
     """The converted weights that FSDP2 gathers together, from gather to gather.
 
     FSDP2 calls the first hook of each, in its order: the first call prepares what is sent of all.
@@ -171,10 +171,10 @@ class Group:
                 self.kept.pop(shards, None)
 
 
-def group_of(sharded: Sharded) -> Group:
+def group_of(sharded: Sharded) -> WeightGroup:
     """Return the group of a parameter that FSDP2 holds, made at the first call."""
     # An attribute of FSDP2's own record, as for ``shard_of``
-    group: Group | None = getattr(sharded.group, "_hybridtensor_group", None)
+    group: WeightGroup | None = getattr(sharded.group, "_hybridtensor_group", None)
     if group is None:
-        group = sharded.group._hybridtensor_group = Group(sharded)  # type: ignore[attr-defined]
+        group = sharded.group._hybridtensor_group = WeightGroup(sharded)  # type: ignore[attr-defined]
     return group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,17 +14,13 @@ from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.state import StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
+if TYPE_CHECKING:
+    from hybridtensor.distributed.fsdp.bundle import Bundle
+
 Weight: TypeAlias = MasterWeight | HybridTensor
 """A rank's part of a converted weight, or the weight that FSDP2 gathered."""
 
 _DIRECTIONS = (ROW, COLUMN)
-
-
-class Bundle(Protocol):
-    """What is needed here of weights whose bytes are sent together; see ``bundle.Bundle``."""
-
-    def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
-        """Take what FSDP2 received for one of the weights."""
 
 
 class Sent(NamedTuple):

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
 from hybridtensor.subclasses import MasterWeight
 
-
-class Shard(common_scale.Shard, Protocol):
-    """What is needed here of a shard; see ``shard.Shard``."""
-
-    reduced: tuple[object, ...] | None
-
-    @property
-    def common(self) -> Any:
-        """The common scale of the weight, or None."""
-
-    def is_measured(self, tensor: object) -> TypeGuard[MasterWeight]:
-        """Return whether this rank's part is quantized with the amaxes of other ranks or weights."""
-
-    def written(self, part: MasterWeight) -> tuple[object, ...]:
-        """Return a key that changes with every counted write to this rank's part."""
-
-    def with_all(self) -> Iterable[tuple[Any, Any]]:
-        """Return all converted weights under the same root, and this rank's parts."""
+if TYPE_CHECKING:
+    from hybridtensor.distributed.fsdp.shard import Shard
 
 
 def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hybridtensor.distributed.sequence.gather import Gathering, GatherInput, ScatterOutput
+from hybridtensor.distributed.sequence.gather import GatherInput, ScatterOutput, SequenceGather
 from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
 from hybridtensor.dtensor import local, mesh_along, name_of
@@ -128,7 +128,7 @@ def _gather_input(
         state = state.provisional()
     context = Context("input", state, record=recording)
     layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
-    gathering = Gathering(quantizer, context, plan, layout, dim, columnwise, rank)
+    gathering = SequenceGather(quantizer, context, plan, layout, dim, columnwise, rank)
     gathered: HybridTensor = GatherInput.apply(x, gathering)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -159,7 +159,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
     values = y.to_local(grad_placements=[Replicate()])
     context, rank = Context("grad_output", part.state), mesh.get_local_rank()
     layout = _layout(values, mesh, dim)
-    gathering = Gathering(part.config.grad_output, context, plan, layout, dim, True, rank)
+    gathering = SequenceGather(part.config.grad_output, context, plan, layout, dim, True, rank)
     scattered: Tensor = ScatterOutput.apply(values, gathering)  # type: ignore[no-untyped-call]
     return scattered
 

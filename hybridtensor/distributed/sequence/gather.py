@@ -25,7 +25,7 @@ from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.sharded_face import ShardedFace
 
 
-class Gathering(NamedTuple):
+class SequenceGather(NamedTuple):
     """How an activation is quantized and gathered.
 
     Attributes:
@@ -132,14 +132,14 @@ class _Ctx(FunctionCtx):
         gathering: How the activation is gathered, or its gradient.
     """
 
-    gathering: Gathering
+    gathering: SequenceGather
 
 
 class GatherInput(torch.autograd.Function):
     """The tokens of all ranks, quantized; the gradient goes back to where they came from, as a sum."""
 
     @staticmethod
-    def forward(ctx: _Ctx, x: Tensor, gathering: Gathering) -> HybridTensor:
+    def forward(ctx: _Ctx, x: Tensor, gathering: SequenceGather) -> HybridTensor:
         ctx.gathering = gathering
         gathered, state = gathering.quantized(x), gathering.context.state
         gathered.is_of_all_ranks = True
@@ -155,7 +155,7 @@ class ScatterOutput(torch.autograd.Function):
     """The sum over ranks, of which each keeps its tokens; their gradient is quantized, then gathered."""
 
     @staticmethod
-    def forward(ctx: _Ctx, y: Tensor, gathering: Gathering) -> Tensor:
+    def forward(ctx: _Ctx, y: Tensor, gathering: SequenceGather) -> Tensor:
         ctx.gathering = gathering
         return scattered(y, gathering.dim, gathering.layout)
 

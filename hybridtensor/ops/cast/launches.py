@@ -21,7 +21,7 @@ from hybridtensor.kernels.groups import (
 )
 from hybridtensor.ops.cast.request import NO_INPUTS, Cast, CastInputs
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
-from hybridtensor.ops.face import FaceKind, Layout, numeric_layouts
+from hybridtensor.ops.face import FaceKind, TensorLayout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch
 from hybridtensor.ops.prologue import Prologue, as_argument
 
@@ -53,7 +53,7 @@ class FaceOutput:
     def __init__(
         self,
         kind: FaceKind | None,
-        layouts: tuple[Layout, ...],
+        layouts: tuple[TensorLayout, ...],
         device: torch.device | None = None,
     ) -> None:
         self.kind, self.layouts = kind, layouts

@@ -24,7 +24,7 @@ from hybridtensor.ops.cast.tiles import (
     converts_to_fp8,
     tile_of,
 )
-from hybridtensor.ops.face import Face, FaceKind, Layout, numeric_layouts
+from hybridtensor.ops.face import Face, FaceKind, TensorLayout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch, lasting, on_device
 
 _ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
@@ -388,6 +388,6 @@ class _Buffers:
         ]
 
 
-def _room(layout: Layout) -> int:
+def _room(layout: TensorLayout) -> int:
     """Return how many entries of a buffer a tensor takes."""
     return -(-layout.shape[0] * layout.shape[1] // _ALIGNED) * _ALIGNED

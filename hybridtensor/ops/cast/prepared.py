@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 
 from hybridtensor.ops.cast.request import CastInputs, CastRequest
-from hybridtensor.ops.face import Face, Layout, numeric_layouts
+from hybridtensor.ops.face import Face, TensorLayout, numeric_layouts
 
 Faces = tuple[Face | None, Face | None]
 """The rowwise face and the columnwise face; None where one was not asked for."""
@@ -59,11 +59,11 @@ class PreparedCast(ABC):
         """
 
 
-def request_layouts(request: CastRequest, rows: int, columns: int) -> tuple[Layout, ...]:
+def request_layouts(request: CastRequest, rows: int, columns: int) -> tuple[TensorLayout, ...]:
     """Return how the tensors of the faces of a ``[rows, columns]`` matrix lie, the rowwise face's
     first.
     """
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[TensorLayout, ...] = ()
     if request.row is not None:
         layouts = numeric_layouts(request.row.format, rows, columns)
     if request.column is not None:
