@@ -246,9 +246,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     chosen = None if isinstance(recipe, FqnToConfig) else lambda _, name: name in converted
     plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
     if not plan:
-        raise ValueError(
-            "set_config_: a model with weights of this library is required, got none; call quantize_ first"
-        )
+        raise ValueError("set_config_: the model has no quantized weights; call quantize_ first")
     check_common_scales(plan)
     check_tied("set_config_", plan, layers)
     for layer, config in plan:

@@ -551,7 +551,7 @@ def test_a_second_backward_needs_a_graph_that_is_retained():
     first, x.grad = x.grad, None
     y.sum().backward()
     assert torch.equal(x.grad, first)
-    with pytest.raises(RuntimeError, match=r"second time|graph that is retained is required"):
+    with pytest.raises(RuntimeError, match=r"second time|through a freed graph"):
         y.sum().backward()
 
 
@@ -637,7 +637,8 @@ def test_double_backward_is_refused(reduce, spec):
     converted, _ = layer(spec)
     x = random_tensor(6, 32).requires_grad_()
     with pytest.raises(
-        NotImplementedError, match=r"got create_graph=True in the backward of a layer, whose quantized products have"
+        NotImplementedError,
+        match=r"create_graph=True differentiates gradients of a layer again, whose quantized products have",
     ):
         torch.autograd.grad(reduce(converted(x)), x, create_graph=True)
 
@@ -680,7 +681,7 @@ def test_products_in_the_backward_of_a_function_are_refused(persistent):
     converted, _ = layer("fp8", persistent=persistent)
     y = ByHand.apply(random_tensor(6, 32).requires_grad_(), converted.weight)
     with pytest.raises(
-        NotImplementedError, match="transposed weight of a layer, in the backward of an autograd function"
+        NotImplementedError, match="the backward of an autograd function multiplies by the weight of a layer itself"
     ):
         y.sum().backward()
     with torch.no_grad():  # elsewhere it is what it looks like

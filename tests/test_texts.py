@@ -149,7 +149,7 @@ def test_errors_of_set_config_():
     equals(
         errors(lambda: ht.set_config_(model(), "fp8"), lambda: ht.set_config_(None, "fp8")),
         """\
-ValueError: set_config_: a model with weights of this library is required, got none; call quantize_ first
+ValueError: set_config_: the model has no quantized weights; call quantize_ first
 TypeError: set_config_: a module is required, got NoneType""",
     )
 

@@ -151,8 +151,7 @@ def _require_unsharded(layers: Iterable[Noise]) -> None:
     )
     if sharded is not None:
         raise NotImplementedError(
-            f"advise: a model that no ranks share is required, got {sharded} as a DTensor; advise before "
-            "fully_shard and parallelize_module"
+            f"advise: {sharded} is a DTensor; advise before fully_shard and parallelize_module"
         )
 
 

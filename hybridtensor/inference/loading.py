@@ -73,8 +73,7 @@ def load_pretrained(
     require_flag(_WHO, strict=strict)
     if is_sharded(model):
         raise NotImplementedError(
-            f"{_WHO}: a model that is not sharded is required, got one in parts; load before fully_shard or "
-            "parallelize_module"
+            f"{_WHO}: the model is sharded over ranks; load before fully_shard or parallelize_module"
         )
     library, path = safetensors(_WHO), Path(folder)
     names = Names(_WHO, model, "separate")

@@ -185,8 +185,7 @@ def _check(
         require_choice(_WHO, "activation", activation, RULES)
     if is_sharded(model):
         raise NotImplementedError(
-            f"{_WHO}: a model that is not sharded is required, got one with DTensors; load what was "
-            "exported in one process, and compare there"
+            f"{_WHO}: the model is sharded over ranks; load what was exported in one process, and compare there"
         )
 
 

@@ -176,9 +176,8 @@ def _require_no_gradient(weight: Weight) -> None:
         return
     if is_transposed(weight) != weight.is_transposed and 1 not in weight.shape:
         raise NotImplementedError(
-            f"linear: products that autograd sees are required, got one with the transposed weight of "
-            f"{_layer_of(weight.state)}, in the backward of an autograd function; call F.linear, whose three products "
-            "are quantized"
+            f"linear: the backward of an autograd function multiplies by the weight of {_layer_of(weight.state)} "
+            "itself, where its gradient would not be quantized; call F.linear, whose three products are"
         )
 
 
@@ -186,8 +185,8 @@ def require_plain_autograd() -> None:
     """Raise NotImplementedError in a ``torch.func`` transform."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "linear: plain autograd is required, got a torch.func transform (vmap, grad, jvp), for "
-            "which no quantized product has a rule; call plain_ on a copy of the model, or loop"
+            "linear: quantized products have no rule for torch.func transforms (vmap, grad, jvp); call plain_ on a "
+            "copy of the model, or loop"
         )
 
 
@@ -197,9 +196,8 @@ def require_own_tokens(input: object) -> None:
     """
     if isinstance(input, HybridTensor) and input.is_of_all_ranks:
         raise ValueError(
-            "linear: a column-parallel layer is required where hybridtensor.distributed gathered the "
-            "input, got one that is not cut, or by rows; give it ColwiseParallel, or prepare the "
-            "input with torch's PrepareModuleInput"
+            "linear: hybridtensor.distributed gathered the input of a layer that is not column-parallel; "
+            "give it ColwiseParallel, or prepare the input with torch's PrepareModuleInput"
         )
 
 
@@ -278,9 +276,8 @@ def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
     of_input, of_weight, *_ = ctx.needs_input_grad
     if grad_output.requires_grad or (of_input and of_weight):
         raise NotImplementedError(
-            "linear: gradients that are not differentiated again are required, got create_graph=True in the backward "
-            f"of {_layer_of(ctx.products.context.state)}, whose quantized products have no second derivative; call "
-            "plain_ on a copy of the model"
+            f"linear: create_graph=True differentiates gradients of {_layer_of(ctx.products.context.state)} again, "
+            "whose quantized products have no second derivative; call plain_ on a copy of the model"
         )
 
 

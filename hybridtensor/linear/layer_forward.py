@@ -325,9 +325,9 @@ class _AtWeight(TorchFunctionMode):
         leaves = tree_leaves(operands)  # some functions take lists
         if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
             raise NotImplementedError(
-                f"linear: {self._wanted()} is required where a plain tensor stands at a converted layer's "
-                f"weight, got another product of matrices in {type(self._layer).__name__}; it would not "
-                "be quantized"
+                f"linear: {type(self._layer).__name__}.forward multiplies its weight by another function than "
+                f"{self._wanted()} while the weight is a plain tensor (functional_call, a parametrization): that "
+                "product would not be quantized"
             )
 
 

@@ -99,8 +99,7 @@ class MasterOperand(Operand):
         weight = self._weight
         if weight is None:
             raise RuntimeError(
-                "grad_input: a graph that is retained is required for a second backward, got one that is not; "
-                "call backward(retain_graph=True) first"
+                "linear: second backward through a freed graph; pass retain_graph=True to the first backward"
             )
         config = getattr(weight, "config", None)  # what stands there may be no weight of ours
         same_recipe = config is self._config or config == self._config

@@ -55,9 +55,7 @@ def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | No
             f"watch: the same every, rows and steps are required on all ranks, got {[one for one, _, _ in every]}"
         )
     if not any(known for _, known, _ in every):
-        raise ValueError(
-            "watch: a model with weights of this library is required, got none; call quantize_ first"
-        )
+        raise ValueError("watch: the model has no quantized weights; call quantize_ first")
     return Ranks() if alone else _alike([known for _, known, _ in every])
 
 

@@ -274,7 +274,7 @@ def only_one_rank_has_layers(rank):
     samples = watched(model, batch(0))
     assert len(samples) == 2
     assert bool(samples[0].faces) == (rank == 0)
-    with pytest.raises(ValueError, match="weights of this library is required, got none"), ht.watch(nn.Linear(4, 4)):
+    with pytest.raises(ValueError, match="the model has no quantized weights"), ht.watch(nn.Linear(4, 4)):
         pass
     broken = make("fp8").to(here())
     if rank == 1:
@@ -309,7 +309,7 @@ def test_ranks_that_watch_otherwise_and_sinks(two):
 
 def advice(rank):
     model = shard(ht.plain_(make("fp8").to(here())), mesh_of(rank, 2))
-    with pytest.raises(NotImplementedError, match=r"a model that no ranks share is required, got 0\.up as a DTensor"):
+    with pytest.raises(NotImplementedError, match=r"0\.up is a DTensor"):
         ht.advise(model, [batch(0)], loss=lambda m, x: m(x.to(here())).sum(), hardware="b200")
 
 
