@@ -8,7 +8,6 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,146 +17,21 @@ from torch.utils._pytree import tree_leaves
 from hybridtensor import formats
 from hybridtensor.arguments import require_flag, require_module, told, wrong
 from hybridtensor.dtensor import local
-from hybridtensor.explanation.folding import fold
+from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
 from hybridtensor.formats import Format
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
-from hybridtensor.printed import Printed
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import Coverage, coverage, is_left_alone
+from hybridtensor.selection import coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
 from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses.observing import observers
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from torch.utils.flop_counter import FlopCounterMode
 
-_SHOWN = 10  # sentences about what is not quantized
 _NO_VALUES = ("_like.", "is_pinned", "is_same_size")  # operators that look at shapes only
-
-
-@dataclass(frozen=True)
-class ProductRow:
-    """A product of a layer as it ran.
-
-    Attributes:
-        layer: Fully qualified name; tied layers have all their names, one after the other.
-        gemm: ``output``, ``grad_input`` or ``grad_weight``.
-        left: Format of the left operand's face.
-        right: Format of the right operand's face.
-        backend: ``native``, ``emulated`` or ``high precision``.
-        times: How often it ran.
-        expected: Whether it ran as the recipe says.
-    """
-
-    layer: str
-    gemm: str
-    left: str
-    right: str
-    backend: str
-    times: int
-    expected: bool
-
-
-@dataclass(frozen=True)
-class ReadRow:
-    """Values of a weight that were read in high precision.
-
-    Attributes:
-        layer: Fully qualified name.
-        reader: Operator that read them.
-        inside: Module in whose forward it ran, or "".
-        times: How often it ran.
-    """
-
-    layer: str
-    reader: str
-    inside: str
-    times: int
-
-
-@dataclass(frozen=True, repr=False)
-class Check(Printed):
-    """What ``check`` found.
-
-    Attributes:
-        products: What ran.
-        reads: What read weights as values.
-        unused: Converted layers of which no product ran.
-        coverage: How much of the model is quantized, and which large matrices are not.
-        flops: Share of the floating-point operations of all products that ran quantized.
-        uncounted: Operators that are not in ``flops``, as torch's formula for them raised.
-        untouched: Layers that are neither converted nor left alone on purpose: ``quantize_`` never saw them.
-    """
-
-    products: tuple[ProductRow, ...]
-    reads: tuple[ReadRow, ...]
-    unused: tuple[str, ...]
-    coverage: Coverage
-    flops: float
-    uncounted: tuple[str, ...] = ()
-    untouched: tuple[str, ...] = ()
-
-    @property
-    def problems(self) -> list[str]:
-        """What is not quantized though one might think so, a sentence each."""
-        found = [
-            f"{row.layer}: {row.gemm} ran as {row.left} by {row.right} ({row.backend}), not by the recipe"
-            for row in self.products
-            if not row.expected
-        ]
-        for read in self.reads:
-            if not read.reader.startswith(("embedding", "aten.embedding")):
-                inside = f" in {read.inside}" if read.inside else ""
-                found.append(
-                    f"{read.layer}: its weight was read as values by {read.reader}{inside}"
-                )
-        found += [f"{layer}: none of its products ran" for layer in self.unused]
-        found += [
-            f"{layer}: not quantized, and quantize_ never saw it; quantize the whole model, or name the layer in "
-            "keep_bf16"
-            for layer in self.untouched
-        ]
-        return found + [
-            f"{matrix.name} {list(matrix.shape)}: {matrix.why}"
-            for matrix in self.coverage.plain
-            if not matrix.deliberate
-        ]
-
-    def __rich__(self) -> Group:
-        """Render as tables."""
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        ran = Table("layer", "products", "operands", "backend", "times", box=box.SIMPLE_HEAD)
-        ran.title = "Products that ran"
-        by_layer: dict[str, dict[tuple[str, str, str], list[str]]] = {}
-        for row in self.products:
-            what = (f"{row.left} x {row.right}", row.backend, str(row.times))
-            by_layer.setdefault(row.layer, {}).setdefault(what, []).append(row.gemm)
-        said = [
-            (layer, tuple((", ".join(gemms), *what) for what, gemms in rows.items()))
-            for layer, rows in by_layer.items()
-        ]
-        for alike in fold(said, by_layer):
-            for i, cells in enumerate(alike.said):
-                ran.add_row("" if i else Text(alike.called), *map(Text, cells))
-        parts: list[Table | Text | str] = [ran]
-        if problems := self.problems:
-            rest = (
-                [f"and {len(problems) - _SHOWN} more: .problems"] if len(problems) > _SHOWN else []
-            )
-            parts.append(Text("\n".join(["Not quantized:", *problems[:_SHOWN], *rest])))
-        without = f" without {', '.join(self.uncounted)}" if self.uncounted else ""
-        parts.append(
-            f"{self.coverage}; {self.flops:.1%} of the operations of this run".capitalize()
-            + without
-        )
-        return Group(*parts)
 
 
 class _Recorder:
