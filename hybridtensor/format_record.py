@@ -24,6 +24,9 @@ from hybridtensor.arguments import (
     wrong,
 )
 
+ROTATED_WITH_SIGNS = 128
+"""How many values are rotated together where signs are drawn."""
+
 
 class _OnePerValue(type):
     """Gives one record per value, so that comparing records by identity compares them by value."""
@@ -59,6 +62,8 @@ class Format(metaclass=_OnePerValue):
         elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity
             format).
         hadamard: Whether elements are stored after a Hadamard rotation of the contraction axis.
+        drawn_signs: Whether that rotation is of 128 values instead of 16, under signs that are drawn for each cast
+            and stored behind the tensor scale.
         tensor_block: Extent of what shares a tensor scale, as ``block``; ``None`` for one-level
             formats.
         tensor_scale_max: In two-level formats the value that the tensor scale, an amax, maps to:
@@ -79,6 +84,7 @@ class Format(metaclass=_OnePerValue):
     tensor_block: tuple[int | None, int | None] | None = None
     tensor_scale_max: float = 1.0
     values_of: str | None = None
+    drawn_signs: bool = False
 
     def __post_init__(self) -> None:
         who = "Format"
@@ -92,6 +98,12 @@ class Format(metaclass=_OnePerValue):
         if self.tensor_block is not None:
             _check_block(who, self.tensor_block)
         require_flag(who, pow2_scale=self.pow2_scale, ragged=self.ragged, hadamard=self.hadamard)
+        require_flag(who, drawn_signs=self.drawn_signs)
+        if self.drawn_signs and not (self.hadamard and self.tensor_block == (None, None)):
+            raise ValueError(
+                f"{who}: a rotation and one tensor scale, behind which its signs lie, are required with drawn_signs, "
+                f"got hadamard={self.hadamard}, tensor_block={self.tensor_block}"
+            )
         require_int(who, at_least=1, elements_per_byte=self.elements_per_byte)
         if self.elements_per_byte > 2:
             raise ValueError(
@@ -131,8 +143,8 @@ class Format(metaclass=_OnePerValue):
         block scales, in bfloat16, and one factor of the whole sum in place of tensor scales. None where block
         scales do not go into the elements, or the hardware multiplies by them (FP8 in blocks).
         """
-        if not self.scale_fits or self.scale_dtype == torch.float32:
-            return None
+        if not self.scale_fits or self.scale_dtype == torch.float32 or self.drawn_signs:
+            return None  # values would not tell their signs
         return Format(
             f"{self.name}_values",
             torch.bfloat16,
@@ -181,6 +193,8 @@ class Format(metaclass=_OnePerValue):
         """
         if self.values_of is not None:
             return self.base.step
+        if self.drawn_signs:
+            return ROTATED_WITH_SIGNS
         along = self.block[1]
         return 1 if self.ragged or along is None else along
 
@@ -193,8 +207,9 @@ class Format(metaclass=_OnePerValue):
 
     def check_shape(self, other: int, contraction: int) -> None:
         """Raise ValueError unless an ``[other, contraction]`` face can be cut into blocks."""
+        blocks = (self.block[0], self.step if self.drawn_signs else self.block[1])
         for name, extent, block in zip(
-            ("other", "contraction"), (other, contraction), self.block, strict=True
+            ("other", "contraction"), (other, contraction), blocks, strict=True
         ):
             if block is not None and not self.ragged and extent % block:
                 raise ValueError(
@@ -208,9 +223,14 @@ class Format(metaclass=_OnePerValue):
         return _num_blocks(other, across), _num_blocks(contraction, along)
 
     def tensor_scale_shape(self, other: int, contraction: int) -> tuple[int, int] | None:
-        """Return the shape of the tensor scale of an ``[other, contraction]`` face, or None."""
+        """Return the shape of the tensor scale of an ``[other, contraction]`` face, or None.
+
+        Behind it lie the signs of a rotation whose signs are drawn, 16 bits in each number.
+        """
         if self.tensor_block is None:
             return None
+        if self.drawn_signs:
+            return 1 + ROTATED_WITH_SIGNS // 16, 1
         across, along = self.tensor_block
         return _num_blocks(other, across), _num_blocks(contraction, along)
 

@@ -46,6 +46,7 @@ __all__ = [
     "NVFP4",
     "NVFP4_16X16",
     "NVFP4_16X16_MAX256",
+    "NVFP4_EDEN",
     "NVFP4_HADAMARD",
     "NVFP4_HADAMARD_MAX256",
     "NVFP4_MAX256",
@@ -160,4 +161,20 @@ NVFP4_ROW_SCALED_MAX256 = _nvfp4("nvfp4_row_scaled_max256", tensor_block=(1, Non
 NVFP4_HADAMARD_MAX256 = _nvfp4("nvfp4_hadamard_max256", hadamard=True, scale_max=256.0)
 NVFP4_ROW_SCALED_HADAMARD_MAX256 = _nvfp4(
     "nvfp4_row_scaled_hadamard_max256", tensor_block=(1, None), hadamard=True, scale_max=256.0
+)
+
+# Rounded through their scales, under a rotation whose signs are drawn; the tensor scale decodes as it is.
+NVFP4_EDEN = register_format(
+    Format(
+        "nvfp4_eden",
+        torch.float4_e2m1fn_x2,
+        E2M1_MAX,
+        (1, 16),
+        torch.float8_e4m3fn,
+        ragged=False,
+        elements_per_byte=2,
+        hadamard=True,
+        tensor_block=(None, None),
+        drawn_signs=True,
+    )
 )

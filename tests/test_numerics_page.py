@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fp4_oracles import eden_oracle
 from torch import nn
 
 import hybridtensor as ht
@@ -725,6 +726,68 @@ class TestRandomRounding:
         assert not same(found[0], found[2])
         keys = [self.state(name=name).rounding[0].item() for name in ("a", "a", "b")]
         assert keys[0] == keys[1] != keys[2]
+
+
+class TestRoundingThroughScales:
+    SEED = 2
+    QUANTIZER = ht.NVFP4Quantizer(rounding="eden", seed=SEED)
+
+    def context(self, role="grad_output", **options):
+        state = ht.LayerState.of({"grad_output": self.QUANTIZER}, name="layer")
+        return ht.Context(role, ht.step_(state).tensors(), **options)
+
+    @states("8.5", "8.6", "8.7")
+    @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+    def test_bits(self, role):
+        context = self.context(role)
+        key, step = context.state.rounding.tolist()
+        x = matrix(128, 256)
+        x[3] *= 2.0**-12
+        made = self.QUANTIZER.quantize(x, context=context)
+        stream = 8 * self.SEED + 2 * ["input", "weight", "grad_output"].index(role)
+        for face, turned, direction in ((made.rowwise, False, 0), (made.columnwise, True, 1)):
+            found = eden_oracle(
+                x.t() if turned else x, key=key, step=step, stream=stream + direction, transposed=turned
+            )
+            assert np.array_equal(codes(face), found[0])
+            assert np.array_equal(face.scale.float().numpy(), found[1])
+            assert np.array_equal(face.tensor_scale.numpy()[:, 0], np.array([found[2], *found[3]], F32))
+        zeros = rowwise(self.QUANTIZER, torch.zeros(2, 128), context)
+        assert zeros.tensor_scale[0].item() == 1
+
+    @states("8.8")
+    def test_values(self):
+        x = matrix(64, 256, dtype=torch.float32)
+        x[:, 128:] *= 2.0**-24
+        x[0, 0] = 4.0
+        face = rowwise(self.QUANTIZER, x, self.context())
+        level, halves = face.tensor_scale[0].numpy(), face.tensor_scale[1:, 0].tolist()
+        held = decoded(face) * (face.scale.float().numpy() * level).repeat(16, axis=1)
+        signs = np.array([-1 if int(halves[i // 16]) >> i % 16 & 1 else 1 for i in range(128)])
+        hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / np.sqrt(128)
+        values = (held.reshape(64, 2, 128).astype(np.float64) @ hadamard * signs).reshape(64, 256)
+        np.testing.assert_allclose(face.dequantize().float().numpy(), values, rtol=1e-5, atol=1e-5)
+        assert not values[:, 128:].any()
+        assert 0.08 < np.linalg.norm(values - x.numpy()) / np.linalg.norm(x.numpy()) < 0.12
+
+    @states("8.9")
+    @pytest.mark.parametrize("wrong", [NAN, INF])
+    def test_not_finite(self, wrong):
+        x = matrix(4, 256)
+        x[1, 130] = wrong
+        face = rowwise(self.QUANTIZER, x, self.context())
+        assert face.scale.isnan().sum() == face.scale[1, 8:].isnan().sum() == 8
+        assert face.tensor_scale.isfinite().all()
+
+    @states("8.10")
+    def test_products(self):
+        x, alike = matrix(16, 128), self.context("weight")
+        made = [rowwise(self.QUANTIZER, x, context) for context in (self.context(), alike, ht.Context())]
+        same_signs, others = (made[0] @ face.t() for face in made[1:])
+        assert (same_signs.float() - (x @ x.t()).float()).norm() < 0.2 * (x @ x.t()).float().norm()
+        assert others.isnan().all()
+        with pytest.raises(ValueError, match="same Hadamard basis"):
+            made[0] @ rowwise(ht.NVFP4Quantizer(hadamard=True), x).t()
 
 
 class TestDequantizing:

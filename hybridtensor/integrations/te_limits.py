@@ -67,6 +67,12 @@ def _check_face(face: ours.Quantizer, role: str, direction: str, *, in_hybrid: b
     if isinstance(face, ours.MXFP4Quantizer):
         raise _unable(f"another format in {where} is", "mxfp4", "use mxfp8 or nvfp4")
     if isinstance(face, ours.NVFP4Quantizer):
+        if face.format.drawn_signs:
+            raise _unable(
+                f"rounding of elements in {where} is",
+                f"rounding={face.rounding!r}",
+                "use rounding='stochastic'",
+            )
         if face.hadamard and direction == "rowwise":
             raise _unable(
                 f"rotation of columnwise faces only in {where} is",

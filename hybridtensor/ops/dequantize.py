@@ -12,6 +12,7 @@ from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, runs_directly
+from hybridtensor.ops.references import eden
 from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.references.hadamard import rotate_back
 from hybridtensor.ops.references.nvfp4 import e2m1_decode, unpack
@@ -28,10 +29,24 @@ def _exact(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, fmt: Forma
     """Return the values in float64, in which nothing needs rounding but a division."""
     scales = scale.double()
     if tensor_scale is not None:
-        scales = scales * (tensor_scale.double() / fmt.tensor_scale_max)
+        scales = scales * (level_of(tensor_scale, fmt).double() / fmt.tensor_scale_max)
     elements = element_values(qdata, fmt).double()
     values = elements * spread(scales, fmt.block, elements.shape)
-    return rotate_back(values) if fmt.hadamard else values
+    return _rotated_back(values, tensor_scale, fmt)
+
+
+def level_of(tensor_scale: Tensor, fmt: Format) -> Tensor:
+    """Return the tensor scales themselves, without signs that lie behind them; see ``Format.drawn_signs``."""
+    return tensor_scale[:1] if fmt.drawn_signs else tensor_scale
+
+
+def _rotated_back(values: Tensor, tensor_scale: Tensor | None, fmt: Format) -> Tensor:
+    """Return the values without the rotation of their format."""
+    if not fmt.hadamard:
+        return values
+    if fmt.drawn_signs and tensor_scale is not None:
+        return eden.rotate_back(values, tensor_scale[1:, 0])
+    return rotate_back(values)
 
 
 def dequantize_reference(
@@ -64,9 +79,9 @@ def _define(
     elif tensor_scale is None:
         values = values * spread(scale.float(), fmt.block, values.shape)
     else:
-        values = _two_level(values, scale, tensor_scale, fmt)
-    if whole and fmt.hadamard:
-        values = rotate_back(values)
+        values = _two_level(values, scale, level_of(tensor_scale, fmt), fmt)
+    if whole:
+        values = _rotated_back(values, tensor_scale, fmt)
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)
 
@@ -203,7 +218,8 @@ def dequantize(
     Args:
         qdata: Elements, ``[other, contraction / elements_per_byte]``.
         scale: Block scales, ``format.scale_shape(other, contraction)``.
-        tensor_scale: Second-level scale, fp32, ``[1 or other, 1]``; ``None`` for one-level formats.
+        tensor_scale: Second-level scale, fp32, ``[1 or other, 1]``, with signs behind it where these are drawn;
+            ``None`` for one-level formats.
         format: The face's format.
         dtype: Dtype of the result: a floating-point dtype.
 

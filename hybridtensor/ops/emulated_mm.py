@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtensor.ops.dequantize import multipliable_values
+from hybridtensor.ops.dequantize import level_of, multipliable_values
 from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.references.blocks import spread
@@ -36,6 +36,8 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
     if left.shape[1] != right.shape[1]:
         left, right = _of_one_length(left, right)
     left_factor, right_factor = sum_factor(a), sum_factor(b)
+    if a.format.drawn_signs and left_factor is not None:
+        left_factor = _nan_under_other_signs(left_factor, a, b)
     partial = a.format.scales_partial_sums or b.format.scales_partial_sums
     plain = left_factor is None and right_factor is None and bias is None and not partial
     if plain and out_dtype == dtype == torch.bfloat16:
@@ -44,6 +46,15 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
     if right_factor is not None:
         right_factor = right_factor.t()
     return scale_and_round(out, left_factor, right_factor, bias, out_dtype)
+
+
+def _nan_under_other_signs(factor: Tensor, a: Face, b: Face) -> Tensor:
+    """Return the factor, or NaN if two faces are rotated under different signs: the rotations do not cancel then, and
+    to raise an error would be to wait for the device.
+    """
+    if a.tensor_scale is None or b.tensor_scale is None:
+        return factor
+    return torch.where((a.tensor_scale[1:] == b.tensor_scale[1:]).all(), factor, float("nan"))
 
 
 def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +66,7 @@ def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def sum_factor(face: Face) -> Tensor | None:
     """Return the factor of the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
     if face.tensor_scale is not None:
-        return face.tensor_scale * (1.0 / face.format.tensor_scale_max)
+        return level_of(face.tensor_scale, face.format) * (1.0 / face.format.tensor_scale_max)
     return face.scale if face.format.block[1] is None else None
 
 

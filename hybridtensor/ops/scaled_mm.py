@@ -33,10 +33,15 @@ class Backend(NamedTuple):
 
 def check_multipliable(left: Format, right: Format) -> None:
     """Raise ValueError unless the product of faces in these formats is defined."""
-    if left.hadamard != right.hadamard:
+    if _basis(left) != _basis(right):
         raise ValueError(
             f"both operands need the same Hadamard basis, got {left} and {right}; give both the rotation or neither"
         )
+
+
+def _basis(fmt: Format) -> tuple[bool, bool]:
+    """Return what must be alike in both operands, for their rotations to cancel."""
+    return fmt.hadamard, fmt.drawn_signs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +86,7 @@ def multiplies_values(fmt: Format, device: torch.device) -> bool:
     """
     if fmt.values is None:
         return False
-    alike = (other for other in list(REGISTRY.values()) if other.hadamard == fmt.hadamard)
+    alike = (other for other in list(REGISTRY.values()) if _basis(other) == _basis(fmt))
     pairs = ((left, right) for other in alike for left, right in ((fmt, other), (other, fmt)))
     return all(select_backend(*pair, torch.bfloat16, device).name != "native" for pair in pairs)
 
@@ -169,7 +174,8 @@ def scaled_mm(
     Element values are multiplied exactly and summed in fp32; scales that do not vary along K
     multiply the sum, the bias is added, and the result is rounded once (natively per tensor with an
     fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros. Of two
-    formats one may store more zeros at the end of K than the other; see ``Format.stored``.
+    formats one may store more zeros at the end of K than the other; see ``Format.stored``. Of two faces that are
+    rotated under signs that were drawn, NaN unless these are the same.
 
     Args:
         left: A rowwise face ``[M, K]``.
@@ -239,7 +245,7 @@ def _choose(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype
 def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
     """Raise ValueError for operands that cannot be multiplied."""
     a, b = left.qdata, right.qdata
-    if left.format.hadamard != right.format.hadamard:
+    if left.format is not right.format:
         check_multipliable(left.format, right.format)
     contraction, other = (
         a.shape[1] * left.format.elements_per_byte,

@@ -23,9 +23,11 @@ from hybridtensor.state import MAX_SEED, Context, DelayedRule
 ALONE = Context()
 
 
-def require_rounding(who: str, rounding: object, seed: object) -> None:
+def require_rounding(
+    who: str, rounding: object, seed: object, known: tuple[str, ...] = ("nearest", "stochastic")
+) -> None:
     """Raise unless elements can be rounded so: by a word, and with a seed of random rounding."""
-    require_choice(who, "rounding", rounding, ("nearest", "stochastic"))
+    require_choice(who, "rounding", rounding, known)
     require_int(who, seed=seed)
     if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"{who}: a seed from 0 to {MAX_SEED} is required, got {seed}")

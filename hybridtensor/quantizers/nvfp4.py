@@ -11,6 +11,8 @@ from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import OneFormatQuantizer, require_rounding
 from hybridtensor.state import Context
 
+EDEN = "eden"
+
 
 @dataclass(frozen=True)
 class NVFP4Quantizer(OneFormatQuantizer):
@@ -22,8 +24,10 @@ class NVFP4Quantizer(OneFormatQuantizer):
         two_d: Blocks of 16x16, for weights: one face is the transpose of the other.
         hadamard: Rotate every 16 values along the contraction axis first, which spreads outliers.
             Both operands of a product need it, or neither.
-        rounding: ``"nearest"``, or ``"stochastic"``: up or down at random so that the mean is kept,
-            for gradients.
+        rounding: ``"nearest"``, or one that keeps the mean, for gradients: ``"stochastic"``, elements are rounded up
+            or down at random, or ``"eden"``, the scales are, after elements were rounded to nearest under a rotation
+            of 128 values with random signs, which errs half as much. Both operands of a product need ``"eden"``, with
+            one seed, or neither; ``hadamard`` is not for these.
         seed: Of the random rounding: from 0 to 2^29 - 1.
         four_over_six: Quantize every block twice, with its amax mapped to 6 and to 4, and store the result that has
             the smaller error: ``"mae"``, the sum of absolute errors, or ``"mse"``, of squared ones. What is stored is
@@ -34,10 +38,12 @@ class NVFP4Quantizer(OneFormatQuantizer):
     Raises:
         TypeError: If an option is of the wrong kind.
         ValueError: If a word is unknown, ``two_d`` comes with what works on rows
-            (``row_scaled``, ``hadamard``), or ``four_over_six`` with stochastic rounding.
+            (``row_scaled``, ``hadamard``), ``four_over_six`` with random rounding, or ``"eden"`` with another option
+            of scales.
 
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149;
-    TransformerEngine's ``NVFP4BlockScaling``; Cook et al., "Four Over Six", arXiv 2512.02010.
+    TransformerEngine's ``NVFP4BlockScaling``; Cook et al., "Four Over Six", arXiv 2512.02010; "Quartet II",
+    arXiv 2601.22813 (``"eden"``).
     """
 
     row_scaled: bool = False
@@ -51,7 +57,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
     def __post_init__(self) -> None:
         who = "NVFP4Quantizer"
         require_flag(who, row_scaled=self.row_scaled, two_d=self.two_d, hadamard=self.hadamard)
-        require_rounding(who, self.rounding, self.seed)
+        require_rounding(who, self.rounding, self.seed, ("nearest", "stochastic", EDEN))
         for option in ("row_scaled", "hadamard"):
             if self.two_d and getattr(self, option):
                 raise ValueError(
@@ -68,14 +74,27 @@ class NVFP4Quantizer(OneFormatQuantizer):
             require_choice(who, "four_over_six", self.four_over_six, ("mae", "mse"))
         if self.four_over_six is not None and self.stochastic:
             raise ValueError(
-                f"{who}: four_over_six compares the errors of rounding to nearest, got rounding='stochastic'; use it "
-                "for weights and inputs, and choose one of them for gradients"
+                f"{who}: four_over_six compares the errors of rounding to nearest, got rounding={self.rounding!r}; use "
+                "it for weights and inputs, and choose one of them for gradients"
             )
         if self.scale_max is None:
             object.__setattr__(self, "scale_max", 448 if self.four_over_six is None else 256)
         require_int(who, scale_max=self.scale_max)
         if self.scale_max not in (448, 256):
             raise ValueError(f"{who}: 448 or 256 is required as scale_max, got {self.scale_max}")
+        if self.rounding != EDEN:
+            return
+        for option, value in (
+            ("row_scaled", False),
+            ("two_d", False),
+            ("hadamard", False),
+            ("scale_max", 448),
+        ):
+            if (got := getattr(self, option)) != value:
+                raise ValueError(
+                    f"{who}: {option}={value} is required with rounding='eden', which rotates and scales in a way of "
+                    f"its own, got {got}; leave it out"
+                )
 
     def __setstate__(self, fields: dict[str, object]) -> None:
         # pickles of before these fields were there
@@ -83,13 +102,13 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether elements are rounded to nearest."""
+        """Whether nothing is rounded at random."""
         return not self.stochastic
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]
-        """Whether elements are rounded at random."""
-        return self.rounding == "stochastic"
+        """Whether elements, or their scales, are rounded at random."""
+        return self.rounding != "nearest"
 
     @property
     def rule(self) -> str:  # type: ignore[override]
@@ -99,6 +118,8 @@ class NVFP4Quantizer(OneFormatQuantizer):
     @functools.cached_property
     def format(self) -> Format:
         """``nvfp4``, with what distinguishes it."""
+        if self.rounding == EDEN:
+            return get_format("nvfp4_eden")
         options = {
             "_row_scaled": self.row_scaled,
             "_16x16": self.two_d,
@@ -108,6 +129,15 @@ class NVFP4Quantizer(OneFormatQuantizer):
         return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
 
     def cast(self, context: Context) -> Cast:
-        """See ``OneFormatQuantizer.cast``."""
+        """See ``OneFormatQuantizer.cast``.
+
+        Raises:
+            NotImplementedError: If rows belong to several experts, and are rounded through their scales.
+        """
+        if self.rounding == EDEN and context.groups is not None:
+            raise NotImplementedError(
+                f"{context}: rounding='eden' is for matrices, got groups of rows, or a stack of weights; use "
+                "rounding='stochastic' for experts"
+            )
         stream = context.stream(self.seed) if self.stochastic else -1
         return Cast(self.format, stream=stream, rule=self.rule)

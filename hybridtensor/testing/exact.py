@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.ops import Face
+from hybridtensor.ops.dequantize import level_of
 from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.subclasses import IdentityTensor, QuantizedTensor
 from hybridtensor.testing.oracles import decode_oracle
@@ -41,5 +42,6 @@ def exact_values(face: Face | QuantizedTensor | IdentityTensor) -> Tensor:
         )
         scale = scale.index_select(dim, index)
     if face.tensor_scale is not None:
-        scale = scale * (face.tensor_scale.double() / fmt.tensor_scale_max)
+        level = level_of(face.tensor_scale, fmt)
+        scale = scale * (level.double() / fmt.tensor_scale_max)
     return values * scale

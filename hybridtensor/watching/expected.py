@@ -48,7 +48,7 @@ def expected(format_name: str, stochastic: bool = False, rule: str = "") -> Expe
     Args:
         format_name: As a recording has it: a name, with ", dequantized" if the face is requantized
             from the rowwise data.
-        stochastic: Whether elements are rounded stochastically.
+        stochastic: Whether elements, or scales, are rounded stochastically.
         rule: Which block scale is chosen; see ``Cast``.
     """
     fmt = REGISTRY.get(format_name.removesuffix(_DEQUANTIZED))
@@ -110,7 +110,7 @@ def expected_of_product(recipe: str, product: str, formats: tuple[str, str]) -> 
 
 def _is_stochastic(quantizer: object) -> bool:
     """Return whether a quantizer rounds a face stochastically; not if its recipe is not known here."""
-    return getattr(quantizer, "rounding", "nearest") == "stochastic"
+    return getattr(quantizer, "stochastic", False)
 
 
 def _rule(quantizer: object) -> str:

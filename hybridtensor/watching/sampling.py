@@ -193,7 +193,8 @@ def _aligned(now: Call, gemm: str, left: Part, right: Part) -> tuple[Part, Part]
     if weight is not None and weight.dim is not None and weight.dim == contracted:
         first = weight.first
     whole = first == 0 and left.values.shape[1] == extent
-    if not whole and left.face.format.hadamard and (first % 16 or extent % 16):
+    together = left.face.format.step
+    if not whole and left.face.format.hadamard and (first % together or extent % together):
         return None
     cut = slice(first, first + extent)
     left = left._replace(

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Face
+from hybridtensor.ops.dequantize import level_of
 from hybridtensor.ops.references.hadamard import rotate
 
 NAMES = {
@@ -86,11 +87,12 @@ def part_of(face: Face, values: Tensor, first: int, count: int) -> Part:
     if cut.scale is None:
         quantized = cut.qdata.float()
     else:
-        fmt = _unrotated(cut.format)
+        # of what is rotated under signs that were drawn the values are compared, rotated back
+        fmt = cut.format if cut.format.drawn_signs else _unrotated(cut.format)
         quantized = ops.dequantize(
             cut.qdata.contiguous(), cut.scale, cut.tensor_scale, format=fmt, dtype=torch.float32
         )
-        if cut.format.hadamard:
+        if fmt is not cut.format:
             # whole groups of 16, filled up with zeros as casts do
             padded = F.pad(values, (0, -values.shape[1] % 16))
             values = rotate(padded.to(torch.bfloat16)).float()
@@ -189,7 +191,8 @@ def _scales(face: Face) -> Tensor:
         return torch.ones(1, 1, device=face.qdata.device)
     if face.tensor_scale is None:
         return scale.float()
-    return scale.float() * (face.tensor_scale / face.format.tensor_scale_max)
+    level = level_of(face.tensor_scale, face.format)
+    return scale.float() * (level / face.format.tensor_scale_max)
 
 
 def _half_step(fmt: Format) -> float:

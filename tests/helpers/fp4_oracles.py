@@ -149,3 +149,89 @@ def nearly_tied(rows: int, columns: int, side: int = 1) -> torch.Tensor:
         block = block[torch.randperm(size)].view(side, 16)
         x[side * i : side * (i + 1), 16 * j : 16 * (j + 1)] = block
     return x
+
+
+def philox_words(key: int, counter) -> list[int]:
+    """Philox-4x32-10 in Python's integers."""
+    c, k = list(counter), [key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [second >> 32 ^ c[1] ^ k[0], second & 0xFFFFFFFF, first >> 32 ^ c[3] ^ k[1], first & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def halves_of(words) -> list[int]:
+    return [half for word in words for half in (word & 0xFFFF, word >> 16)]
+
+
+def eden_oracle(x: torch.Tensor, *, key: int, step: int, stream: int, first_row: int = 0, transposed: bool = False):
+    """Round ``[M, K]`` through its scales, one group of 128 after the other.
+
+    Args:
+        x: The matrix, finite.
+        key: Of the layer.
+        step: Of the layer.
+        stream: Of the face.
+        first_row: Of the tensor's first row in the whole.
+        transposed: ``x`` is the transpose of the tensor.
+
+    Returns:
+        E2M1 codes, one per uint8; E4M3 scales as fp32; the tensor scale; halves of the signs.
+    """
+    halves = halves_of(philox_words(key, (0, 0, step, stream // 8 * 8 + 7)))
+    signs = np.array([-1 if halves[i // 16] >> i % 16 & 1 else 1 for i in range(128)], F32)
+    values = as_float32(x)
+    rows, columns = values.shape
+    grouped = values.reshape(rows, columns // 128, 128) * (signs / F32(128))
+    stride = 1
+    while stride < 128:  # sums in fp32, as the fast transform's
+        low = np.array([i for i in range(128) if not i & stride])
+        sums, differences = (
+            grouped[..., low] + grouped[..., low + stride],
+            grouped[..., low] - grouped[..., low + stride],
+        )
+        grouped = grouped.copy()
+        grouped[..., low], grouped[..., low + stride] = sums, differences
+        stride *= 2
+    rotated = grouped * F32(math.sqrt(128))
+    most = F32(6 / (17 / 16 * 0.93))
+    amax = np.abs(rotated).max()
+    level = F32(1) if amax == 0 else F32(max(amax / F32(255.99) / most, F32(2.0**-126)))
+    codes, scales = np.zeros(values.shape, np.uint8), np.zeros((rows, columns // 16), F32)
+    width = rows if transposed else columns  # of the tensor
+    for i, j in np.ndindex(rows, columns // 128):
+        group = rotated[i, j].reshape(8, 16)
+        base = np.array([F32(np.abs(block).max() / most / level) for block in group], F32).astype(E4M3).astype(F32)
+        base[base == 0] = 1
+        scaled = np.array([block / F32(one * level) for block, one in zip(group, base, strict=True)], F32)
+        elements = np.clip(scaled, -6, 6).astype(E2M1)
+        over, under = _tree(scaled * scaled), _tree(scaled * elements.astype(F32))
+        wanted = base * (F32(1) if under == 0 else F32(over / under))
+        for block in range(8):
+            column = 128 * j + 16 * block
+            row, along = (column, i) if transposed else (i, column)
+            n = (first_row + row) * width + along
+            drawn = halves_of(philox_words(key, (n // 8 & 0xFFFFFFFF, n // 8 >> 32, step, stream)))[n % 8]
+            scales[i, column // 16] = _neighbour(wanted[block], Fraction(2 * drawn + 1, 2**17))
+        codes[i, 128 * j : 128 * (j + 1)] = elements.reshape(-1).view(np.uint8)
+    return codes, scales, level, halves
+
+
+def _tree(products):
+    sums = products.reshape(-1)
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return sums[0]
+
+
+_POSITIVE = sorted(float(v) for v in np.arange(127, dtype=np.uint8).view(E4M3))
+
+
+def _neighbour(wanted, uniform) -> float:
+    """Return the upper of two E4M3 neighbours with the probability of where ``wanted`` lies between them."""
+    up = next((i for i, value in enumerate(_POSITIVE) if value > wanted), None)
+    if up is None:
+        return _POSITIVE[-1]
+    low, high = (Fraction(_POSITIVE[i]) for i in (up - 1, up))
+    return float(high if (Fraction(float(wanted)) - low) / (high - low) + uniform >= 1 else low)

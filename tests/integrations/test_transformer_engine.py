@@ -129,6 +129,7 @@ REFUSED = {
     ht.HybridConfig(NV(row_scaled=True), NV(), NV()): "rows scaled in the forward only, in input.columnwise",
     "mxfp4": "another format in input.rowwise is required by TransformerEngine, got mxfp4; use mxfp8 or nvfp4",
     "nvfp4+four_over_six": "four_over_six without rotation in input.columnwise is required",
+    ht.HybridConfig(*[NV(rounding="eden")] * 3): "rounding of elements in input.rowwise is required .*rounding='eden'",
     ht.HybridConfig(NV(scale_max=256), NV(), NV()): "block scales than up to 448 in input.rowwise .*scale_max=256",
     ht.HybridConfig(
         ht.MXFP8Quantizer(), NV(), NV()

@@ -21,7 +21,7 @@ class Cast(NamedTuple):
         pow2_scale: Whether current scaling rounds encode scales down to powers of two, where the
             format does not say so.
         slot: Which delayed scale to cast with; -1 measures the tensor instead.
-        stream: Random numbers to round with; -1 rounds to nearest.
+        stream: Random numbers to round with; -1 rounds to nearest, which a format with drawn signs does not.
         rule: Which block scale is chosen, where a format leaves a choice. Of NVFP4 ``"mae"`` or ``"mse"``: the
             amax of a block maps to 6 or to 4, whichever has the smaller error. Of MXFP4 ``"even"`` or ``"floor"``:
             how the exponent is rounded. ``""`` is the rule of the format.
@@ -206,9 +206,9 @@ def check_rules(request: CastRequest) -> None:
 
 def _check_rule(cast: Cast) -> None:
     fmt, known = cast.format.base, ""
-    if fmt.tensor_block is not None:
+    if fmt.tensor_block is not None and not fmt.drawn_signs:
         known = "mae, mse"
-    elif fmt.elements_per_byte > 1:
+    elif fmt.elements_per_byte > 1 and fmt.tensor_block is None:
         known = "even, floor"
     if cast.rule not in known.split(", "):
         rules = f"no rule or one of {known}" if known else "no rule"

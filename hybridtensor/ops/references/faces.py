@@ -14,7 +14,7 @@ from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
 from hybridtensor.ops.dequantize import dequantize_reference, multipliable_values
 from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.face import Face
-from hybridtensor.ops.references import float8, mx, nvfp4
+from hybridtensor.ops.references import eden, float8, mx, nvfp4
 
 
 def define_faces(
@@ -100,7 +100,9 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     amax = None if given is None else given[:, None]
     rounding = inputs.rounding if cast.stream >= 0 else None
     draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
-    if fmt.tensor_block is not None:
+    if fmt.drawn_signs:
+        qdata, scale, tensor_scale = eden.quantize(matrix, fmt, draws, amax)
+    elif fmt.tensor_block is not None:
         qdata, scale, tensor_scale = nvfp4.quantize(matrix, fmt, draws, amax, cast.rule)
     elif fmt.scale_dtype == torch.float8_e8m0fnu:
         qdata, scale = mx.quantize(matrix, fmt, draws, cast.rule)

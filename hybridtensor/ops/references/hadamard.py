@@ -30,7 +30,7 @@ def rotate(x: Tensor) -> Tensor:
     groups = x.float().unflatten(1, (-1, SIZE)) * (
         signs * 2.0**-4
     )  # times 1/16 first: no sum overflows
-    rotated = _transform(groups) * 4.0
+    rotated = hadamard_transform(groups) * 4.0
     infinite = groups.isinf().any(-1, keepdim=True) & ~groups.isnan().any(-1, keepdim=True)
     inf_minus_inf = rotated.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
     rotated = torch.where(infinite, inf_minus_inf, rotated.clamp(-_BF16_MAX, _BF16_MAX))
@@ -41,7 +41,7 @@ def rotate_back(x: Tensor) -> Tensor:
     """Undo ``rotate`` in fp32, or float64: ``H16 / 4 @ diag(signs)``."""
     signs = _signs(x.device)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    groups = _transform(x.unflatten(1, (-1, SIZE)) * 2.0**-4)
+    groups = hadamard_transform(x.unflatten(1, (-1, SIZE)) * 2.0**-4)
     return (groups * (signs * 4.0)).flatten(1)
 
 
@@ -53,12 +53,12 @@ def _signs(device: torch.device) -> Tensor:
     return (1 - 2 * ((minus >> torch.arange(SIZE, device=device)) & 1)).float()
 
 
-def _transform(groups: Tensor) -> Tensor:
-    """Multiply the last dimension, 16, by the Hadamard matrix in natural order: sums and
-    differences, four times.
+def hadamard_transform(groups: Tensor) -> Tensor:
+    """Multiply the last dimension, a power of two, by the Hadamard matrix in natural order: sums and
+    differences, of neighbours first.
     """
     stride = 1
-    while stride < SIZE:
+    while stride < groups.shape[-1]:
         pairs = groups.unflatten(-1, (-1, 2, stride))
         low, high = pairs.unbind(-2)
         groups = torch.stack((low + high, low - high), dim=-2).flatten(-3)

@@ -66,3 +66,18 @@ def uniform16(rows: int, columns: int, *, rounding: Tensor, stream: int, first_r
     offset = first - start * ELEMENTS_PER_CALL
     bits = halves.flatten()[offset : offset + rows * columns].view(rows, columns)
     return (bits.float() + 0.5) * 2.0**-16
+
+
+def sign_halves(rounding: Tensor, stream: int) -> Tensor:
+    """Return 128 random signs as eight numbers of 16 bits, int64 ``[8]``, lowest first; a bit that is set is minus.
+
+    All streams of one seed of a layer have the same in a step: a rotation by them cancels in products.
+
+    Args:
+        rounding: int64 ``[2]``: the layer's key and the step.
+        stream: Any stream of the seed; signs are those of the last of its eight, which rounds nothing.
+    """
+    key, step = rounding.unbind()
+    zero = torch.zeros_like(step)
+    words = philox(key, (zero, zero, step & _WORD, torch.full_like(step, stream | 7)))
+    return torch.stack([part for word in words for part in (word & 0xFFFF, word >> 16)])
