@@ -31,7 +31,7 @@ from hybridtensor.common_scales import (
 from hybridtensor.distributed.checkpoint.undo import of_parts
 from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
 from hybridtensor.dtensor import with_local
-from hybridtensor.fitting import check_plan, check_sizes, check_tied, check_weight
+from hybridtensor.fitting import check_plan, check_signs, check_sizes, check_tied, check_weight
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.kinds import is_linear
@@ -252,6 +252,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     for layer, config in plan:
         check_sizes(layer, config)
         part = part_of(layer.weight)
+        check_signs(layer, config, isinstance(part, HybridTensor))
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
@@ -387,6 +388,7 @@ def _torchao_handler(
     persistent = isinstance(part_of(layer.weight), HybridTensor)
     told = layer._replace(name=type(module).__name__)
     check_weight(told, persistent)
+    check_signs(told, config, persistent)
     check_sizes(told, config)
     with all_or_nothing(module, [layer]) as undo:
         _convert(layer, config, persistent, undo)

@@ -13,6 +13,7 @@ from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
+from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import Plan, coverage
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
@@ -34,6 +35,7 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
                 f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
                 "persistent=True, whose faces are the weight; drop one"
             )
+        check_signs(layer, config, persistent)
     _check_all_sizes(plan)
 
 
@@ -154,6 +156,32 @@ def _check_all_sizes(plan: Plan) -> None:
         raise ValueError(
             f"{next(iter(found.values()))}; leave it in high precision by keep_bf16={list(found)}, which names every "
             "such layer, or give it another format or size"
+        )
+
+
+def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
+    """Raise NotImplementedError if faces are to be rotated under signs that are drawn for each step where a face of a
+    former step may be multiplied, or rows are those of experts.
+
+    Args:
+        layer: The layer.
+        config: Its recipe.
+        persistent: Whether the faces of the weight are all that is kept of it.
+    """
+    drawn = [gemm.name for gemm in GEMMS if any(fmt.drawn_signs for fmt in config.formats(gemm))]
+    if not drawn:
+        return
+    what = (
+        "a stack of experts' weights"
+        if layer.is_stack
+        else "a persistent weight"
+        if persistent
+        else ""
+    )
+    if what:
+        raise NotImplementedError(
+            f"quantize_: layer {layer.name or '<root>'}: a linear layer with a weight in high precision is required "
+            f"for rounding='eden' in {', '.join(drawn)}, got {what}; use rounding='stochastic' for it"
         )
 
 

@@ -175,7 +175,7 @@ ValueError: HybridConfig.parse: unknown modifier 'hadamard'; did you mean 'no_ha
   high_precision, dequantized, save_original_input, fast_accum, bf16_weight_values, keep_faces, free_faces,
   pow2_scale, fp32_scale, e4m3_grad, most_recent, mx_two_d, mx_e5m2_grad, mx_even, mx_floor, one_d, nearest,
   no_hadamard, row_scaled_input, four_over_six_weight, four_over_six_input, four_over_six, four_over_six_mse,
-  four_over_six_448, rowwise_dequantized, rowwise_dequantized_weight
+  four_over_six_448, eden, rowwise_dequantized, rowwise_dequantized_weight
 ValueError: HybridConfig.parse: one backward_override is possible, got several in
   'fp8+dequantized+high_precision'
 ValueError: HybridConfig.parse: a backward override replaces the formats of grad_input and grad_weight, got

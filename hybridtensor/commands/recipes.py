@@ -43,6 +43,7 @@ MODIFIERS = {
     "four_over_six_input": "the same of inputs alone",
     "four_over_six_mse": "four_over_six: squared errors instead of absolute ones",
     "four_over_six_448": "four_over_six: block scales up to 448 instead of 256",
+    "eden": "nvfp4: in backward scales are rounded at random instead of elements, under random rotations of 128",
     "rowwise_dequantized": "columnwise faces of input and weight are made of what the forward saw",
     "rowwise_dequantized_weight": "the columnwise face of the weight is",
 }

@@ -127,6 +127,7 @@ class HybridConfig(AOBaseConfig):
                 raise ValueError(
                     f"HybridConfig: {gemm.name} multiplies {operands}: {error}"
                 ) from None
+            self._check_signs(gemm)
         self._check_fast_accum()
         require_choice("HybridConfig", "keep_faces", self.keep_faces, KEEP_FACES)
         for field, is_set in (
@@ -174,6 +175,19 @@ class HybridConfig(AOBaseConfig):
             stacklevel=4,
         )
         object.__setattr__(self, "save_original_input", False)
+
+    def _check_signs(self, gemm: Gemm) -> None:
+        """Refuse operands that are rotated under different signs, which would not cancel."""
+        if not self.formats(gemm)[0].drawn_signs:
+            return
+        faces = Faces.of_roles({role: getattr(self, role) for role in ROLES}).quantizers
+        seeds = [getattr(faces[operand], "seed", None) for operand in gemm[1:]]
+        if seeds[0] != seeds[1]:
+            operands = " by ".join(f"{role}.{direction}" for role, direction in gemm[1:])
+            raise ValueError(
+                f"HybridConfig: {gemm.name} multiplies {operands}: one seed for both is required, whose signs a "
+                f"rotation has in both, got {seeds[0]} and {seeds[1]}; give both the same"
+            )
 
     def _check_fast_accum(self) -> None:
         """Refuse ``fast_accum`` where no product of backward has it."""

@@ -173,7 +173,9 @@ class Option:
         roles: Where.
         directions: In which faces.
         refines: The value that it replaces, which another modifier sets; None replaces any.
-        resets: Fields whose defaults depend on this one.
+        resets: Fields that are as by default with it, because their defaults depend on this one, or it takes
+            their place.
+        products: In the operands of which products.
     """
 
     kinds: tuple[type[Quantizer], ...]
@@ -183,10 +185,12 @@ class Option:
     directions: tuple[str, ...] = DIRECTIONS
     refines: str | int | None = None
     resets: tuple[str, ...] = ()
+    products: tuple[str, ...] = tuple(gemm.name for gemm in GEMMS)
 
     def concerns(self, role: str, direction: str, quantizer: Quantizer) -> bool:
         """Return whether this option sets a field of the quantizer of that face."""
         in_scope = role in self.roles and direction in self.directions
+        in_scope = in_scope and _GEMM_OF[role, direction] in self.products
         return in_scope and type(quantizer) in self.kinds
 
     def apply(self, faces: Faces) -> None:
@@ -199,7 +203,8 @@ class Option:
         """Return the quantizer with the field set, or as it is if it has not what this refines."""
         if self.refines is not None and getattr(quantizer, self.field) != self.refines:
             return quantizer
-        fields: Any = {**dict.fromkeys(self.resets), self.field: self.value}
+        defaults = {known.name: known.default for known in dataclasses.fields(quantizer)}
+        fields: Any = {**{name: defaults[name] for name in self.resets}, self.field: self.value}
         return dataclasses.replace(quantizer, **fields)
 
 
@@ -238,6 +243,13 @@ MODIFIERS: dict[str, Modifier] = {
     "four_over_six": _four_over_six("input", "weight"),
     "four_over_six_mse": Option((NVFP4Quantizer,), "four_over_six", "mse", refines="mae"),
     "four_over_six_448": Option((NVFP4Quantizer,), "scale_max", 448, refines=256),
+    "eden": Option(
+        (NVFP4Quantizer,),
+        "rounding",
+        "eden",
+        resets=("two_d", "hadamard", "row_scaled", "four_over_six", "scale_max"),
+        products=("grad_input", "grad_weight"),
+    ),
     "rowwise_dequantized": OfRowwise(("input", "weight")),
     "rowwise_dequantized_weight": OfRowwise(("weight",)),
 }
@@ -292,7 +304,7 @@ class Spec:
             ValueError: If a format is unknown, with the nearest known one.
         """
         faces = Faces.of_words(self.words)
-        for name in sorted(self.modifiers, key=_is_refinement):
+        for name in sorted(self.modifiers, key=_turn):
             MODIFIERS[name].apply(faces)
         return {**faces.by_role(), **dict(POLICIES[policy] for policy in self.policies)}
 
@@ -306,10 +318,14 @@ class Spec:
         return "+".join(["/".join(words), *self.modifiers, *self.policies])
 
 
-def _is_refinement(modifier: str) -> bool:
-    """Return whether a modifier changes what others set: it applies after them, wherever it is written."""
+def _turn(modifier: str) -> int:
+    """Return when a modifier applies, wherever it is written: one that changes what others set after them, and one
+    that takes the place of several options last.
+    """
     option = MODIFIERS[modifier]
-    return isinstance(option, Option) and option.refines is not None
+    if not isinstance(option, Option):
+        return 0
+    return 2 if len(option.resets) > 1 else int(option.refines is not None)
 
 
 def _policies(names: list[str], text: str) -> tuple[str, ...]:
@@ -382,7 +398,8 @@ def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[s
     if type(meant) is not type(face):
         return None
     named = set()
-    for name in (known.name for known in dataclasses.fields(meant)):
+    fields = [known.name for known in dataclasses.fields(meant)]
+    for name in sorted(fields, key=lambda name: name not in _DECIDING):
         value = getattr(face, name)
         if getattr(meant, name) == value:
             continue
@@ -393,6 +410,14 @@ def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[s
             meant = setting[1].changed(meant)
             named.add(setting[0])
     return named
+
+
+_DECIDING = {
+    option.field
+    for option in MODIFIERS.values()
+    if isinstance(option, Option) and len(option.resets) > 1
+}
+"""Fields that are looked at first, because options that set them reset others."""
 
 
 def _options(

@@ -5,6 +5,7 @@ import tiers
 import torch
 from sharding import RECIPES, assert_faces_equal, make, mesh_of, shard, train
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 
@@ -93,3 +94,13 @@ def test_gathered_bytes_of_uneven_shards_and_cut_blocks(four):
     four.run(gathers_what_the_whole_is_quantized_to, ["fp8", "fp8_high_precision_backward"], 4, {"hidden": 50})
     four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", "mxfp8", *UNUSUAL[:2], *CUT], 4, {"hidden": 96})
     four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", CUT[0], CUT[4]], 4, {"hidden": 640, "width": 160})
+
+
+def rotated_under_drawn_signs(rank, specs):
+    for spec in specs:
+        recipe = FqnToConfig({f"{block}.up": ht.HybridConfig.parse(spec) for block in range(2)})
+        train(rank, shard(make(recipe), mesh_of(rank, 2)), make(recipe), steps=2, grad_input=True)
+
+
+def test_signs_are_the_same_on_all_ranks(two):
+    two.run(rotated_under_drawn_signs, ["nvfp4+one_d+four_over_six+eden+rowwise_dequantized"])
