@@ -171,14 +171,8 @@ def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
     drawn = [gemm.name for gemm in GEMMS if any(fmt.drawn_signs for fmt in config.formats(gemm))]
     if not drawn:
         return
-    what = (
-        "a stack of experts' weights"
-        if layer.is_stack
-        else "a persistent weight"
-        if persistent
-        else ""
-    )
-    if what:
+    if layer.is_stack or persistent:
+        what = "a stack of experts' weights" if layer.is_stack else "a persistent weight"
         raise NotImplementedError(
             f"quantize_: layer {layer.name or '<root>'}: a linear layer with a weight in high precision is required "
             f"for rounding='eden' in {', '.join(drawn)}, got {what}; use rounding='stochastic' for it"

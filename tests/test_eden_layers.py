@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -187,6 +188,26 @@ def test_experts_are_refused():
 
     with pytest.raises(NotImplementedError, match="got a stack of experts' weights; use rounding='stochastic'"):
         ht.quantize_(nn.ModuleDict({"experts": Experts()}), "nvfp4+eden")
+
+
+def test_watching_measures_what_was_rotated():
+    x, g = operands()
+    model = layer()
+    with ht.watch(model, every=1, rows=128) as watched:
+        gradients(model, x, g)
+        watched.step()
+    (sample,) = watched.samples
+    faces = {row.operand: row.statistics for row in sample.faces if row.format == "nvfp4_eden"}
+    assert sorted(faces) == ["grad_output.columnwise", "grad_output.rowwise", "input.columnwise", "weight.columnwise"]
+    for found in faces.values():
+        assert found["sqnr"] == pytest.approx(20.1, abs=0.5)
+        assert found["overflows%"] < 0.1
+        assert 4 < found["underflows%"] < 9
+        assert found["wasted_blocks%"] == 0
+    products = {row.product: row.statistics["sqnr"] for row in sample.products}
+    assert products["grad_input"] == pytest.approx(17.1, abs=0.5)
+    # of 256 tokens 56 are zeros, which the noise of the others is spread over, but which are multiplied by noise only
+    assert products["grad_weight"] == pytest.approx(17.1 + 10 * math.log10(256 / TOKENS), abs=0.5)
 
 
 def test_a_gpu_takes_the_definition_and_says_so(caplog):

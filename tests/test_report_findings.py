@@ -91,6 +91,13 @@ def test_stochastic_rounding_has_twice_the_noise():
     assert expected_of_face("no recipe", "grad_output.rowwise", "nvfp4").sqnr == nearest
 
 
+def test_rounding_through_scales_has_the_noise_of_nearest():
+    nearest = expected("nvfp4").sqnr
+    for recipe in ("nvfp4+eden", "no recipe"):
+        known = expected_of_face(recipe, "grad_output.rowwise", "nvfp4_eden").sqnr
+        assert known == pytest.approx(nearest, abs=0.4)
+
+
 def test_noise_of_operands_adds_up():
     a, b = (expected(name).sqnr for name in ("fp8_e5m2_tensor", "fp8_e4m3_tensor"))
     got = expected_of_product("fp8", "grad_input", ("fp8_e5m2_tensor", "fp8_e4m3_tensor"))

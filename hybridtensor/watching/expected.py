@@ -56,10 +56,11 @@ def expected(format_name: str, stochastic: bool = False, rule: str = "") -> Expe
         return None
     if fmt.is_identity:
         return Expected(math.inf, math.inf)
+    stochastic = stochastic or fmt.drawn_signs  # also where the recipe is not known here
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         values = torch.randn(
-            _ROWS, _LENGTH, generator=generator, dtype=torch.float32, device="cpu"
+            _ROWS, max(_LENGTH, fmt.step), generator=generator, dtype=torch.float32, device="cpu"
         ).bfloat16()
         rounding = torch.zeros(2, dtype=torch.int64, device="cpu") if stochastic else None
         request = CastRequest(Cast(fmt, stream=0 if stochastic else -1, rule=rule))

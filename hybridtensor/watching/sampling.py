@@ -178,7 +178,7 @@ def _in_whole_blocks(face: Face, axis: int, first: int, count: int) -> bool:
     """Return whether ``count`` entries of a face from ``first`` on along an axis are whole blocks."""
     dim, fmt = _stored(face, axis), face.format
     per_byte = fmt.elements_per_byte if face.scale is not None and dim == 1 else 1
-    step = max(fmt.block[dim] or 1, per_byte)
+    step = max(fmt.block[dim] or 1, per_byte, fmt.step if dim == 1 and fmt.drawn_signs else 1)
     last = first + count
     return first % step == 0 and (last % step == 0 or last == face.qdata.shape[dim] * per_byte)
 

@@ -7,7 +7,7 @@ says which. Shape letters: ``M, K`` a face, ``other`` and ``contraction``.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Face
-from hybridtensor.ops.dequantize import level_of
+from hybridtensor.ops.dequantize import element_values, level_of
+from hybridtensor.ops.references import eden
+from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.references.hadamard import rotate
 
 NAMES = {
@@ -87,17 +89,32 @@ def part_of(face: Face, values: Tensor, first: int, count: int) -> Part:
     if cut.scale is None:
         quantized = cut.qdata.float()
     else:
-        # of what is rotated under signs that were drawn the values are compared, rotated back
-        fmt = cut.format if cut.format.drawn_signs else _unrotated(cut.format)
-        quantized = ops.dequantize(
-            cut.qdata.contiguous(), cut.scale, cut.tensor_scale, format=fmt, dtype=torch.float32
-        )
-        if fmt is not cut.format:
+        quantized = _unrotated_values(cut)
+        if cut.format.drawn_signs and cut.tensor_scale is not None:
+            padded = F.pad(values, (0, -values.shape[1] % cut.format.step))
+            values = eden.rotate(padded, cut.tensor_scale[1:, 0])
+        elif cut.format.hadamard:
             # whole groups of 16, filled up with zeros as casts do
             padded = F.pad(values, (0, -values.shape[1] % 16))
             values = rotate(padded.to(torch.bfloat16)).float()
     quantized = quantized.t() if turned else quantized
     return Part(cut, values, quantized[:, : values.shape[1]], turned)
+
+
+def _unrotated_values(face: Face) -> Tensor:
+    """Return what the elements and scales of a face give, fp32, not rotated back."""
+    fmt = face.format
+    if fmt.drawn_signs:
+        elements = element_values(face.qdata, fmt)
+        return elements * spread(_scales(face), fmt.block, elements.shape)
+    scale: Any = face.scale
+    return ops.dequantize(
+        face.qdata.contiguous(),
+        scale,
+        face.tensor_scale,
+        format=_unrotated(fmt),
+        dtype=torch.float32,
+    )
 
 
 def _unrotated(fmt: Format) -> Format:
