@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import HybridConfig, NVFP4Quantizer
+from hybridtensor.advising.calibration import _error
 from hybridtensor.ops.cast.kernel import _say_without_kernels
 from hybridtensor.ops.cast.request import Cast, CastRequest
 from hybridtensor.ops.scaled_mm import select_backend
@@ -232,3 +233,23 @@ def test_a_graph_draws_as_eager_code_does():
         ht.step_(eager)
         ht.step_(compiled)
     torch._dynamo.reset()
+
+
+def test_advice_is_by_operands_of_one_draw():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    advice = ht.advise(
+        model, [torch.randn(128, 256) for _ in range(2)], formats=("nvfp4", "nvfp4+eden", "bf16"), budget=0.5,
+        loss=lambda model, x: model(x).square().mean(), hardware="b200",
+    )  # fmt: skip
+    errors = {point.name: point.error for point in advice.curve}
+    assert 0 < errors["nvfp4+eden"] < errors["nvfp4"]
+
+
+@pytest.mark.parametrize("gemm", GEMMS[1:], ids=lambda gemm: gemm.name)
+def test_an_error_that_advice_adds_to_a_gradient_is_of_one_draw(gemm):
+    x, g = operands()
+    values = {"input": x, "grad_output": g, "weight": torch.randn(N, K).bfloat16()}
+    off = _error(gemm, HybridConfig.parse("nvfp4+eden"), values)
+    left, right = (values[role].t() if direction == "columnwise" else values[role] for role, direction in gemm[1:])
+    assert 0.1 < (off.double().norm() / (left.double() @ right.double().t()).norm()).item() < 0.17

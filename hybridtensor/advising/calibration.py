@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtensor import ops
-from hybridtensor.advising.noise import Noise
+from hybridtensor.advising.noise import Noise, one_draw
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
@@ -108,6 +108,7 @@ def _with_error(one: Noise, config: HybridConfig, grad: Tensor, of_output: Tenso
 def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Tensor:
     """Return a quantized product less the exact one, ``[tokens, features]``."""
     faces, plain = [], []
+    state = one_draw(config, operands[gemm.left[0]].device)
     for role, direction in gemm[1:]:
         values = operands[role]
         values = values.reshape(-1, values.shape[-1])
@@ -117,7 +118,7 @@ def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Ten
             rowwise=not columnwise,
             columnwise=columnwise,
             dtype=values.dtype,
-            context=Context(role, record=False),
+            context=Context(role, state, record=False),
         )
         faces.append(made[1 if columnwise else 0])
         plain.append(values.t() if columnwise else values)

@@ -13,7 +13,7 @@ from hybridtensor.layers import Layer
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
-from hybridtensor.state import Context
+from hybridtensor.state import Context, StateTensors
 from hybridtensor.watching.statistics import Part, measure_product
 from hybridtensor.watching.statistics import part_of as stretch_of
 
@@ -65,7 +65,8 @@ class Noise:
         for fmt, config in self._configs.items():
             if config.formats(gemm) == (IDENTITY, IDENTITY):
                 continue
-            parts = [_part(config, gemm, i, operands) for i in (0, 1)]
+            state = one_draw(config, operands[gemm.left[0]].device)
+            parts = [_part(config, gemm, i, operands, state) for i in (0, 1)]
             found = measure_product(parts[0], parts[1]).square()
             known = self._sums.get((name, fmt))
             self._sums[name, fmt] = found if known is None else known + found
@@ -87,7 +88,20 @@ class Noise:
         return math.inf if math.isnan(found[_NOISE]) else found[_NOISE] / (found[_SIGNAL] or 1.0)
 
 
-def _part(config: HybridConfig, gemm: Gemm, index: int, operands: Mapping[str, Tensor]) -> Part:
+def one_draw(config: HybridConfig, device: torch.device) -> StateTensors | None:
+    """Return what both operands of a product draw by, as those of a layer do; None if nothing is drawn."""
+    if not config.stochastic:
+        return None
+    return StateTensors(torch.randint(2**63 - 1, (2,), device=device), None, None)
+
+
+def _part(
+    config: HybridConfig,
+    gemm: Gemm,
+    index: int,
+    operands: Mapping[str, Tensor],
+    state: StateTensors | None,
+) -> Part:
     """Return a stretch of an operand and its face."""
     role, direction = (gemm.left, gemm.right)[index]
     quantizer: Quantizer = getattr(config, role)
@@ -97,7 +111,7 @@ def _part(config: HybridConfig, gemm: Gemm, index: int, operands: Mapping[str, T
         rowwise=not columnwise,
         columnwise=columnwise,
         dtype=values.dtype,
-        context=Context(role, record=False),
+        context=Context(role, state, record=False),
     )
     face = faces[1 if columnwise else 0]
     if face is None:
