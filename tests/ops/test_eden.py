@@ -228,6 +228,19 @@ def test_quantizes_and_dequantizes_on_its_own(device):
     assert not EDEN.repeatable
 
 
+def test_slices_keep_what_is_rotated_together(device):
+    made = EDEN.quantize(torch.randn(256, 384, device=device))
+    for face, of_rows in ((made.rowwise, True), (made.columnwise, False)):
+        values = face.dequantize()
+        for turned, first, last in ((False, 130, 160), (True, 128, 256), (True, 0, 128)):
+            rows = of_rows != turned
+            cut = slice(first, last) if rows else (slice(None), slice(first, last))
+            assert torch.equal(face[cut].dequantize(), values[cut])
+        for first, last in ((64, 192), (0, 16), (128, 144)):
+            with pytest.raises(ValueError, match="blocks of 128 are cut"):
+                face[:, first:last] if of_rows else face[first:last]
+
+
 def test_a_cast_that_draws_nothing_is_an_error():
     with pytest.raises(ValueError, match="random numbers are required for nvfp4_eden"):
         quantize(torch.randn(4, 128), row=cast_of("nvfp4_eden"))

@@ -34,13 +34,18 @@ def _slice_scale(
     if block == 1:
         own: Tensor = aten.slice.Tensor(scale, axis, start, stop, step)
         return own
+    _require_whole(block, start, stop, step, extent)
+    blocks: Tensor = aten.slice.Tensor(scale, axis, start // block, -(-stop // block))
+    return blocks
+
+
+def _require_whole(block: int, start: int, stop: int, step: int, extent: int) -> None:
+    """Raise ValueError if a slice of one axis cuts a block."""
     if step != 1 or start % block or (stop % block and stop != extent):
         raise ValueError(
             f"slice: blocks of {block} are cut by [{start}:{stop}:{step}] of {extent}; slice at multiples of {block}, "
             "or dequantize first"
         )
-    blocks: Tensor = aten.slice.Tensor(scale, axis, start // block, -(-stop // block))
-    return blocks
 
 
 def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> QuantizedTensor:
@@ -69,6 +74,8 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
         logical_axis, extent = 1, columns
     stored_axis = logical_axis if x.axis == -1 else 1 - logical_axis
     block = x.format.block[stored_axis]
+    if stored_axis == 1 and x.format.drawn_signs:  # what is rotated together is more than a block
+        _require_whole(x.format.step, start, stop, step, extent)
     scale = _slice_scale(x.scale, block, stored_axis, start, stop, step, extent)
     tensor_scale, cuts = x.tensor_scale, x.cuts_group or block is None
     if tensor_scale is not None and x.format.tensor_block is not None:
