@@ -60,9 +60,11 @@ def quantize(
     values = rotate(x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), halves)
     if amax is None:
         amax = block_amax(values, (None, None))
-    level = (amax / _SCALE_MAX / VALUE_MAX).clamp(min=_SMALLEST)
+    # tensors, because a GPU multiplies by the reciprocal of a number
+    most = torch.full_like(amax, VALUE_MAX)
+    level = (amax / torch.full_like(amax, _SCALE_MAX) / most).clamp(min=_SMALLEST)
     level = torch.where(amax == 0, 1.0, level)
-    base = block_amax(values, (1, _LENGTH)) / VALUE_MAX / level
+    base = block_amax(values, (1, _LENGTH)) / most / level
     base = base.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     base = torch.where(base == 0, 1.0, base)  # [M, K / 16]
     scaled = values / (base * level).repeat_interleave(_LENGTH, 1)
@@ -128,6 +130,6 @@ def _rounded_at_random(x: Tensor, uniform: Tensor) -> Tensor:
     """Return positive values as one of their two E4M3 neighbours, the upper with the probability that keeps the
     mean; at most 448.
     """
-    exponent = torch.frexp(x)[1] - 1
-    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-6) - 3)
+    exponent = (x.view(torch.int32) >> 23).clamp(min=127 - 6)  # of fp32, which begins at -127
+    step = ((exponent - 3) << 23).view(torch.float32)
     return ((x / step + uniform).floor() * step).clamp(max=E4M3_MAX)
