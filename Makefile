@@ -50,7 +50,9 @@ test-frameworks: $(FRAMEWORKS)/.frameworks
 # hybridtensor.integrations with the real packages, the scripts of examples/frameworks and the pages that need
 # Transformers, in the same environment.
 test-integrations: $(FRAMEWORKS)/.frameworks
-	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations tests/test_snippets.py $(ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) -q tests/integrations \
+	  'tests/test_snippets.py::test_snippets_run[docs/tutorial.md-0]' \
+	  'tests/test_snippets.py::test_snippets_run[docs/inference.md-0]' $(ARGS)
 
 $(FRAMEWORKS)/.frameworks: pyproject.toml constraints.txt
 	$(MAKE) VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.test

@@ -16,7 +16,7 @@ from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 from hybridtensor import costs
-from hybridtensor.advising.choosing import Option, cheapest, curve, frontier
+from hybridtensor.advising.choosing import FormatOption, cheapest, curve, frontier
 
 PLACES = ["blocks.0.up", "blocks.2.down", "blocks.3.up"]
 
@@ -263,7 +263,10 @@ def test_tables_are_shown(capsys):
 def test_the_curve_falls_and_meets_exhaustive_search():
     draws = random.Random(3)
     products = [
-        [Option(f, c * size, e * draws.uniform(0.2, 5)) for f, c, e in (("a", 4, 0.0), ("b", 2, 1.0), ("c", 1, 9.0))]
+        [
+            FormatOption(f, c * size, e * draws.uniform(0.2, 5))
+            for f, c, e in (("a", 4, 0.0), ("b", 2, 1.0), ("c", 1, 9.0))
+        ]
         for size in (draws.uniform(0.5, 2) for _ in range(6))
     ]
     steps = curve(products)
@@ -280,7 +283,13 @@ def test_the_curve_falls_and_meets_exhaustive_search():
 
 
 def test_options_that_are_not_worth_it_are_left_out():
-    options = [Option("a", 1, 5.0), Option("b", 1, 4.0), Option("c", 2, 4.0), Option("d", 2, 3.9), Option("e", 4, 0.0)]
+    options = [
+        FormatOption("a", 1, 5.0),
+        FormatOption("b", 1, 4.0),
+        FormatOption("c", 2, 4.0),
+        FormatOption("d", 2, 3.9),
+        FormatOption("e", 4, 0.0),
+    ]
     assert [option.fmt for option in frontier(options)] == ["b", "e"]
 
 

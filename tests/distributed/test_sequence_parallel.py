@@ -452,7 +452,7 @@ def other_readers(rank):
         return model
 
     for placement in (None, Replicate(), Shard(1)):
-        with pytest.raises(ValueError, match="a column-parallel layer is required where hybridtensor"):
+        with pytest.raises(ValueError, match="gathered the input of a layer that is not column-parallel"):
             with_side(placement)(x)
 
 
