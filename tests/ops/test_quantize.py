@@ -23,6 +23,7 @@ from hybridtensor import ops
 from hybridtensor.ops import CastRequest, Hint
 from hybridtensor.ops.cast import kernel, launches, measurement, operator
 from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.in_graphs import CastInGraph
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.references import float8, mx, nvfp4
@@ -585,3 +586,23 @@ def test_operators_return_amaxes_in_memory_of_their_own(device):
         assert [(t.storage_offset(), t.untyped_storage().nbytes()) for t in made] == [(0, 4)]
     zeros = torch.zeros(4, 4)[1:2, :1].unbind()[0]
     assert operator._distinct((zeros, zeros), parse_request(request))[0].untyped_storage().nbytes() == 4
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that is taken for one of a GPU, so that kernels cast it: on a CPU in the interpreter."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("pitches", [(64, 128), (128, 64), (192, 128)])
+def test_one_place_in_a_graph_casts_views_of_any_pitch(pitches, device):
+    """Strides are dynamic in a graph, too: of two matrices of one shape each is read as it lies."""
+    require_kernels(device)
+    place, request = CastInGraph(), str(CastRequest(cast_of("mxfp8_e4m3")))
+    for seed, pitch in enumerate(pitches):
+        x = random_tensor(64, pitch, device=device, seed=seed)[:, :64]
+        made = place(x if device == "cuda" else x.as_subclass(OnGpu), request, None, None, None, 0)
+        expected = torch.ops.hybridtensor.quantize(x, request, None, None, None, 0)
+        for got, want in zip(made, expected, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert place.strides == (pitch, 1)

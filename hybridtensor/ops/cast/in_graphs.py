@@ -14,19 +14,21 @@ _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 class CastInGraph:
-    """Casts the matrices that come by one place of a graph, which lie alike but for their addresses and, in graphs of
-    dynamic shapes, extents.
+    """Casts the matrices that come by one place of a graph: of one dtype, on one device; of any shape and strides where
+    those are dynamic.
 
     Attributes:
         cast: What the last one was cast by, at addresses that are multiples of 16; None before.
         shape: Its shape.
+        strides: Its strides, which may change alone: of views of a wider matrix.
     """
 
-    __slots__ = ("cast", "shape")
+    __slots__ = ("cast", "shape", "strides")
 
     def __init__(self) -> None:
         self.cast: KernelCast | None = None
         self.shape: tuple[int, ...] = ()
+        self.strides: tuple[int, ...] = ()
 
     def __call__(
         self,
@@ -41,13 +43,14 @@ class CastInGraph:
         after: Tensor | None = None,
         notes: int = 0,
     ) -> list[Tensor]:
-        """Return what the operator does; see ``ops.cast.operator``."""
+        """Cast ``x``, with the arguments and results of the operator; see ``ops.cast.operator``."""
         address = x.data_ptr()
         if row_amax is not None:
             address |= row_amax.data_ptr()
         if column_amax is not None:
             address |= column_amax.data_ptr()
-        known = self.cast if address % _ALIGNMENT == 0 and x.shape == self.shape else None
+        lies_alike = x.shape == self.shape and x.stride() == self.strides
+        known = self.cast if lies_alike and address % _ALIGNMENT == 0 else None
         noted: list[Tensor] = []
         if notes:
             noted_amax = x.new_zeros(notes, dtype=torch.float32)
@@ -63,6 +66,6 @@ class CastInGraph:
                 return [*tensors_of(found.run(x, inputs)), *noted]
             known = found
             if address % _ALIGNMENT == 0:
-                self.cast, self.shape = known, x.shape
+                self.cast, self.shape, self.strides = known, x.shape, x.stride()
         row, column = known.tensors(x, inputs)
         return [*row, *column, *noted]
