@@ -89,7 +89,7 @@ class Noise:
 
 
 def one_draw(config: HybridConfig, device: torch.device) -> StateTensors | None:
-    """Return what both operands of a product draw by, as those of a layer do; None if nothing is drawn."""
+    """Return the state that both operands of a product draw their signs from; None if nothing is drawn."""
     if not config.stochastic:
         return None
     return StateTensors(torch.randint(2**63 - 1, (2,), device=device), None, None)

@@ -11,7 +11,7 @@ from hybridtensor.ops.library import implementation
 
 
 def call_of(name: str, device_type: str) -> Callable[..., Any]:
-    """Return what one place in a graph calls for an operator.
+    """Return the callable that one place in a graph uses in place of an operator.
 
     Args:
         name: Of the operator, in the namespace of this package.

@@ -61,7 +61,7 @@ def register(name: str) -> None:
 
 
 def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what the graph gets of a call of an operator."""
+    """Lower a call of an operator to a call of its implementation."""
     made = DirectKernel.create(operator, *args, **kwargs)
     return torch.utils._pytree.tree_map(
         lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made

@@ -209,7 +209,7 @@ class Bundle:
         return self._passing
 
     def _kept(self) -> Payload:
-        """Return what is kept for these weights, with all faces that were asked for so far: they are made in one go."""
+        """Return the cached payload of these weights, with all faces requested so far, which one launch quantizes."""
         kept, sendings = self._keeper.kept.get(self._shards), self._sendings
         if kept is not None and self not in kept.answers:
             pairs = list(zip(sendings, kept.sendings, strict=True))

@@ -72,7 +72,7 @@ class Gather:
         return answers
 
     def send(self, index: int, tensor: Weight) -> Answer:
-        """Return what the first hook of a weight does that was not prepared."""
+        """Answer ``fsdp_pre_all_gather`` of a weight whose payload was not prepared."""
         place = self._places.get(index)
         if place is not None:
             bundle, number = place
@@ -105,7 +105,7 @@ class WeightGroup:
         self._gather: Gather | None = None
 
     def send(self, shard: Shard, tensor: Weight) -> Answer:
-        """Return what the first hook of a weight does.
+        """Answer ``fsdp_pre_all_gather`` of a weight.
 
         Args:
             shard: The weight.

@@ -171,7 +171,7 @@ class Remake:
         self.cast.run_into(values, self.out, self.inputs)
 
     def kind(self) -> tuple[object, ...]:
-        """Return what casts have in common that can be done together."""
+        """Return the key of casts that one launch can do together."""
         return self.cast.request, tuple([given is None for given in self.inputs])
 
 
@@ -222,7 +222,7 @@ class Share:
                 self.tensors[name].insert(index, self.alike[name, index])
 
     def again(self, part: Tensor, others: tuple[object, ...]) -> Remake | None:
-        """Return what makes the bytes of ``part`` again; None if it was not kept for it and ``others``."""
+        """Return the cached cast that requantizes ``part``; None if it was made for another part or ``others``."""
         known, inputs = self._inputs
         same = (
             known == place_of(part)

@@ -200,7 +200,7 @@ class Sharded(NamedTuple):
             self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
 
     def gather_into(self, outputs: list[Tensor]) -> None:
-        """Say where the next gather goes, uint8 each; none lets FSDP2 make new memory, and lets go of what it has.
+        """Set the uint8 buffers of the next gather; without any FSDP2 frees those that it has, and allocates its own.
 
         FSDP2 would write the next gather into what it has whatever its size: with other sizes, silently the
         wrong bytes.

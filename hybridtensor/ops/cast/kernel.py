@@ -136,8 +136,7 @@ class KernelCast(PreparedCast):
         row, column = KernelFace.of(source or request.row), KernelFace.of(request.column)
         if request.row is not None:
             row = row._replace(values=KernelFace.of(request.row).values)
-        faces = row, column
-        m, k = key.shape
+        faces, (m, k) = (row, column), key.shape
         matrix = Matrix(None, key.strides[0], key.strides[1], m, k)
         tile = tile_of(row, column, source is not None)
         draws, prologue = max(row.stream, column.stream) >= 0, None

@@ -57,7 +57,7 @@ def quantized(
     after: Tensor | None = None,
     notes: int = 0,
 ) -> list[Tensor]:
-    """Return what ``quantize`` does of each matrix; a list is empty where matrices have no such input."""
+    """Quantize each matrix as ``quantize`` does; lists of inputs that no matrix has are empty."""
     parsed = parse_request(request)
     measures = [cast is not None and cast.measures is not None for cast in parsed[:2]]
     if (measures[0] and not row_amaxes) or (measures[1] and not column_amaxes):
