@@ -34,6 +34,12 @@ FACES = {
     "MXFP8": (Cast(get_format("mxfp8_e4m3")), Cast(get_format("mxfp8_e4m3"))),
     "NVFP4 row, MXFP8 column": (Cast(get_format("nvfp4")), Cast(get_format("mxfp8_e4m3"))),
     "NVFP4, Hadamard on the column": (Cast(get_format("nvfp4")), Cast(get_format("nvfp4_hadamard"))),
+    "NVFP4": (Cast(get_format("nvfp4")), Cast(get_format("nvfp4"))),
+    "NVFP4, four over six": (
+        Cast(get_format("nvfp4_max256"), rule="mae"),
+        Cast(get_format("nvfp4_max256"), rule="mae"),
+    ),
+    "MXFP4": (Cast(get_format("mxfp4")), Cast(get_format("mxfp4"))),
     "1x128, row only": (Cast(get_format("fp8_e4m3_1x128")), None),
     "1x128, column only": (None, Cast(get_format("fp8_e4m3_1x128"))),
 }
