@@ -16,6 +16,7 @@ from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
 from hybridtensor import costs
+from hybridtensor.advising.advise import _spec
 from hybridtensor.advising.choosing import FormatOption, cheapest, curve, frontier
 
 PLACES = ["blocks.0.up", "blocks.2.down", "blocks.3.up"]
@@ -149,6 +150,22 @@ def test_less_error_than_random_recipes_of_equal_cost():
             spec = "/".join(formats[i : i + 3])
             rules[advice.table[i].layer] = None if spec == "bf16/bf16/bf16" else ht.HybridConfig.parse(spec)
         assert error(place, FqnToConfig(rules)) > mine
+
+
+@pytest.mark.parametrize(
+    ("formats", "spec"),
+    [
+        (("nvfp4", "nvfp4", "nvfp4"), "nvfp4"),
+        (("nvfp4+eden", "nvfp4+eden", "nvfp4+eden"), "nvfp4+eden"),
+        (("nvfp4", "nvfp4+eden", "nvfp4+eden"), "nvfp4+eden"),
+        (("mxfp8", "nvfp4+eden", "bf16"), "mxfp8/nvfp4/bf16+eden"),
+        (("nvfp4+eden", "bf16", "bf16"), "nvfp4/bf16/bf16"),
+        (("nvfp4+four_over_six", "nvfp4+eden", "bf16"), "nvfp4/nvfp4/bf16+four_over_six+eden"),
+    ],
+)
+def test_modifiers_of_a_product_are_those_of_the_layer_where_they_change_something(formats, spec):
+    assert _spec(list(formats)) == spec
+    ht.HybridConfig.parse(spec)
 
 
 @pytest.mark.parametrize("budget", ["fp8", "fp8_rowwise", "mxfp8"])

@@ -341,5 +341,23 @@ def _by_layer(table: Iterable[AdvisedProduct]) -> list[tuple[str, list[AdvisedPr
 
 
 def _spec(formats: list[str]) -> str:
-    """Return the spec of a layer whose three products have these formats."""
-    return formats[0] if len(set(formats)) == 1 else "/".join(formats)
+    """Return the spec of a layer whose three products have these formats: modifiers of one are those of all that they
+    suit.
+    """
+    if len(set(formats)) == 1:
+        return formats[0]
+    parts = [fmt.split("+") for fmt in formats]
+    words = [part[0] for part in parts]
+    spec = words[0] if len(set(words)) == 1 else "/".join(words)
+    for modifier in dict.fromkeys(itertools.chain.from_iterable(part[1:] for part in parts)):
+        wider = f"{spec}+{modifier}"
+        spec = wider if _is_spec(wider) else spec
+    return spec
+
+
+def _is_spec(text: str) -> bool:
+    try:
+        HybridConfig.parse(text)
+    except ValueError:
+        return False
+    return True
