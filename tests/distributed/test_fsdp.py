@@ -12,8 +12,8 @@ import hybridtensor as ht
 
 def trains_like_the_twin(rank, recipes, size, options):
     for recipe in recipes:
-        model = shard(make(recipe), mesh_of(rank, size), **options)
-        train(rank, model, make(recipe), steps=2)
+        model, twin = (make(recipe, blocks=1) for _ in range(2))
+        train(rank, shard(model, mesh_of(rank, size), **options), twin, steps=2)
 
 
 def test_every_recipe_trains_like_the_unsharded_model(two):

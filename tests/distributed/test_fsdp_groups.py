@@ -7,6 +7,7 @@ import pytest
 import torch
 from processes import here
 from sharding import batch, make, mesh_of, same_bits, shard
+from tiers import covered
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -109,20 +110,18 @@ QUANTIZED = ["fp8", "mxfp8", "fp8_rowwise"]  # backward sends what does not lie 
 MIXED = ["fp8", "mxfp8", "fp8_high_precision_backward", "fp8_rowwise", "bf16", "high_precision_fwd_mxfp8_bwd"]
 
 
-def mixed(rank):
-    for recipes in (QUANTIZED, MIXED):
-        for size in (1, 2):
-            for reshard in (True, False):
-                model, twin = of_blocks(recipes), of_blocks(recipes)
-                fully_shard(model, mesh=mesh_of(rank, size), reshard_after_forward=reshard)
-                follow(model, twin)
-                for m in (model, twin):  # in the middle of training, to other layouts in the same group
-                    ht.set_config_(m[1], "fp8_block")
-                follow(model, twin)
+def mixed(rank, cases):
+    for recipes, size, reshard in cases:
+        model, twin = of_blocks(recipes), of_blocks(recipes)
+        fully_shard(model, mesh=mesh_of(rank, size), reshard_after_forward=reshard)
+        follow(model, twin)
+        for m in (model, twin):  # in the middle of training, to other layouts in the same group
+            ht.set_config_(m[1], "fp8_block")
+        follow(model, twin)
 
 
 def test_several_recipes_in_a_group(two):
-    two.run(mixed)
+    two.run(mixed, covered((QUANTIZED, MIXED), (1, 2), (True, False)))
 
 
 def unlike(rank):

@@ -29,9 +29,9 @@ import hybridtensor as ht
 from hybridtensor.dtensor import local
 
 
-def make(spec, width=64, hidden=128):
+def make(spec, width=64, hidden=128, blocks=2):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width, hidden) for _ in range(2)))
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(blocks)))
     return ht.quantize_(model, spec, persistent=True)
 
 
@@ -64,7 +64,8 @@ def train(rank, model, twin, steps=2):
 
 def trains_like_the_twin(rank, recipes, size, options):
     for recipe in recipes:
-        train(rank, shard(make(recipe), mesh_of(rank, size), **options), make(recipe), steps=2)
+        model, twin = (make(recipe, blocks=1) for _ in range(2))
+        train(rank, shard(model, mesh_of(rank, size), **options), twin, steps=2)
 
 
 def test_every_recipe_trains_like_the_unsharded_model(two):

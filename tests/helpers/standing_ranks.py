@@ -73,10 +73,9 @@ def crash_of(rank, store):
 
 
 def serve(rank, size, path, device, pipe):
-    """Run what comes through ``pipe`` until None comes. What is imported stays, and nobody looks through it again: the
-    garbage collector does not, and a model's first step, which asks for who wraps it, does not.
+    """Run what comes through ``pipe`` until None comes. What is there by then stays, and nobody looks through it again:
+    the garbage collector does not, and a model's first step, which asks for who wraps it, does not.
     """
-    gc.freeze()
     faulthandler.enable(crash_of(rank, path).open("w"))
     join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
@@ -84,6 +83,8 @@ def serve(rank, size, path, device, pipe):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of any cut layer that FSDP2 wraps alone
     while (work := pipe.recv()) is not None:
         body, args = work
+        gc.collect()
+        gc.freeze()
         torch.manual_seed(0)
         try:
             body(rank, *args)

@@ -78,9 +78,8 @@ def check(made, request, *, hint=False):
     assert torch.equal(*notes)
 
 
-@pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize(("row", "column", "way"), in_kinds(WAYS), ids=str)
-def test_the_faces_are_those_of_the_matrix(kind, row, column, way, device):
+@pytest.mark.parametrize(("row", "column", "way", "kind"), in_kinds(WAYS, [*MADE]), ids=str)
+def test_the_faces_are_those_of_the_matrix(row, column, way, kind, device):
     kept, source = [(row, None), (row, row), (None, row)][way]
     check(MADE[kind](device), request_of(kept, column.for_columnwise(), source))
 
