@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the garbage collector need not go through it again and again."""
+    """What is imported stays: the garbage collector need not go through it again and again. Loggers of torch's parts go
+    by that of torch: pytest gives each that does not six times per test a handler, and takes it away.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.handlers, logger.propagate = [], True
     gc.collect()
     gc.freeze()
 
