@@ -6,6 +6,7 @@ import gc
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
+    if hasattr(config, "workerinput"):  # what workers start has as few: more wait for each other, and spin meanwhile
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     tiers.LONG = config.getoption("--long")
 
 

@@ -17,6 +17,7 @@ import torch
 from experts import EXPERTS, HIDDEN, WIDTH, Experts
 from inference_models import FAMILIES, WEIGHTS, recipe, values_of
 from safetensors.torch import load_file, save_file
+from tiers import in_turn
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -129,9 +130,9 @@ def test_transformers_loads_it(name, layout, tmp_path):
         assert torch.equal(loaded(x).logits, expected(x).logits)
 
 
-@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("layout", "name"), in_turn(PLAIN_LAYOUTS, ["llama", "mixtral", "qwen3_moe"]))
 def test_it_comes_back_bitwise(name, layout, tmp_path):
+    """Each model in turn; ``test_transformers_loads_it`` and ``test_stacks_come_back`` have other pairs."""
     model = family(name, layout, persistent=True)
     folder = ht.export_pretrained(model, tmp_path / "out", layout)
     back = ht.load_pretrained(family(name, layout, persistent=True, seed=1), folder)

@@ -114,10 +114,9 @@ def features(rank):
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     train(rank, shard(make("fp8_rowwise"), mesh), make("fp8_rowwise"))
     for wrap in (checkpoint_wrapper, lambda block: torch.compile(block, backend="aot_eager")):
-        model = make("fp8_rowwise")
-        for i, block in enumerate(model):
-            model[i] = fully_shard(wrap(block), mesh=mesh_of(rank, 4))
-        train(rank, fully_shard(model, mesh=mesh_of(rank, 4)), make("fp8_rowwise"), steps=2)
+        model, twin = (make("fp8_rowwise", blocks=1) for _ in range(2))
+        model[0] = fully_shard(wrap(model[0]), mesh=mesh_of(rank, 4))
+        train(rank, fully_shard(model, mesh=mesh_of(rank, 4)), twin, steps=2)
     model, twin = shard(make("fp8"), mesh_of(rank, 4)), make("fp8")
     for recipe in ("fp8_rowwise", "fp8_dequantized_backward", "nvfp4", "bf16"):
         outs = []

@@ -418,7 +418,7 @@ def under_fsdp(rank, recipe):
             assert ht.explain(model, show=False).sequence == said
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses[how] = []
-        for _ in range(3):
+        for _ in range(2):
             loss = model(x).square().mean()
             loss.backward()
             for p in model.parameters() if how == "cut" else ():
@@ -429,7 +429,7 @@ def under_fsdp(rank, recipe):
             ht.step_(model)
             losses[how].append(loss.item())
     assert losses["cut"] == losses["sharded"] == losses["layers"] == losses["compiled"]
-    assert losses["cut"][2] < losses["cut"][0]
+    assert losses["cut"][1] < losses["cut"][0]
 
 
 @pytest.mark.filterwarnings("ignore")
