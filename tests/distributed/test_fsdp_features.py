@@ -345,7 +345,7 @@ def loading(rank, recipes):
     """Checkpoints before and in the middle of training; assigned and copied; uneven, so that FSDP2 pads again."""
     for recipe in recipes:
         for assign in (False, True):
-            source, model, twin = (make(recipe, hidden=50) for _ in range(3))
+            source, model, twin = (make(recipe, hidden=50, blocks=1) for _ in range(3))
             with torch.no_grad():
                 for p in source.parameters():
                     p.mul_(1.5)
