@@ -1,7 +1,8 @@
 """Training steps of models of Transformers, each recipe in turns with BF16: wall, host and kernel time, any batch.
 
-Dynamo's limits are the default ones, and an optimizer writes the weights in each step. With torchrun the layers are
-FSDP2 groups: ``torchrun --nproc-per-node=2 benchmarks/models.py``.
+Each step is waited for; "in a row" none is but the last. With ``--least`` each step has another length. Dynamo's limits
+are the default ones, and an optimizer writes the weights in each step. With torchrun the layers are FSDP2 groups:
+``torchrun --nproc-per-node=2 benchmarks/models.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import argparse
 import contextlib
 import gc
 import os
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import te_peer
@@ -58,12 +60,20 @@ class Case(NamedTuple):
         tokens: In one sequence.
         mode: One of ``MODES``.
         device: Of this rank.
+        least: Of tokens in a step, which has another length each time up to ``tokens``; 0 is always ``tokens``.
     """
 
     model: str
     tokens: int
     mode: str
     device: torch.device
+    least: int = 0
+
+    def lengths(self) -> Iterator[int]:
+        """Yield the tokens of each step, the same in every run."""
+        drawn = random.Random(0)
+        while True:
+            yield drawn.randint(self.least, self.tokens) if self.least else self.tokens
 
 
 class Training:
@@ -91,7 +101,7 @@ class Training:
         compiling = {"mode": "reduce-overhead"} if case.mode == "reduce-overhead" else {}
         for block in self._model.model.layers:
             if case.mode == "blocks":
-                block.compile()
+                block.compile(dynamic=True if case.least else None)
             if dist.is_initialized():
                 fully_shard(block, mp_policy=POLICY)
         if dist.is_initialized():
@@ -103,6 +113,7 @@ class Training:
         fused = case.device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=fused)
         self._ids = torch.randint(config.vocab_size, (1, case.tokens), device=case.device)
+        self._lengths = case.lengths()
         begin = time.perf_counter()
         for _ in range(4):
             self.step()
@@ -113,7 +124,8 @@ class Training:
         """Train one step."""
         peer = self._recipe in te_peer.RECIPES
         with te_peer.autocast(self._recipe) if peer else contextlib.nullcontext():
-            loss = self._model(input_ids=self._ids, labels=self._ids, use_cache=False).loss
+            ids = self._ids[:, : next(self._lengths)]
+            loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -157,6 +169,16 @@ def milliseconds(step: Callable[[], None], device: torch.device) -> tuple[float,
     return 1e3 * (time.perf_counter() - begin), 1e3 * (host - begin)
 
 
+def in_a_row(step: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Return the milliseconds of a step among several that nobody waits between."""
+
+    def several() -> None:
+        for _ in range(repeats):
+            step()
+
+    return milliseconds(several, device)[0] / repeats
+
+
 def kernels(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
     """Return the milliseconds of a step's kernels, and how many there are."""
     if device.type != "cuda":
@@ -178,11 +200,13 @@ def measure(case: Case, recipe: str, repeats: int) -> dict[str, Any]:
             torch.compiler.cudagraph_mark_step_begin()
             times[name].append(milliseconds(training.step, case.device))
     wall, host = ({n: statistics.median(t[i] for t in times[n]) for n in made} for i in (0, 1))
+    rows = {name: in_a_row(training.step, repeats, case.device) for name, training in made.items()}
     of_kernels, launches = kernels(made[recipe].step, case.device)
     row = {
         "model": case.model, "tokens": case.tokens, "mode": case.mode, "recipe": recipe, "bf16 ms": wall[ITSELF],
         "ms": wall[recipe], "of bf16": wall[ITSELF] / wall[recipe], "bf16 host ms": host[ITSELF],
-        "host ms": host[recipe], "kernels ms": of_kernels, "launches": launches,
+        "host ms": host[recipe], "longest ms": max(wall for wall, _ in times[recipe]),
+        "of bf16 in a row": rows[ITSELF] / rows[recipe], "kernels ms": of_kernels, "launches": launches,
         "first 4 steps s": made[recipe].first_steps, "bf16 first s": made[ITSELF].first_steps,
     }  # fmt: skip
     if case.device.type == "cuda":
@@ -216,6 +240,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", default=RESULTS, type=type(RESULTS), help="folder for the JSON file")
     parser.add_argument("--models", help="of them, separated by ';'", default=";".join(list(MODELS)[:3]))
     parser.add_argument("--tokens", help="separated by ','", default="2048,8192,32768")
+    parser.add_argument("--least", type=int, default=0, help="tokens; each step has another length up to --tokens then")
     parser.add_argument("--modes", help="separated by ','", default=",".join(MODES))
     parser.add_argument("--recipes", help="separated by ','", default=",".join(RECIPES))
     return parser.parse_args()
@@ -236,11 +261,12 @@ def main() -> None:
             for mode in asked.modes.split(","):
                 for recipe in asked.recipes.split(","):
                     gc.collect()
-                    rows.append(measure(Case(model, tokens, mode, device), recipe, asked.repeats))
+                    rows.append(measure(Case(model, tokens, mode, device, asked.least), recipe, asked.repeats))
                     if not dist.is_initialized() or dist.get_rank() == 0:
                         print(rows[-1], flush=True)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        report("models" if ranks == 1 else f"models_{ranks}_ranks", rows, asked)
+        name = "lengths" if asked.least else "models"
+        report(name if ranks == 1 else f"{name}_{ranks}_ranks", rows, asked)
     if dist.is_initialized():
         dist.destroy_process_group()
 
