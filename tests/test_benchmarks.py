@@ -1,6 +1,8 @@
 """The benchmarks run: on a CPU, once, with small shapes. What they print is not looked at."""
 
+import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,3 +52,22 @@ def test_of_models_runs(run, tmp_path):
 def test_of_host_time_runs(run, capfd):
     run("host", "--rounds", 1, "--count", 1, "--recipes", "fp8")
     assert '"fp8": ' in capfd.readouterr().out
+
+
+@long("processes of their own take a while to start")
+def test_of_scaling_runs(run, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    asked = ["--device", "cpu", "--repeats", "1", "--recipes", "fp8,fp8_block", "--out", str(tmp_path)]
+    subprocess.run([*command, str(BENCHMARKS / "scale.py"), *asked], check=True)
+    run("scale", "--table", "--out", tmp_path)
+    rows = json.loads((tmp_path / "scale_cpu.json").read_text())["rows"]
+    assert {row["layout"] for row in rows} == {"fsdp", "hsdp", "fsdp tp", "pp fsdp", "moe fsdp", "moe ep fsdp"}
+    assert {row["efficiency"] for row in rows} == {1.0}, "of one number of ranks"
+
+
+@long("processes of their own take a while to start")
+def test_killed_runs_are_resumed_with_the_same_losses(run, tmp_path):
+    run("resume", "--ranks", "2,1", "--steps", 16, "--every", 4, "--kills", 2, "--out", tmp_path)
+    rows = json.loads((tmp_path / "resume_cpu.json").read_text())["rows"]
+    assert [row["bitwise"] for row in rows[:2]] == [16, 16]
+    assert all(row["largest difference %"] < 2 for row in rows[:-1]), "what another order of sums does to FP8"
