@@ -1,7 +1,4 @@
-"""The command line: ``hybridtensor COMMAND``, or ``python -m hybridtensor COMMAND``.
-
-Exits with 0; with 1, if something is wrong, and what; with 2, if arguments are, or there is nothing to check.
-"""
+"""The command line: ``hybridtensor COMMAND``, or ``python -m hybridtensor COMMAND``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _LONGEST = 120  # characters of a value that an error shows
 
 
 def told(value: object) -> str:
-    """Return a short text of a value for an error, never the elements of a tensor."""
+    """Describe a value in an error message, without the elements of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}"
     if isinstance(value, nn.Module):
@@ -52,7 +52,7 @@ def require_module(who: str, model: object) -> None:
 
 
 def require_flag(who: str, /, **flags: object) -> None:
-    """Raise TypeError unless every flag is a bool: a string such as "no" would count as yes."""
+    """Raise TypeError unless every flag is a bool, because a string such as "no" is truthy."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{who}: {name} is True or False, got {told(value)}")
@@ -91,7 +91,7 @@ def require_choice(who: str, what: str, word: object, known: Iterable[str]) -> N
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
-    """Return advice for a misspelt word: the nearest of the ``known`` ones, and the whole list."""
+    """Return advice for a misspelt word: the nearest known word, and the whole list."""
     words = [str(k) for k in known]
     close = difflib.get_close_matches(word[:_LONGEST], words, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -105,11 +105,7 @@ def require_function(who: str, what: str, value: object) -> None:
 
 
 def require_items(who: str, what: str, values: object, advice: str = "") -> list[Any]:
-    """Return the items of a list, or another iterable that is no string, tensor or dictionary.
-
-    Raises:
-        TypeError: If it is none.
-    """
+    """Return the items of an iterable; raise TypeError for strings, tensors, dictionaries and non-iterables."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Tensor, dict)):
         raise wrong(who, what, values, advice)
     return list(values)
@@ -134,12 +130,7 @@ def require_path(who: str, path: object) -> None:
 
 
 def place(who: str, device: object) -> torch.device:
-    """Return a device, also from its name.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If there is no such name.
-    """
+    """Return a device from a device or its name; raise TypeError or ValueError for anything else."""
     if not isinstance(device, (str, torch.device)):
         raise wrong(who, "a device or its name", device)
     try:

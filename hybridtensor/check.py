@@ -1,6 +1,4 @@
-"""Run a model once and say what was quantized: per layer the three products, and what else read its
-weight.
-"""
+"""Run a model once and report each layer's three products, and which other operators read its weight."""
 
 from __future__ import annotations
 
@@ -57,7 +55,6 @@ class _Recorder:
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        """See ``Observer.note_product``."""
         a, b = (
             f.format if f.dequantized_rowwise is None else formats.IDENTITY for f in (left, right)
         )
@@ -69,16 +66,13 @@ class _Recorder:
             self.operations += 2 * rows * columns * extent
 
     def note_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.note_read``."""
         if not any(name in reader for name in _NO_VALUES):
             self.reads[id(layer), reader, self.inside[-1] if self.inside else ""] += 1
 
     def enter(self, module: nn.Module, args: object) -> None:
-        """Note that the forward of a module begins."""
         self.inside.append(self._names.get(id(module), type(module).__name__))
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
-        """Note that it ended."""
         if self.inside:
             self.inside.pop()
 
@@ -146,7 +140,7 @@ def _check_arguments(model: object, loss: object, strict: object, show: object) 
 
 
 def _flop_counter(uncounted: set[str]) -> FlopCounterMode:
-    """Return torch's counter; what its formulas raise for is noted in ``uncounted``, and counts as nothing."""
+    """Return torch's FLOP counter; operators whose formulas raise are added to ``uncounted`` and count as 0."""
     from torch.utils.flop_counter import FlopCounterMode  # when first used: it takes long to import
 
     counter = FlopCounterMode(display=False)
@@ -172,7 +166,7 @@ def _noting_errors(
 
 @contextlib.contextmanager
 def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Run everything eagerly, gradients on, with ``recorder`` told."""
+    """Run everything eagerly, with gradients and with ``recorder`` as the observer."""
     hooks = []
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(recorder.enter, prepend=True))
@@ -205,12 +199,7 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, given: object) -> Iterator[None]:
-    """Put everything back that forward and backward change: gradients, buffers, amaxes, torch's generators.
-
-    Args:
-        model: The model.
-        given: What it is run with, any nesting of tensors.
-    """
+    """Restore gradients, buffers, amaxes and torch's generators that a forward and backward change."""
     leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     owners = [*model.parameters(), *(t for t in leaves if t.is_leaf and t.requires_grad)]
     grads = [(owner, owner.grad) for owner in owners]
@@ -243,7 +232,6 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
 
 
 def _report(model: nn.Module, recorder: _Recorder, total: int, uncounted: set[str]) -> Check:
-    """Return the record of a run, in the order of the model's layers."""
     layers: dict[int, list[str]] = {}
     configs, untouched = {}, []
     for one in layers_of(model):

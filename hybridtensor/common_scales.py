@@ -24,17 +24,8 @@ _WHO = "quantize_: common_scale"
 
 
 def common_scales(plan: Plan, groups: Iterable[Siblings]) -> dict[nn.Module, CommonScale]:
-    """Return the common scale of each layer that has one.
-
-    Args:
-        plan: The layers to convert, and their recipes.
-        groups: As ``quantize_`` takes them.
-
-    Raises:
-        TypeError: If they are no lists of patterns.
-        ValueError: If a pattern names no layer to convert, or siblings are not complete, or are not
-            quantized alike by a scale per tensor.
-    """
+    """Return the common scale of each layer that has one; raise ValueError for patterns that name no complete
+    siblings."""
     found: dict[nn.Module, CommonScale] = {}
     for patterns in require_items(_WHO, "a list of lists of patterns", groups):
         names = require_items(_WHO, "a list of patterns for each common scale", patterns)
@@ -51,7 +42,7 @@ def common_scales(plan: Plan, groups: Iterable[Siblings]) -> dict[nn.Module, Com
 
 
 def _siblings(plan: Plan, patterns: list[str]) -> list[Plan]:
-    """Return the layers of each common scale that patterns name, in their order."""
+    """Return the layers of each common scale, in the order of their patterns."""
     for pattern in patterns:
         require_text(_WHO, **{"a pattern": pattern})
     if len(patterns) < 2:
@@ -100,9 +91,7 @@ def _matching(plan: Plan, pattern: str) -> dict[tuple[str, ...], tuple[Layer, Hy
 
 
 def check_alike(siblings: Plan) -> None:
-    """Raise ValueError unless layers can have a common scale: linear layers of one recipe for the
-    weight, whose rowwise face has a scale per tensor.
-    """
+    """Raise ValueError unless layers can have a common scale: linear, one weight recipe, rowwise scales per tensor."""
     first, config = siblings[0]
     for layer, other in siblings:
         if layer.is_stack:
@@ -128,7 +117,7 @@ def check_alike(siblings: Plan) -> None:
 
 
 def check_common_scales(plan: Plan) -> None:
-    """Raise ValueError where another recipe would tell layers of one common scale apart."""
+    """Raise ValueError where another recipe would give layers of one common scale different recipes."""
     new = {layer.module: config for layer, config in plan}
     for layer, config in plan:
         scale = None if layer.recipe is None else layer.recipe.state.common
@@ -156,9 +145,7 @@ def common_scales_of(plan: Plan) -> dict[nn.Module, CommonScale]:
 
 
 def forget_common_scales(plan: Plan) -> list[nn.Module]:
-    """Give layers scales of their own again, those that had one with a layer of the plan, too; return
-    them all.
-    """
+    """Give layers their own scales again, also those that shared one with a layer of the plan; return them all."""
     scales = [layer.recipe.state.common for layer, _ in plan if layer.recipe is not None]
     modules = [m for scale in scales if scale is not None for m in scale.modules if m is not None]
     for module in modules:
@@ -169,7 +156,7 @@ def forget_common_scales(plan: Plan) -> list[nn.Module]:
 
 
 def take_amaxes(scales: dict[nn.Module, CommonScale], plan: Plan) -> None:
-    """Have common scales take the amaxes of the weights of a plan, which are to be quantized now."""
+    """Set common scales from the amaxes of the weights that a plan is about to quantize."""
     configs = {layer.module: config for layer, config in plan}
     for scale in dict.fromkeys(scales.values()):
         modules = [module for module in scale.modules if module in configs]
@@ -178,12 +165,12 @@ def take_amaxes(scales: dict[nn.Module, CommonScale], plan: Plan) -> None:
 
 
 def local_part(module: nn.Module) -> Any:
-    """Return the weight of a linear layer, or this rank's part of it."""
+    """Return the weight of a linear layer, or its local shard."""
     return part_of(module.weight)  # type: ignore[arg-type]
 
 
 def values_of(module: nn.Module) -> Tensor:
-    """Return the best values that there are of a linear layer's weight."""
+    """Return the highest-precision values available of a linear layer's weight: the master, or the weight."""
     part = local_part(module)
     if isinstance(part, HybridTensor):
         current = part.high_precision.current

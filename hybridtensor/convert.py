@@ -158,15 +158,7 @@ def _convert_all(
     undo: list[Undo],
     others: Iterable[nn.Module] = (),
 ) -> None:
-    """Convert the layers of a plan.
-
-    Args:
-        plan: The layers and their recipes.
-        persistent: As for ``quantize_``.
-        scales: The common scales that some have.
-        undo: Gets what undoes this, but for what ``all_or_nothing`` restores.
-        others: Layers that had one.
-    """
+    """Convert the layers of a plan; ``undo`` collects what reverts it, apart from what ``all_or_nothing`` restores."""
     changed = dict.fromkeys([*scales, *others])
     converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
     undo += of_parts(map(local_part, converted))
@@ -178,7 +170,7 @@ def _convert_all(
 
 
 def _give_plain_values_to_all(model: nn.Module) -> None:
-    """Have every holder of a converted weight save it plain: an embedding may be tied to a layer."""
+    """Add state dict hooks to every module that holds a converted weight, also an embedding tied to a layer."""
     for owner in model.modules():
         if any(is_converted(parameter) for parameter in owner._parameters.values()):
             give_plain_values_(owner)
@@ -186,9 +178,7 @@ def _give_plain_values_to_all(model: nn.Module) -> None:
 
 
 def _tell_what_is_left(model: nn.Module) -> None:
-    """Log how much is quantized, and every large matrix that is not: a warning, where nobody decided
-    so.
-    """
+    """Log how much is quantized, and every large matrix that is not (a warning where nobody chose that)."""
     found = coverage(model)
     left = "".join(f"\n  {m.name} {list(m.shape)}: {m.why}" for m in found.plain)
     level = logging.INFO if all(m.deliberate for m in found.plain) else logging.WARNING
@@ -196,9 +186,7 @@ def _tell_what_is_left(model: nn.Module) -> None:
 
 
 def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
-    """Let layers that one module calls share what they quantize an input to; see
-    ``linear.sharing``.
-    """
+    """Let layers that one module calls share the quantized input; see ``linear.sharing``."""
     converted: dict[int, list[Layer]] = {}
     for layer, _ in plan:
         converted.setdefault(id(layer.module), []).append(layer)
@@ -216,9 +204,8 @@ def _share_inputs(model: nn.Module, plan: Plan, root: str) -> None:
 
 
 def _called_by(caller: nn.Module) -> Iterator[nn.Module]:
-    """Yield the linear layers that a module calls itself: lists and dictionaries of modules have no
-    forward.
-    """
+    """Yield the linear layers that a module calls itself, also through lists and dictionaries of modules, which have
+    no forward."""
     for child in caller.children():
         if is_linear(child):
             yield child
@@ -293,10 +280,7 @@ def _convert(
     undo: list[Undo],
     scale: CommonScale | None = None,
 ) -> None:
-    """Give the weight of a layer, nameless if called ``""``, the config and the state it needs.
-
-    The Parameter object stays the same; what swaps it back goes into ``undo``.
-    """
+    """Give a layer's weight its config and state, keeping the Parameter object; ``undo`` collects what reverts it."""
     module: Any = layer.module
     weight: Any = part_of(layer.weight)
     state = _attach_state(layer, config)
@@ -333,9 +317,7 @@ def _convert(
 
 
 def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
-    """Return the layer's state, with what the recipe needs, and make it part of the module if it
-    holds anything.
-    """
+    """Create or extend the layer's state, and register it as a submodule if it holds tensors."""
     weight: Any = part_of(layer.weight)
     recipe, name = layer.recipe, layer.state_name
     known = weight.layer if is_converted(weight) else recipe and recipe.state
@@ -360,7 +342,6 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
 
 
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
-    """Replace the faces of a persistent weight by those of another recipe."""
     current = weight.high_precision.current
     values = weight.dequantize() if current is None else current
     if not remake_(weight, values, config):

@@ -1,9 +1,4 @@
-"""What a product costs by its formats: tables of times relative to the same product in BF16.
-
-A table is measured on a device, or follows from the peak rates that its maker publishes; each row says which. The
-named tables are figures that this library's benchmarks measured on an H200 and an H100, and NVIDIA's rates of a B200;
-``measure`` makes one of the present device.
-"""
+"""What a product costs by its formats: tables of times relative to the same product in BF16."""
 
 from __future__ import annotations
 
@@ -319,7 +314,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def _layer(word: str, operands: dict[str, Tensor]) -> Callable[[], None]:
-    """Return a function that casts the operands of a layer with the recipe ``word`` and multiplies them."""
+    """Return a function that casts the operands of a layer with recipe ``word`` and multiplies them."""
     config = HybridConfig.parse(word)
 
     def run() -> None:
@@ -335,7 +330,7 @@ def _layer(word: str, operands: dict[str, Tensor]) -> Callable[[], None]:
 
 
 def _is_native(word: str, device: torch.device) -> bool:
-    """Return whether a device multiplies the formats of all three products of a word itself."""
+    """Return whether the device multiplies the formats of all three products natively."""
     config = HybridConfig.parse(word)
     backends = (ops.select_backend(*config.formats(gemm), torch.bfloat16, device) for gemm in GEMMS)
     return all(backend.name != "emulated" for backend in backends)
@@ -344,7 +339,7 @@ def _is_native(word: str, device: torch.device) -> bool:
 def _times(
     calls: dict[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, float]:
-    """Return the median milliseconds of calls that take turns, so that drift meets all alike."""
+    """Return the median milliseconds of calls timed in turns, so that clock drift affects all equally."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():

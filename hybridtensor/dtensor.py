@@ -1,4 +1,4 @@
-"""This rank's part of a DTensor, and back."""
+"""Between DTensors and their local tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def local(tensor: T) -> T:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
+    """Return the local tensor of a DTensor; any other tensor unchanged."""
     # The private ``_local_tensor``: the public ``to_local`` would be recorded by autograd, and
     # returns another object. Without it nothing of a sharded weight is found.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
-    """Return ``part``, as this rank's part of a DTensor if ``like`` is one."""
+    """Return ``part`` as the local tensor of a DTensor like ``like``, or unchanged."""
     if not isinstance(like, DTensor):
         return part
     # The private ``_spec`` and constructor: the public ``from_local`` would be recorded by
@@ -38,13 +38,13 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
 
 
 def mesh_along(tensor: DTensor, name: str | None) -> DeviceMesh:
-    """Return the mesh of a tensor, of which a dimension called ``name`` if it has several."""
+    """Return the mesh of a DTensor, or its dimension ``name`` if it has several."""
     mesh = tensor.device_mesh
     return mesh if mesh.ndim == 1 or name is None else mesh[name]
 
 
 def placement_along(tensor: DTensor, name: str | None) -> Placement:
-    """Return how a tensor is placed along the dimension of its mesh that is called ``name``."""
+    """Return the placement of a DTensor along the mesh dimension ``name``."""
     names = tensor.device_mesh.mesh_dim_names or ()
     return tensor.placements[names.index(name) if name in names else 0]
 

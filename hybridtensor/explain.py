@@ -59,7 +59,7 @@ class Explanation(Printed, Rows):
 
     @property
     def shares(self) -> dict[str, Share]:
-        """The parts of parameters and of products that each format has."""
+        """The share of each format in parameters and products."""
         return shares(self)
 
     @property
@@ -92,7 +92,7 @@ class Explanation(Printed, Rows):
         return prediction.speed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as what JSON knows."""
+        """Return everything as JSON-serializable data."""
         found: dict[str, Any] = {
             field.name: [dict(vars(row)) for row in getattr(self, field.name)]
             for field in dataclasses.fields(self)
@@ -127,7 +127,6 @@ class Explanation(Printed, Rows):
         }
 
     def __rich__(self) -> Group:
-        """Render as tables."""
         return tables(self)
 
 
@@ -202,7 +201,7 @@ def _sequence(model: nn.Module) -> tuple[SequenceRow, ...]:
 def _layer_row(
     found: Layer, config: HybridConfig, seen: set[int], common_scale: tuple[str, ...]
 ) -> LayerRow:
-    """Return the row of a layer; its weight counts if it is not ``seen`` yet."""
+    """Return the row of a layer; a weight in ``seen`` counts no parameters again."""
     weight = found.weight
     parameters = 0 if id(weight) in seen else weight.numel()
     seen.add(id(weight))
@@ -222,7 +221,7 @@ def _layer_row(
 
 
 def _common_scale(found: Layer, names: dict[nn.Module, str]) -> tuple[str, ...]:
-    """Return the names of the layers whose weights have one scale in common with a layer's."""
+    """Return the names of the layers that share a weight scale with this one."""
     scale = None if found.recipe is None else found.recipe.state.common
     if not isinstance(scale, CommonScale):
         return ()

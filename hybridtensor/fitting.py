@@ -40,7 +40,7 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
 
 
 def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
-    """Return the error of a plan without layers, with what there is instead."""
+    """Return the error of a plan without layers, listing what the model has instead."""
     known = {layer.parameter_name for layer in layers_of(model)}
     left = [matrix for matrix in coverage(model).plain if matrix.name not in known]
     others = [f"{matrix.name} {list(matrix.shape)}: {matrix.why}" for matrix in left]
@@ -60,13 +60,7 @@ def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
 
 
 def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
-    """Raise ValueError unless layers that hold one weight get one recipe: it is the weight that has it.
-
-    Args:
-        who: Begins the message.
-        plan: The layers that get a recipe.
-        layers: These and others, which get none.
-    """
+    """Raise ValueError unless layers that share a weight get one recipe; ``who`` begins the message."""
     configs = {layer.name: config for layer, config in plan}
     holders: dict[int, list[str]] = {}
     for layer in layers:
@@ -85,18 +79,8 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
 
 
 def check_weight(layer: Layer, persistent: bool) -> None:
-    """Raise TypeError or ValueError if the weight of a layer cannot be quantized as it is.
-
-    Args:
-        layer: The layer.
-        persistent: Whether its weight is to be quantized for good.
-
-    Raises:
-        TypeError: If it is computed, of a wrong dtype or class, or was sharded by FSDP2 before.
-        ValueError: If it is persistent already and is to have a high-precision value, or the layer has something
-            else where the state of quantizers is to be.
-        RuntimeError: If it would be swapped, and something refers to it.
-    """
+    """Raise unless the weight of a layer can be converted: TypeError, ValueError, or RuntimeError if something
+    refers to it."""
     where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
         kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
@@ -143,7 +127,7 @@ def check_weight(layer: Layer, persistent: bool) -> None:
 
 
 def _check_all_sizes(plan: Plan) -> None:
-    """Raise ValueError if layers are not of whole blocks, with the names by which to leave them out."""
+    """Raise ValueError if layers do not consist of whole blocks, naming those to leave out."""
     found = {}
     for layer, config in plan:
         try:
@@ -160,14 +144,7 @@ def _check_all_sizes(plan: Plan) -> None:
 
 
 def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
-    """Raise NotImplementedError if faces are to be rotated under signs that are drawn for each step where a face of a
-    former step may be multiplied, or rows are those of experts.
-
-    Args:
-        layer: The layer.
-        config: Its recipe.
-        persistent: Whether the faces of the weight are all that is kept of it.
-    """
+    """Raise NotImplementedError if signs drawn per step would meet cached faces of another step, or rows of experts."""
     drawn = [gemm.name for gemm in GEMMS if any(fmt.drawn_signs for fmt in config.formats(gemm))]
     if not drawn:
         return
@@ -180,9 +157,7 @@ def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
 
 
 def check_sizes(layer: Layer, config: HybridConfig) -> None:
-    """Raise ValueError if a layer, or what tensor parallelism leaves of it to a rank, is not of
-    whole blocks.
-    """
+    """Raise ValueError unless a layer, or its local shard under tensor parallelism, consists of whole blocks."""
     who, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     size: tuple[int, ...] = tuple(weight.shape)
     if isinstance(weight, DTensor):

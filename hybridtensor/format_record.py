@@ -262,11 +262,7 @@ class Format(metaclass=_OnePerValue):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the name, by which the registered record is found again.
-
-        Raises:
-            ValueError: If this record is not registered.
-        """
+        """Pickle a registered record by its name; raise ValueError for one that is not registered."""
         if _find(self.name) is not self:
             raise ValueError(
                 f"pickle: format {self.name!r} is not registered; call register_format first"
@@ -289,7 +285,7 @@ def _num_blocks(extent: int, block: int | None) -> int:
 
 
 def _without_name(fmt: Format) -> tuple[object, ...]:
-    """Return the fields of a format that define its elements and scales: all but the names."""
+    """Return the fields that define elements and scales, without the names."""
     names = ("name", "values_of")
     return tuple(
         getattr(fmt, field.name) for field in dataclasses.fields(fmt) if field.name not in names
@@ -301,12 +297,7 @@ _WITH_KERNELS: set[tuple[object, ...]] = set()  # what ``kernels`` are written f
 
 
 def register_format(fmt: Format) -> Format:
-    """Add ``fmt`` to the registry and return it.
-
-    Raises:
-        TypeError: If it is no ``Format``.
-        ValueError: If another record has that name.
-    """
+    """Add ``fmt`` to the registry and return it."""
     require_kind("register_format", "a Format", fmt, Format)
     known = REGISTRY.setdefault(fmt.name, fmt)
     if known is not fmt:
@@ -328,7 +319,6 @@ def work_out(record: object) -> None:
 
 
 def _find(name: str) -> Format | None:
-    """Return the registered record called ``name``, or the values of one, or None."""
     if name in REGISTRY:
         return REGISTRY[name]
     base = REGISTRY.get(name.removesuffix("_values"))
@@ -336,11 +326,7 @@ def _find(name: str) -> Format | None:
 
 
 def format_of_face(name: str) -> Format:
-    """Return the record called ``name``, also one of values: what operators get beside the tensors of a face.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the record called ``name``, dequantized ones (``values``) included; raise ValueError if there is none."""
     return _find(name) or get_format(name)
 
 

@@ -36,14 +36,14 @@ FORMER_NAMES: dict[str, Callable[..., object]] = {
 
 
 def _module(path: str) -> types.ModuleType:
-    """Return the module at ``path``, an empty one where there is none."""
+    """Return the module at ``path``, or a new empty one."""
     if path not in sys.modules and importlib.util.find_spec(path) is None:
         sys.modules[path] = types.ModuleType(path, "Former names, for pickles.")
     return importlib.import_module(path)
 
 
 def _register() -> None:
-    """Have pickles find every class under its former name."""
+    """Register every class under its former name for pickles."""
     for former, present in FORMER_NAMES.items():
         path, _, name = former.rpartition(".")
         module = _module(path)

@@ -11,11 +11,7 @@ from hybridtensor.version import __version__
 
 
 def digest_of(folder: Path) -> str:
-    """Return a digest of the source files in a folder: between versions sources change, too.
-
-    Args:
-        folder: Of a package; one that has no files, as in an archive, gives the digest of nothing.
-    """
+    """Return a digest of the source files in a folder, which change between versions, too."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(path.read_bytes())

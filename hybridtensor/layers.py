@@ -22,14 +22,8 @@ SKIPPED_NAMES = {
 
 
 class Layer(NamedTuple):
-    """A linear layer, or experts that have one stack of weights.
-
-    Attributes:
-        name: Fully qualified name: of the module, or of a stack's parameter.
-        module: What has the weight.
-        parameter: The weight's name there.
-        transposed: Whether the weight is stored ``[in, out]``, or a stack ``[E, in, out]``.
-    """
+    """A linear layer, or experts with one stack of weights; ``transposed`` if stored ``[in, out]`` or ``[E, in,
+    out]``."""
 
     name: str
     module: nn.Module
@@ -38,7 +32,7 @@ class Layer(NamedTuple):
 
     @property
     def weight(self) -> Any:
-        """What stands at the weight; what parametrizations learn from being read stays as it is."""
+        """The parameter or tensor at the weight's name, without updating a parametrization."""
         if not parametrize.is_parametrized(self.module, self.parameter):
             return getattr(self.module, self.parameter)
         computing = self.module.get_submodule(f"parametrizations.{self.parameter}")
@@ -52,7 +46,7 @@ class Layer(NamedTuple):
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is of experts: tokens sorted by expert are multiplied, not any."""
+        """Whether the weight is a stack of experts, multiplied by tokens sorted by expert."""
         return not is_linear(self.module)
 
     @property
@@ -69,12 +63,12 @@ class Layer(NamedTuple):
 
     @property
     def state_name(self) -> str:
-        """Name of the state among the module's own."""
+        """Name of the submodule that holds the quantizer state."""
         return f"{self.parameter}_{STATE}" if self.is_stack else STATE
 
     @property
     def recipe(self) -> LayerRecipe | None:
-        """What it quantizes by, or None before ``quantize_``."""
+        """The weight's recipe, or None before ``quantize_``."""
         known = recipe_of(self.module)
         if known is not None or not self.is_stack:
             return known
@@ -85,12 +79,12 @@ class Layer(NamedTuple):
         return LayerRecipe(part.config, state)
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return out and in features of a weight of ``shape``, or of each of its experts."""
+        """Return out and in features of a weight, or of each expert."""
         rows, columns = shape[-2:]
         return (columns, rows) if self.transposed else (rows, columns)
 
     def why_skipped(self) -> str | None:
-        """Return why ``quantize_`` leaves this alone unless told otherwise, or None."""
+        """Return why ``quantize_`` skips this layer by default, or None."""
         if type(self.module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             return "nn.MultiheadAttention computes with its weight below autograd"
         if self.is_stack and not _is_of_experts(self.module, self.weight):
@@ -99,17 +93,14 @@ class Layer(NamedTuple):
         return None if name == "gate" and self._gates_values() else SKIPPED_NAMES.get(name)
 
     def _gates_values(self) -> bool:
-        """Return whether a gate belongs to an MLP or attention; a router's scores a few experts, and is narrow."""
+        """Return whether a gate belongs to an MLP or attention; a router's is narrow, with one output per expert."""
         outputs, inputs = self.size(tuple(self.weight.shape))
         return self.is_stack or outputs >= inputs
 
 
 def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
-    """Yield every layer that a recipe can be for; ``root`` is the model's own name.
-
-    Parameters of three dimensions count, but for those of torch's own modules: convolutions have
-    such, too.
-    """
+    """Yield every layer that a recipe can be for; three-dimensional parameters of torch's own modules are not
+    experts."""
     for name, module in model.named_modules(prefix=root):
         if is_linear(module):
             yield Layer(name, module, transposed=stores_transposed(module))
@@ -121,15 +112,14 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
 
 
 def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether the first extent of a weight counts experts, as the module says."""
+    """Return whether the first extent of a weight is the module's number of experts."""
     count = getattr(module, "num_experts", None)
     return isinstance(count, int) and count == weight.shape[0] and min(weight.shape[1:]) > 1
 
 
 def _is_transposed(module: nn.Module, parameter: str, weight: Tensor) -> bool:
-    """Return whether a stack is stored ``[E, in, out]``, as was said when it was converted, or as its
-    module says, or as its name and shape do.
-    """
+    """Return whether a stack is stored ``[E, in, out]``, by ``quantize_``, its module's attribute, or name and
+    shape."""
     part = part_of(weight)
     state = part.layer if is_converted(part) else None
     if isinstance(state, LayerState) and state.transposed is not None:
@@ -139,9 +129,8 @@ def _is_transposed(module: nn.Module, parameter: str, weight: Tensor) -> bool:
 
 
 def _by_shape(module: nn.Module, parameter: str, weight: Tensor) -> bool:
-    """Return whether the width of the module's tokens is where only ``[E, in, out]`` has it: in front, of what
-    projects them up, as in Llama 4; behind, of what projects down.
-    """
+    """Return whether ``hidden_size`` is where only ``[E, in, out]`` has it: first in up projections (Llama 4), last
+    in down."""
     width, (_, rows, columns) = getattr(module, "hidden_size", None), weight.shape
     if (rows == width) == (columns == width):
         return False

@@ -1,4 +1,4 @@
-"""Persistent parameters and their fp32 masters: this rank's part of one, its values, whether it follows the master."""
+"""Persistent parameters and their fp32 masters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from hybridtensor.subclasses import HybridTensor
 
 
 def follows_from_master(parameter: Tensor) -> bool:
-    """Whether a persistent parameter, or this rank's part of it, is what quantizing its master
-    gives, at any time.
-    """
+    """Return whether a persistent parameter, or its local shard, always equals its quantized master."""
     part = persistent_part(parameter)
     return part.high_precision.follows and part.recipe.weight.repeatable
 
 
 def persistent_part(parameter: Tensor) -> HybridTensor:
-    """Return this rank's part of a persistent parameter."""
+    """Return the local tensor of a persistent parameter."""
     part = local(parameter)
     if not isinstance(part, HybridTensor):
         raise TypeError(
@@ -29,13 +27,13 @@ def persistent_part(parameter: Tensor) -> HybridTensor:
 
 
 def values_of(part: HybridTensor) -> Tensor:
-    """Return the high-precision values of a persistent parameter, or else its dequantized ones."""
+    """Return the high-precision values of a persistent parameter, or its dequantized ones without a master."""
     values = part.high_precision.current
     return (part.dequantize() if values is None else values).detach()
 
 
 def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return ``part`` as this rank's part of a tensor that is sharded as ``parameter`` is."""
+    """Return ``part`` as the local tensor of a DTensor that is sharded like ``parameter``."""
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape

@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def _not_traced(function: F) -> F:
-    """Keep Dynamo out of a hook: it looks at memory, between compiled graphs."""
+    """Disable Dynamo for a hook that inspects memory between compiled graphs."""
     reason = "offload_activations works between compiled graphs"
     made: F = torch.compiler.disable(function, reason=reason)
     return made
@@ -105,9 +105,7 @@ def offload_activations(
 
 
 def held_by(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's
-    cached faces.
-    """
+    """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
     plain, _ = flatten(tensor)
     if isinstance(tensor, MasterWeight):
         for face in tensor.record.kept.faces():
@@ -116,7 +114,7 @@ def held_by(tensor: Tensor) -> list[Tensor]:
 
 
 class _Memory:
-    """One storage that is saved: on the device, on the host, or both."""
+    """A saved storage: on the device, on the host, or both."""
 
     def __init__(self, tensor: Tensor) -> None:
         # torch's version counter tells of writes in place; a torch without it would have us copy
@@ -134,9 +132,7 @@ class _Memory:
         self.changed = False
 
     def wait(self) -> None:
-        """Let what is computed from now on come after the last copy; only then may memory be given
-        back.
-        """
+        """Make the current stream wait for the last copy, so that memory may be freed."""
         if self.copied is not None:
             stream, event = self.copied
             stream.wait_event(event)
@@ -144,7 +140,7 @@ class _Memory:
     __del__ = wait
 
     def release(self) -> None:
-        """Let go of the storage, after its copy to the host."""
+        """Free the device storage after its copy to the host."""
         if self.source is not None and self.host is not None:
             self.wait()
             self.changed |= self.source._version != self.version
@@ -168,7 +164,7 @@ class _Memory:
 
 @dataclass(eq=False)
 class _Group:
-    """What one call of a block saved. Memory lives as long as autograd holds on to what is in it."""
+    """What one call of a block saved; entries are weak, so that autograd owns the memory."""
 
     previous: _Group | None
     devices: set[
@@ -178,13 +174,13 @@ class _Group:
     memories: list[weakref.ref[_Memory]] = field(default_factory=list)
 
     def alive(self) -> list[_Memory]:
-        """Return the memory that is still needed."""
+        """Return the memory that autograd still needs."""
         return [memory for memory in (ref() for ref in self.memories) if memory is not None]
 
 
 @dataclass
 class _Saved:
-    """What autograd keeps instead of a tensor: how the tensor lies in memory."""
+    """Replacement of a saved tensor: its storage and its view of it."""
 
     memory: _Memory
     group: _Group
@@ -195,7 +191,7 @@ class _Saved:
 
 
 class _Offload:
-    """The groups of one context and the copies between device and host."""
+    """The groups of one context, and the copies between device and host."""
 
     def __init__(self, min_bytes: int, pin_memory: bool | None) -> None:
         self.traffic, self.min_bytes, self.pin_memory = Traffic(), min_bytes, pin_memory
@@ -211,7 +207,6 @@ class _Offload:
 
     @_not_traced
     def enter(self, block: nn.Module, args: object) -> None:
-        """Catch what the block saves."""
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
         group = _Group(self.last, {p.device for p in block.parameters()}, _addresses(block))
         hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -222,7 +217,7 @@ class _Offload:
 
     @_not_traced
     def leave(self, block: nn.Module, args: object, output: object) -> None:
-        """Send what the block saved on its way, and give back what the block before it did."""
+        """Start copying what the block saved, and free what the block before it saved."""
         group, hooks = self.open.pop()
         hooks.__exit__(None, None, None)
         self.send(group, _addresses(block))
@@ -231,14 +226,14 @@ class _Offload:
         self.last = group
 
     def close(self) -> None:
-        """Give back what is left."""
+        """Free what is left."""
         if self.last is not None:
             self.release(self.last)
         self.last = None
 
     @_not_traced
     def pack(self, group: _Group, tensor: Tensor) -> Tensor | _Saved:
-        """Note a tensor; what is not worth a copy, or stays anyway, is kept as it is."""
+        """Pack a saved tensor; small ones, and those that stay on the device anyway, are returned unchanged."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
             return tensor
         storage = tensor.untyped_storage()
@@ -258,7 +253,7 @@ class _Offload:
         )
 
     def send(self, group: _Group, held: set[int]) -> None:
-        """Copy to the host, except what a weight holds by now."""
+        """Copy to the host, except storages that a weight holds by now."""
         memories = [m for m in group.alive() if m.host is None and m.source is not None]
         for memory in memories:
             source = memory.source
@@ -270,7 +265,7 @@ class _Offload:
             self.traffic.to_host += memory.host.nbytes
 
     def release(self, group: _Group) -> None:
-        """Give memory on the device back, for work that comes after the copies."""
+        """Free device memory after the copies."""
         for memory in group.alive():
             memory.release()
 
@@ -279,9 +274,7 @@ class _Offload:
 
     @_not_traced
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
-        """Return a tensor when backward needs it; the first of a block has its block and the
-        previous one fetched.
-        """
+        """Return a saved tensor in backward; the first one of a block fetches the block and the previous one."""
         if not isinstance(saved, _Saved):
             return saved
         with self.lock:
@@ -295,9 +288,7 @@ class _Offload:
         return empty.set_(memory.storage(), saved.offset, saved.shape, saved.stride)
 
     def come_to(self, group: _Group) -> None:
-        """Fetch what a block and the one before it need; let go of what only a second backward
-        would use again.
-        """
+        """Fetch a block and the one before it; release what only a second backward would need."""
         before, self.fetched = (
             self.fetched,
             [group] if group.previous is None else [group, group.previous],
@@ -310,16 +301,14 @@ class _Offload:
         self.fetch(needed)
 
     def fetch(self, memories: list[_Memory]) -> None:
-        """Copy to the device what is not there."""
+        """Copy to the device what is only on the host."""
         for memory in memories:
             if memory.host is not None and memory.source is None and memory.fetched is None:
                 memory.fetched = self.copy(memory, memory.host, memory.device)
                 self.traffic.to_device += memory.host.nbytes
 
     def copy(self, memory: _Memory, source: Tensor, target: torch.device) -> Tensor:
-        """Copy bytes between host and device; a GPU does it on the side, after what was asked of it
-        before.
-        """
+        """Copy bytes between host and device; on a GPU in a side stream after the current work."""
         device = memory.device
         if device.type != "cuda":
             return source.clone()
@@ -336,7 +325,7 @@ class _Offload:
 
 
 def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> list[nn.Module]:
-    """Return the blocks, after checking everything."""
+    """Check the arguments and return the blocks."""
     who = "offload_activations"
     if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
         raise TypeError(
@@ -366,13 +355,13 @@ _offloaded: list[list[nn.Module]] = []  # the blocks of each open context
 
 
 def _is_inside(blocks: list[nn.Module], others: list[nn.Module]) -> bool:
-    """Return whether one of ``blocks`` is one of ``others``, or inside of one."""
+    """Return whether one of ``blocks`` is, or is inside of, one of ``others``."""
     below = {id(module) for other in others for module in other.modules()}
     return any(id(block) in below for block in blocks)
 
 
 def _addresses(block: nn.Module) -> set[int]:
-    """Return the memory that parameters, buffers and cached faces hold now."""
+    """Return the addresses that parameters, buffers and cached faces use now."""
     tensors = [*block.parameters(), *block.buffers()]
     plain = [t for tensor in tensors for t in held_by(local(tensor))]
     return {t.untyped_storage().data_ptr() for t in plain} - {0}

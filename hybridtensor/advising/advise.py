@@ -101,7 +101,6 @@ class Advice(Printed):
         return {layer: _spec([row.format for row in rows]) for layer, rows in _by_layer(self.table)}
 
     def __rich__(self) -> Group:
-        """Render as tables."""
         from rich import box
         from rich.console import Group
         from rich.table import Table
@@ -192,11 +191,7 @@ def advise(
 def _within(
     allowed: float, options: list[list[FormatOption]], steps: list[Step], specs: list[str]
 ) -> Step:
-    """Return the cheapest choice within a budget.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the cheapest choice whose error is at most ``allowed``; raise ValueError if there is none."""
     best = cheapest(options, steps, allowed)
     if best is None:
         raise ValueError(
@@ -216,11 +211,7 @@ def _checked_formats(formats: Iterable[str]) -> list[str]:
 
 
 def _config(what: str, spec: object) -> HybridConfig:
-    """Return the recipe of a spec.
-
-    Raises:
-        ValueError: If it has state, or products of several formats.
-    """
+    """Return the recipe of a spec; raise ValueError if it has state, or products of several formats."""
     require_text("advise", **{f"a {what}": spec})
     config = HybridConfig.parse(str(spec))
     if "/" in str(spec):
@@ -250,7 +241,6 @@ def _prices(hardware: object) -> CostTable:
 
 
 def _default_loss(model: nn.Module, batch: object) -> object:
-    """Return the loss that a model returns itself."""
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
     return out if isinstance(out, Tensor) else getattr(out, "loss", None)
 
@@ -298,7 +288,7 @@ def _options(
 
 
 def _error_of(products: list[Product], spec: str) -> float:
-    """Return the error of a spec everywhere; layers that it does not fit stay as they are."""
+    """Return the error of one spec for all layers; layers that it does not fit stay in high precision."""
     return sum(p.error(spec) for p in products if spec in p.noise)
 
 
@@ -341,9 +331,8 @@ def _by_layer(table: Iterable[AdvisedProduct]) -> list[tuple[str, list[AdvisedPr
 
 
 def _spec(formats: list[str]) -> str:
-    """Return the spec of a layer whose three products have these formats: modifiers of one are those of all that they
-    suit.
-    """
+    """Return the spec of a layer whose three products have these formats, with the modifiers that all formats
+    accept."""
     if len(set(formats)) == 1:
         return formats[0]
     parts = [fmt.split("+") for fmt in formats]

@@ -27,15 +27,8 @@ from hybridtensor.subclasses.op_table import Args, Kwargs
 def gradient_errors(
     model: nn.Module, layers: Sequence[Noise], config: HybridConfig, run: Callable[[], None]
 ) -> dict[str, float]:
-    """Return the relative squared error of the gradients of all parameters, by the product that is quantized:
-    ``output`` or ``grad_input`` of all layers.
-
-    Args:
-        model: The model, whose gradients are overwritten.
-        layers: Its linear layers that are measured.
-        config: By which they are quantized.
-        run: Runs one batch forward and backward.
-    """
+    """Return the relative squared error of all parameter gradients when only ``output`` or only ``grad_input`` is
+    quantized."""
     exact = _gradients(model, run)
     signal = sum(float(g.float().square().sum()) for g in exact.values())
     found = {}
@@ -52,7 +45,6 @@ def gradient_errors(
 
 
 def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients that a run makes."""
     for parameter in model.parameters():
         parameter.grad = None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -64,7 +56,7 @@ def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[nn.Parameter, 
 
 @contextlib.contextmanager
 def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
-    """Have a layer return the sum of its output and of the error that quantizing the product makes."""
+    """Replace a layer's output by that of the quantized product, in forward hooks."""
 
     def hook(module: nn.Module, args: Args, kwargs: Kwargs, out: Tensor) -> Tensor:
         x = (args[0] if args else kwargs["input"]).detach().to(out.dtype)
@@ -80,7 +72,7 @@ def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
-    """Have a layer's input get the sum of its gradient and of the error that quantizing the product makes."""
+    """Replace the gradient of a layer's input by that of the quantized product, in backward hooks."""
 
     def hook(module: nn.Module, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x: Tensor = args[0] if args else kwargs["input"]
@@ -99,7 +91,7 @@ def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
 
 
 def _with_error(one: Noise, config: HybridConfig, grad: Tensor, of_output: Tensor) -> Tensor:
-    """Return the gradient of a layer's input with the error of the product that makes it of that of its output."""
+    """Return the gradient of a layer's input with the quantization error of the product that computes it."""
     operands = {"grad_output": of_output, "weight": values_of(one).to(of_output.dtype)}
     return grad + _error(GEMMS[1], config, operands).view(grad.shape).to(grad.dtype)
 
@@ -128,7 +120,7 @@ def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Ten
 
 
 def values_of(one: Noise) -> Tensor:
-    """Return the values of a linear layer's weight ``[out, in]``."""
+    """Return the high-precision weight of a linear layer, ``[out, in]``."""
     part = part_of(one.layer.weight)
     values: Tensor = part.dequantize() if is_converted(part) else part
     return values.detach().t() if one.layer.transposed else values.detach()

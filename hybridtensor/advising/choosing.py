@@ -10,13 +10,7 @@ Choice = tuple[str, ...]
 
 
 class FormatOption(NamedTuple):
-    """One format of one product.
-
-    Attributes:
-        fmt: Its spec.
-        cost: What it costs.
-        error: What it adds to the error.
-    """
+    """A format of one product (a spec), its cost, and its contribution to the error."""
 
     fmt: str
     cost: float
@@ -24,13 +18,7 @@ class FormatOption(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A point of the curve.
-
-    Attributes:
-        cost: Of all products.
-        error: Of all products.
-        choice: Their formats.
-    """
+    """A point of the curve: cost and error of all products, and the format chosen for each."""
 
     cost: float
     error: float
@@ -38,9 +26,7 @@ class Step(NamedTuple):
 
 
 def frontier(options: Sequence[FormatOption]) -> list[FormatOption]:
-    """Return the options that are worth it, from the cheapest on: each takes more error away per cost than the next
-    (the lower convex hull).
-    """
+    """Return the lower convex hull of cost and error, cheapest first."""
     hull: list[FormatOption] = []
     for option in sorted(options, key=lambda one: (one.cost, one.error)):
         if hull and option.error >= hull[-1].error:
@@ -54,17 +40,12 @@ def frontier(options: Sequence[FormatOption]) -> list[FormatOption]:
 
 
 def _gain(before: FormatOption, after: FormatOption) -> float:
-    """Return the error that is taken away per cost."""
     return (before.error - after.error) / (after.cost - before.cost)
 
 
 def curve(products: Sequence[Sequence[FormatOption]]) -> list[Step]:
-    """Return the choices from the cheapest to the most exact one: from each to the next, the product changes that
-    takes away most error per cost.
-
-    Args:
-        products: The options of each.
-    """
+    """Return choices from the cheapest to the most exact: each step changes the product that removes most error per
+    cost."""
     hulls = [frontier(options) for options in products]
     changes = [
         (-_gain(hull[level - 1], hull[level]), product, level)
@@ -90,11 +71,8 @@ def _step(chosen: Sequence[FormatOption]) -> Step:
 def cheapest(
     products: Sequence[Sequence[FormatOption]], steps: Sequence[Step], budget: float
 ) -> Step | None:
-    """Return the cheapest choice found with an error of at most ``budget``; None if there is none.
-
-    The first of the curve, of which then products are made cheaper while the budget lasts, those that save most per
-    error first.
-    """
+    """Return the cheapest choice found with an error of at most ``budget``, or None: a point of the curve, refined
+    greedily."""
     first = next((step for step in steps if step.error <= budget), None)
     if first is None:
         return None

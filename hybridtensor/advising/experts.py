@@ -28,15 +28,7 @@ def is_measurable(weight: Tensor) -> bool:
 
 @contextlib.contextmanager
 def told_products(stacks: Sequence[Noise], order: Iterator[int]) -> Iterator[None]:
-    """Have the products with stacks measured while the model runs.
-
-    Plain stacks are weights of this library meanwhile, in high precision: those whose products with
-    tokens are observed, whichever function multiplies them.
-
-    Args:
-        stacks: What is found out about each.
-        order: Numbers the outputs of layers.
-    """
+    """Measure the products with stacks of experts' weights while the model runs, whichever function multiplies them."""
     known: dict[int, Noise] = {}
     with contextlib.ExitStack() as stack:
         for one in stacks:
@@ -53,7 +45,7 @@ def told_products(stacks: Sequence[Noise], order: Iterator[int]) -> Iterator[Non
 
 
 def _observable(one: Noise) -> nn.Parameter:
-    """Return a parameter with the values of a plain stack, whose products are observed."""
+    """Return an observable parameter with the elements of a plain stack."""
     plain, state = one.layer.weight, LayerState(one.layer.name)
     state.transposed = one.layer.transposed
     made = MasterWeight(plain.detach(), HybridConfig.parse("bf16"))
@@ -62,12 +54,8 @@ def _observable(one: Noise) -> nn.Parameter:
 
 
 class _Told:
-    """Observer of products with stacks.
-
-    Args:
-        stacks: By the state that stands for each.
-        order: Numbers the outputs of layers.
-    """
+    """Observer of products with stacks: ``stacks`` by the state that stands for each; ``order`` numbers layers'
+    outputs."""
 
     def __init__(self, stacks: Mapping[int, Noise], order: Iterator[int]) -> None:
         self._stacks, self._order = stacks, order
@@ -75,7 +63,6 @@ class _Told:
         self._now: object = None
 
     def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.note_operand``."""
         if id(layer) in self._stacks:
             self._now = call
             known = values.dequantize() if isinstance(values, WrapperTensor) else values
@@ -86,7 +73,6 @@ class _Told:
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        """See ``Observer.note_product``."""
         one, (_, operands) = self._stacks.get(id(layer)), self._calls.get(id(self._now), (None, {}))
         if one is None:
             return

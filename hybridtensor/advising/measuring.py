@@ -40,16 +40,7 @@ Batch = TypeVar("Batch")
 
 
 class Product(NamedTuple):
-    """One product of one layer.
-
-    Attributes:
-        layer: Fully qualified name; of experts, that of their stack.
-        gemm: ``output``, ``grad_input`` or ``grad_weight``.
-        operations: Multiplications of it, over all batches.
-        weight: What its noise counts by.
-        noise: Relative squared error of the product, by format; without those that the layer's sizes do
-            not fit.
-    """
+    """One product of one layer."""
 
     layer: str
     gemm: str
@@ -58,7 +49,7 @@ class Product(NamedTuple):
     noise: dict[str, float]
 
     def error(self, fmt: str) -> float:
-        """Return the share of a recipe's error that comes from this product in a format."""
+        """Return this product's share of the recipe's error with one format."""
         return self.weight * self.noise[fmt]
 
 
@@ -113,11 +104,8 @@ def _calibrated(
     configs: Mapping[str, HybridConfig],
     run: Callable[[], None],
 ) -> list[Product]:
-    """Return the products with weights by which errors that were predicted are those that gradients have.
-
-    The format is the one with the least noise of those that fit all linear layers: gradients then have an error that
-    grows with the noise. Experts count as linear layers do.
-    """
+    """Scale the predicted errors to those measured in gradients, with the least noisy format that fits all linear
+    layers."""
     linears = [one for one in layers if not one.layer.is_stack and one.order >= 0]
     fitting = [fmt for fmt in configs if all(fmt in one.formats for one in linears)]
     names = {one.layer.name for one in linears}
@@ -173,7 +161,6 @@ def _require_signal(layers: Iterable[Noise]) -> None:
 
 
 def _run(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Tensor]) -> None:
-    """Run a batch forward and backward."""
     value = run(model, batch)
     if not value.requires_grad:
         raise ValueError(
@@ -198,9 +185,7 @@ def _hooked(layers: list[Noise], order: Iterator[int]) -> Iterator[None]:
 
 
 def _measuring(one: Noise, order: Iterator[int]) -> Callable[..., None]:
-    """Return a hook that measures the products of a layer: that of forward, and those of backward when its gradient
-    is there.
-    """
+    """Return a forward hook that measures the layer's product, and in backward those of its gradients."""
 
     def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> None:
         given = args[0] if args else kwargs["input"]
@@ -227,7 +212,6 @@ def _backward(
 
 
 def _products(layers: dict[Noise, Block | None]) -> list[Product]:
-    """Return the products of layers that ran, of which each is in a block or in none."""
     ran = sorted((one for one in layers if one.order >= 0), key=lambda one: one.order)
     whole = sum(one.gradient for one in ran) or 1.0
     before, made = 0.0, []

@@ -53,12 +53,8 @@ class Noise:
 
     @torch.no_grad()
     def add(self, name: str, operands: Mapping[str, Tensor]) -> None:
-        """Add up the noise that each format makes in a product, and its operations.
-
-        Args:
-            name: Of the product.
-            operands: Its two operands by role: ``[tokens, features]``, a weight ``[N, K]``.
-        """
+        """Add the noise of each format in a product of ``operands`` by role: ``[tokens, features]``, a weight ``[N,
+        K]``."""
         rows = next(values.shape[0] for role, values in operands.items() if role != "weight")
         self.operations[name] += rows * self._size
         gemm = next(gemm for gemm in GEMMS if gemm.name == name)
@@ -102,7 +98,7 @@ def _part(
     operands: Mapping[str, Tensor],
     state: StateTensors | None,
 ) -> Part:
-    """Return a stretch of an operand and its face."""
+    """Slice a stretch out of an operand, with the face that the product reads."""
     role, direction = (gemm.left, gemm.right)[index]
     quantizer: Quantizer = getattr(config, role)
     values, columnwise = operands[role], direction == "columnwise"

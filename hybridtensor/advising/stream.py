@@ -20,18 +20,16 @@ class Block:
         self.came: Tensor | None = None
 
     def forward_share(self) -> float:
-        """Return the share of the stream behind the block that the block added; 1 where there is no stream."""
+        """Return the share of the stream after the block that the block added; 1 where there is no stream."""
         return min(self.added / self.stream, 1.0) if self.stream else 1.0
 
     def backward_share(self) -> float:
-        """Return the same of the gradient before the block."""
+        """Return the share of the gradient before the block that the block added."""
         return min(self.gradient_added / self.gradient, 1.0) if self.gradient else 1.0
 
 
 def block_of(model: nn.Module, layer: Layer) -> nn.Module | None:
-    """Return the outermost member of a list of modules that holds a layer: a block with a residual stream around
-    it.
-    """
+    """Return the outermost member of a list of modules that holds a layer: a block with a residual connection."""
     parent: nn.Module = model
     for name in layer.name.split("."):
         child = parent._modules.get(name)
@@ -68,7 +66,7 @@ def _coming(block: Block) -> Callable[..., None]:
 
 
 def _leaving(block: Block) -> Callable[..., None]:
-    """Return a hook that measures what a block adds to the stream, and in backward to its gradient."""
+    """Return a forward hook that measures what a block adds to the stream, and to its gradient in backward."""
 
     def hook(module: nn.Module, args: Args, output: object) -> None:
         came, block.came = block.came, None

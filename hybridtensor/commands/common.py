@@ -30,28 +30,18 @@ def add_command(
 
 
 def print_json(data: object) -> None:
-    """Print data for programs."""
     print(json.dumps(data, indent=1))
 
 
 def config_of(folder: Path) -> object:
-    """Return the ``config.json`` that transformers reads in a folder.
-
-    Raises:
-        ImportError: If transformers is missing.
-        ValueError: If there is no such file.
-    """
+    """Return the ``config.json`` of a folder as transformers reads it; raise ValueError if there is none."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"a folder with config.json is required, got {folder}")
     return transformers().AutoConfig.from_pretrained(folder)
 
 
 def transformers() -> ModuleType:
-    """Return the package.
-
-    Raises:
-        ImportError: If it is missing.
-    """
+    """Import transformers; raise ImportError with advice if it is missing."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

@@ -26,16 +26,7 @@ _TESTED_CAPABILITY = (9, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """What is there.
-
-    Attributes:
-        versions: Of Python and packages; None for those that are missing.
-        device: Name of the GPU, or ``cpu``.
-        capability: Compute capability of the GPU.
-        cuda: The version of CUDA, or of HIP, that torch is built for.
-        is_rocm: Whether that is HIP.
-        driver: Version of the GPU's driver.
-    """
+    """Versions of Python, packages and drivers, and the GPU; None for what is missing."""
 
     versions: dict[str, str | None]
     device: str
@@ -46,7 +37,6 @@ class Machine:
 
 
 def add(parsers: Parsers) -> None:
-    """Say what the command takes."""
     words = "tell what this machine runs natively, and known problems"
     add_command(parsers, "doctor", _run, words, as_json=True)
 
@@ -78,11 +68,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def remarks(runs: dict[str, list[str]]) -> list[str]:
-    """Return remarks that are no problems: that all products are emulated on this device.
-
-    Args:
-        runs: How products run, as ``backends`` returns it.
-    """
+    """Return the remark that all products are emulated on this device, where that is so."""
     if any("native" in of_products for of_products in runs.values()):
         return []
     return [
@@ -116,7 +102,6 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, as its own tool tells."""
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

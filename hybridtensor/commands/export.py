@@ -23,7 +23,6 @@ _BESIDE = (
 
 
 def add(parsers: Parsers) -> None:
-    """Say what the command takes."""
     export = add_command(parsers, "export", _run, "write weights as inference engines load them")
     export.add_argument(
         "source", type=Path, help="transformers' folder, or a run's folder of checkpoints"
@@ -81,7 +80,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Raise ValueError for folders that cannot be, before anything is loaded."""
+    """Raise ValueError for impossible folders, before anything is loaded."""
     if not given.source.is_dir():
         raise ValueError(
             f"a folder that transformers loads, or one of a run's checkpoints, is required, got {given.source}"
@@ -98,7 +97,6 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Tell whether a folder is one of checkpoints."""
     return any(folder.glob("step_*"))
 
 

@@ -51,7 +51,6 @@ MODIFIERS = {
 
 
 def add(parsers: Parsers) -> None:
-    """Say what the command takes."""
     add_command(parsers, "recipes", _run, "list named recipes, formats and modifiers", as_json=True)
 
 

@@ -13,7 +13,6 @@ from hybridtensor.inference.folder import Folder
 
 
 def add(parsers: Parsers) -> None:
-    """Say what the command takes."""
     verify = add_command(
         parsers, "verify", _run, "tell whether checkpoints are what was written", as_json=True
     )
@@ -25,7 +24,6 @@ def add(parsers: Parsers) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Print every step with what is wrong with it."""
     found = checkpoint.verify(given.directory)
     if not found and (given.directory / DIGESTS).is_file():
         return _run_exported(given)
@@ -46,7 +44,6 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _run_exported(given: argparse.Namespace) -> int:
-    """Print whether a folder of ``export_pretrained`` is what was written."""
     problems: list[str] = []
     try:
         Folder("verify", safetensors("verify"), given.directory).close()

@@ -36,16 +36,7 @@ c10d = torch.ops._c10d_functional
 
 
 class Route(NamedTuple):
-    """Which tokens go where.
-
-    Attributes:
-        sent: How many tokens go to each rank.
-        received: How many come from each rank.
-        order: Of what came, by rank, which is the first token of this rank's first expert, and so
-            on, int64 ``[t]``.
-        counts: Tokens of each of this rank's experts, int64 ``[e]``.
-        group: Name of the process group.
-    """
+    """Which tokens go where."""
 
     sent: list[int]
     received: list[int]
@@ -106,14 +97,14 @@ def _exchanged(tensor: Tensor, sent: list[int], received: list[int], group: str)
 
 
 def moved(tensor: Tensor, route: Route, *, back: bool, quantizer: Quantizer | None) -> Tensor:
-    """Return rows of values where they go to, quantized on the way if a quantizer is given."""
+    """Send rows along a route, quantized if a quantizer is given."""
     if quantizer is None:
         return route.back(tensor) if back else route.there(tensor)
     return rowwise_values(_moved_face(tensor, route, quantizer, back=back), tensor.dtype)
 
 
 def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: bool) -> Face:
-    """Return the rowwise face of rows that were moved: each has its own scales."""
+    """Return the rowwise face of rows that were sent; each row has its own scales."""
     face = quantizer.faces(tensor, rowwise=True, columnwise=False, dtype=tensor.dtype)[0]
     if face is None:
         raise ValueError(f"ExpertParallel: a quantizer made no rowwise face: {quantizer}")
@@ -128,17 +119,13 @@ def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: boo
 
 
 class _Ctx(FunctionCtx):
-    """What forward leaves for backward.
-
-    Attributes:
-        how: The route, whether the gradient goes back along it, and its quantizer.
-    """
+    """What forward saves for backward: the route, the gradient's direction along it, and its quantizer."""
 
     how: tuple[Route, bool, Quantizer | None]
 
 
 class _Move(torch.autograd.Function):
-    """Values that go to their experts, or back; the gradient goes the other way."""
+    """Autograd function that sends rows to their experts or back; the gradient goes the other way."""
 
     @staticmethod
     def forward(
@@ -160,7 +147,7 @@ class _Move(torch.autograd.Function):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens that go to their experts as the faces that these multiply."""
+    """Autograd function that sends tokens to their experts as quantized faces."""
 
     @staticmethod
     def forward(
@@ -247,15 +234,13 @@ class ExpertParallel(ParallelStyle):
 
 
 def dispatch_sends(style: ExpertParallel, module: nn.Module) -> tuple[str, str]:
-    """Describe what dispatch sends, and say why it is high-precision values; the second text is empty where it is
-    not.
-    """
+    """Describe what dispatch sends, and why in high precision; the second text is empty if it is quantized."""
     quantizer, reason = _input_quantizer(style, module)
     return ("values", reason) if quantizer is None else (f"rowwise, {quantizer.rowwise_format}", "")
 
 
 def _input_quantizer(style: ExpertParallel, module: nn.Module) -> tuple[Quantizer | None, str]:
-    """Return the quantizer of the tokens that dispatch sends, or None and why they are sent in high precision."""
+    """Return the quantizer of dispatched tokens, or None and the reason why they are sent in high precision."""
     if style.dispatch != "faces":
         return None, "dispatch='bf16'"
     parts = [local(p) for p in module._parameters.values() if p is not None]
@@ -279,7 +264,7 @@ def _of_rows(quantizer: Quantizer) -> tuple[Quantizer | None, str]:
 
 
 def _within_rows(quantizer: Quantizer) -> bool:
-    """Return whether each row has scales of its own, which follow from it alone."""
+    """Return whether a format has scales within each row."""
     fmt = quantizer.rowwise_format
     level = (1, None) if fmt.tensor_block is None else fmt.tensor_block
     alone = not quantizer.stochastic and not quantizer.delayed_rules("input")
@@ -287,7 +272,7 @@ def _within_rows(quantizer: Quantizer) -> bool:
 
 
 def _quantizer_of(what: str, word: str) -> Quantizer | None:
-    """Return the quantizer that a word means, or None for values."""
+    """Return the quantizer named by a word, or None for high precision."""
     if word == "bf16":
         return None
     quantizer = from_name(word).input
@@ -308,13 +293,7 @@ def _experts_of(module: nn.Module) -> int:
 
 
 class _Forward:
-    """The forward of experts that are on several ranks.
-
-    Args:
-        style: Says what is sent.
-        module: The experts.
-        mesh: Their ranks.
-    """
+    """Replacement of the experts' forward under expert parallelism."""
 
     def __init__(self, style: ExpertParallel, module: nn.Module, mesh: DeviceMesh) -> None:
         self._style, self._module, self._mesh = style, module, mesh
@@ -324,7 +303,7 @@ class _Forward:
     # guards on parameters that stand here only while experts run
     @outside_graphs("experts on several ranks run between graphs")
     def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Send tokens to their experts, run these, and bring their outputs back."""
+        """Dispatch tokens, run the experts, and combine their outputs."""
         style, module = self._style, self._module
         of_gradient = style.gradients
         with torch.no_grad():
@@ -360,7 +339,7 @@ class _Forward:
 
 @contextlib.contextmanager
 def _local_parts(module: nn.Module) -> Iterator[None]:
-    """Have the local parts stand at the parameters of a module, with their gradients."""
+    """Replace a module's DTensor parameters by their local tensors while it runs, with gradients."""
     # The private table: a module's attribute would refuse what is no parameter
     before = dict(module._parameters)
     for name, parameter in before.items():
@@ -378,7 +357,7 @@ def _local_parts(module: nn.Module) -> Iterator[None]:
 
 
 def _tell_once(module: nn.Module, reason: str) -> None:
-    """Log why values are sent, at the first call."""
+    """Log why tokens are sent in high precision, at the first call."""
     if not module.__dict__.get("_hybridtensor_told"):
         module.__dict__["_hybridtensor_told"] = True
         _logger.info("%s: tokens are sent as values: %s", type(module).__name__, reason)

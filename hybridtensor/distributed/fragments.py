@@ -25,13 +25,7 @@ _WHO = "quantize_master_weights"
 
 
 class Fragment(NamedTuple):
-    """This rank's fragment of one master.
-
-    Attributes:
-        weight: What is quantized.
-        values: fp32, flat; empty if there is none.
-        offset: Where it begins in the flattened master.
-    """
+    """This rank's fragment of one fp32 master: flat elements from ``offset`` on."""
 
     weight: HybridTensor
     values: Tensor
@@ -39,28 +33,26 @@ class Fragment(NamedTuple):
 
     @property
     def quantizer(self) -> Quantizer:
-        """The quantizer of the weight."""
         return self.weight.recipe.weight
 
     @property
     def context(self) -> Context:
-        """What is quantized, with the layer's state."""
         return self.weight.context
 
     def matrix(self) -> Tensor:
-        """Return the master ``[N, K]`` with zeros where it is not here."""
+        """Return the master ``[N, K]`` with zeros outside the fragment."""
         whole = self.values.new_zeros(self.weight.numel())
         whole[self.offset : self.offset + self.values.numel()] = self.values
         return whole.view(self.weight.shape)
 
     def own(self) -> Tensor:
-        """Return a mask of the fragment, bool ``[N, K]``."""
+        """Return a bool mask ``[N, K]`` of the fragment."""
         whole = torch.zeros(self.weight.numel(), dtype=torch.bool, device=self.values.device)
         whole[self.offset : self.offset + self.values.numel()] = True
         return whole.view(self.weight.shape)
 
     def directions(self) -> list[str]:
-        """Return the faces that are quantized from the master: others come from the rowwise one."""
+        """Return the faces quantized from the master; the others are requantized from the rowwise data."""
         made = [ROW] if self.weight.rowwise is not None or self._of_rowwise() else []
         return made if self.weight.columnwise is None or self._of_rowwise() else [*made, COLUMN]
 
@@ -73,7 +65,6 @@ class Fragment(NamedTuple):
         return of_rowwise and self.weight.columnwise is not None
 
     def format(self, direction: str) -> Format:
-        """Return the format of a face."""
         quantizer = self.quantizer
         return quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
 
@@ -81,7 +72,7 @@ class Fragment(NamedTuple):
 def fragments(
     weights: Sequence[HybridTensor], shards: Sequence[Tensor | None], offsets: Sequence[int | None]
 ) -> tuple[list[Fragment], Exception | None]:
-    """Return this rank's fragments, or the error that it will raise with all ranks."""
+    """Return this rank's fragments, or the error to raise together with all ranks."""
     try:
         return _checked(weights, shards, offsets), None
     except (TypeError, ValueError) as error:
@@ -101,7 +92,6 @@ def _checked(weights: object, shards: object, offsets: object) -> list[Fragment]
 
 
 def _fragment(index: int, weight: object, shard: Tensor | None, offset: object) -> Fragment:
-    """Return one fragment, after checking it."""
     if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
         raise TypeError(
             f"{_WHO}: persistent weights are required, got {told(weight)} at {index}; see quantize_"

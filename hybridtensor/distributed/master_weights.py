@@ -98,7 +98,7 @@ def quantize_master_weights(
 
 
 def _grouped(matrix: Tensor, block: Block, fill: float | bool) -> Tensor:
-    """Return the elements of each scale group, ``[G, E]``, those beyond the edge as ``fill``."""
+    """Return the elements of each scale group, ``[G, E]``, padded with ``fill`` at the edge."""
     sizes = [extent if b is None else b for extent, b in zip(matrix.shape, block, strict=True)]
     pads = [-extent % size for extent, size in zip(matrix.shape, sizes, strict=True)]
     padded = F.pad(matrix, (0, pads[1], 0, pads[0]), value=fill)
@@ -119,16 +119,14 @@ def _ungrouped(groups: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
 
 
 def _needs_values(fmt: Format) -> bool:
-    """Whether elements depend on more of the master than themselves and their group's magnitude."""
+    """Return whether elements depend on more of the master than themselves and their group's amax."""
     return fmt.is_identity or fmt.hadamard
 
 
 def _reduced_magnitudes(
     parts: list[Fragment], group: dist.ProcessGroup | None
 ) -> dict[tuple[int, str], Tensor]:
-    """Return, by weight and face, the largest magnitude of each scale group and whether it has a
-    NaN, ``[2, G]``.
-    """
+    """Return the amax of each scale group and whether it has a NaN, ``[2, G]``, by weight and face."""
     found: dict[tuple[int, str], Tensor] = {}
     for index, part in enumerate(parts):
         for direction in part.directions():
@@ -147,11 +145,7 @@ def _reduced_magnitudes(
 
 
 def _take_common_scales(parts: list[Fragment], magnitudes: dict[tuple[int, str], Tensor]) -> None:
-    """Take the scales that several weights have in common from the magnitudes of their scale groups.
-
-    Raises:
-        RuntimeError: If some of these weights are not among the parts.
-    """
+    """Set common scales from the amaxes of their weights; raise RuntimeError if some of these are missing."""
     for scale, members in by_scale(list(enumerate(parts)), lambda one: one[1].weight):
         known = [
             magnitudes[i, d][0]
@@ -163,14 +157,12 @@ def _take_common_scales(parts: list[Fragment], magnitudes: dict[tuple[int, str],
 
 
 def _seen(matrix: Tensor, direction: str) -> Tensor:
-    """Return the matrix as a face sees it."""
+    """Return the matrix as a face stores it: transposed, rotated, or unchanged."""
     return matrix if direction == ROW else matrix.t()
 
 
 def _stand_in(part: Fragment, direction: str, reduced: Tensor) -> Tensor:
-    """Return a matrix ``[N, K]`` with this rank's fragment and the scales of the whole; see the
-    module's docstring.
-    """
+    """Return a matrix ``[N, K]`` with this rank's fragment and the amaxes of the whole; see the module's docstring."""
     fmt, shape = part.format(direction), part.weight.shape
     seen = (shape[0], shape[1]) if direction == ROW else (shape[1], shape[0])
     values = _grouped(_seen(part.matrix(), direction), fmt.block, 0.0)
@@ -193,11 +185,8 @@ def _stand_in(part: Fragment, direction: str, reduced: Tensor) -> Tensor:
 
 
 def _quantized(part: Fragment, direction: str, magnitudes: Tensor | None) -> Face | Tensor:
-    """Return a face whose scales are those of the whole and whose elements are right where the
-    fragment is.
-
-    Values ``[N, K]`` with zeros elsewhere, where those have to be exchanged.
-    """
+    """Return a face that is right within the fragment; or the master with zeros elsewhere, where values are
+    exchanged."""
     if magnitudes is None:
         return (
             part.matrix().to(part.weight.dtype)
@@ -208,7 +197,7 @@ def _quantized(part: Fragment, direction: str, magnitudes: Tensor | None) -> Fac
 
 
 def _face(part: Fragment, direction: str, matrix: Tensor) -> Face:
-    """Return a face of a matrix, as the quantizer makes it."""
+    """Quantize one face of a matrix."""
     made = part.quantizer.faces(
         matrix,
         rowwise=direction == ROW,
@@ -247,7 +236,7 @@ def _exchange(
 
 
 def _only_own(part: Fragment, direction: str, face: Face | Tensor) -> Tensor:
-    """Return the elements of a face, or values, with zero bits outside the fragment."""
+    """Return the elements of a face, or high-precision values, with zero bits outside the fragment."""
     if isinstance(face, Tensor):
         return face.contiguous()
     own = _seen(part.own(), direction)
@@ -258,9 +247,8 @@ def _only_own(part: Fragment, direction: str, face: Face | Tensor) -> Tensor:
 
 
 def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | None) -> None:
-    """Overwrite the weight's faces; make those first that values were exchanged for, and those of
-    the rowwise one.
-    """
+    """Write the weight's faces, quantizing those whose values were exchanged, and requantizing from the rowwise
+    data."""
     weight, quantizer = part.weight, part.quantizer
     whole_row, whole_column = _whole(part, ROW, row), _whole(part, COLUMN, column)
     if column is None and weight.columnwise is not None and isinstance(quantizer, HybridQuantizer):
@@ -282,7 +270,7 @@ def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | No
 
 
 def _whole(part: Fragment, direction: str, face: Face | Tensor | None) -> Face | None:
-    """Return a face; one that whole values were exchanged for is made now."""
+    """Return a face, quantizing it now if whole values were exchanged."""
     if not isinstance(face, Tensor):
         return face
     if part.format(direction).is_identity:

@@ -81,13 +81,7 @@ def set_mesh_(
 
 
 def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ...]) -> None:
-    """Have weights know which part of a layer, or which experts, this rank has.
-
-    Args:
-        model: The model.
-        parts: Dimensions that parts of a layer go to.
-        experts: Dimensions that experts go to.
-    """
+    """Record the mesh dimensions that shard layers (``parts``) and experts, on every weight."""
     for parameter in model.parameters():
         part = local(parameter)
         if not isinstance(parameter, DTensor) or not is_converted(part):
@@ -102,9 +96,7 @@ def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ..
 
 
 def _dimensions(mesh: DeviceMesh, role: str, names: Names) -> tuple[str, ...]:
-    """Return those of the named dimensions that a mesh has; a name that is not the default must be
-    there.
-    """
+    """Return the named dimensions that the mesh has; names other than the default must exist."""
     given = names if isinstance(names, tuple) else (names,)
     for name in given:
         require_text("set_mesh_", **{role: name})
@@ -140,7 +132,6 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
 
 
 def _states(model: nn.Module) -> Iterator[LayerState]:
-    """Yield the states of all converted layers, also those that are empty now."""
     yield from layer_states(model)
     for module in model.modules():
         recipe = recipe_of(module)

@@ -79,7 +79,7 @@ class Check(Printed):
 
     @property
     def problems(self) -> list[str]:
-        """What is not quantized though one might think so, a sentence each."""
+        """What is unexpectedly not quantized, a sentence each."""
         found = [
             f"{row.layer}: {row.gemm} ran as {row.left} by {row.right} ({row.backend}), not by the recipe"
             for row in self.products
@@ -104,7 +104,6 @@ class Check(Printed):
         ]
 
     def __rich__(self) -> Group:
-        """Render as tables."""
         from rich import box
         from rich.console import Group
         from rich.table import Table

@@ -10,13 +10,7 @@ Said = TypeVar("Said", bound=Hashable)
 
 
 class Fold(NamedTuple, Generic[Said]):
-    """Names that differ only in numbers, and of which the same is said.
-
-    Attributes:
-        called: What they are called together.
-        members: The names.
-        said: What is said of each.
-    """
+    """Names that differ only in numbers, with equal records: their common pattern and the members."""
 
     called: str
     members: list[str]
@@ -24,15 +18,7 @@ class Fold(NamedTuple, Generic[Said]):
 
 
 def fold(names: Iterable[tuple[str, Said]], among: Iterable[str]) -> list[Fold[Said]]:
-    """Return names as few as possible: those become one that differ only in whole numbers between dots, and of which
-    the same is said.
-
-    ``layers.*.up x32`` are all there are of the kind, ``layers.[1-30].up x30`` some of them.
-
-    Args:
-        names: Names, each with what is said of it.
-        among: All names that there are.
-    """
+    """Fold names that differ only in whole numbers between dots and have equal records: ``layers.[1-30].up x30``."""
     kinds: dict[str, list[str]] = {}
     for name in among:
         kinds.setdefault(_kind(name), []).append(name)
@@ -65,7 +51,7 @@ def _called(members: Sequence[str], kind: Sequence[str]) -> str:
 
 
 def _ranges(values: Iterable[str]) -> str:
-    """Return numbers in short: ``0-3,7``."""
+    """Format numbers in short: ``0-3,7``."""
     numbers = sorted({int(value) for value in values})
     runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ends = ([number for _, number in run] for _, run in runs)

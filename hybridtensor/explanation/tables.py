@@ -1,4 +1,4 @@
-"""``explain`` on a screen: what is alike is said once."""
+"""Print ``explain``: equal layers are one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDEST = 80  # columns of a screen
 
 
 def tables(found: Rows) -> Group:
-    """Return all that is to be told, for ``rich`` to print."""
+    """Return the renderables of an explanation, for ``rich`` to print."""
     from rich.console import Group
 
     names = [row.layer for row in found.layers] + [name for name, _ in found.skipped]
@@ -53,21 +53,18 @@ def tables(found: Rows) -> Group:
 
 
 def _text(words: str) -> RenderableType:
-    """Return text in which brackets are no markup."""
     from rich.text import Text
 
     return Text(words)
 
 
 def _title(words: str) -> Iterable[RenderableType]:
-    """Yield an empty line and a title."""
     from rich.text import Text
 
     yield from ("", Text(words, style="bold"))
 
 
 def _table(headers: Iterable[str], *, right: int = 0) -> Table:
-    """Return an empty table, with its last ``right`` columns adjusted to the right."""
     from rich import box
     from rich.table import Table
 
@@ -85,7 +82,7 @@ def _add(made: Table, *cells: str) -> None:
 
 
 def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
-    """Yield the layers by what their products are, and these products."""
+    """Yield the layers grouped by equal products, and these products."""
     products: dict[str, list[GemmRow]] = {}
     for row in found.rows:
         products.setdefault(row.layer, []).append(row)
@@ -133,7 +130,7 @@ def _products(rows: Iterable[GemmRow]) -> RenderableType:
 def _rows(
     title: str, headers: Iterable[str], rows: Iterable[object], names: list[str]
 ) -> list[RenderableType]:
-    """Return a table of records that begin with a name, unless there are none."""
+    """Return a table of records that begin with a name, or nothing without records."""
     cells = [tuple(map(str, vars(row).values())) for row in rows]
     if not cells:
         return []
@@ -180,9 +177,7 @@ def _totals(found: Rows) -> Iterable[RenderableType]:
 
 
 def _speeds(found: Rows) -> Iterable[str]:
-    """Yield the speeds by all tables that know layers of these sizes, two to a line where that fits, by what they leave
-    out.
-    """
+    """Yield predicted speeds by all tables that cover layers of these sizes, two to a line where they fit."""
     by_part: dict[str, list[str]] = {}
     for table in TABLES.values():
         prediction = predicted(found, table)
@@ -203,7 +198,7 @@ def _speeds(found: Rows) -> Iterable[str]:
 
 
 def _speed(found: Rows, table: CostTable, speed: float) -> str:
-    """Return the speed by a table, and which of the formats that are there the device has to emulate."""
+    """Return the predicted speed by a table, and which formats its device emulates."""
     used = shares(found)
     emulated = [
         row.word for row in table.rows if not row.native and used.get(row.word, (0, 0))[1] > 0

@@ -19,22 +19,14 @@ _PLAIN = "bf16"
 
 
 class Share(NamedTuple):
-    """The part that a format has of a model.
-
-    Attributes:
-        parameters: Of all parameters, those whose layer's output is computed in it.
-        products: Of the floating-point operations of a training step's matrix products, as ``Coverage`` counts
-            them: a token meets every matrix once.
-    """
+    """The share of one format in all parameters, and in the matrix products of a training step."""
 
     parameters: float
     products: float
 
 
 def shares(found: Rows) -> dict[str, Share]:
-    """Return the share of the model in each format, by the words of ``costs``; layers that are not quantized count as
-    ``bf16``.
-    """
+    """Return the share of each format, by the words of ``costs``; plain layers count as ``bf16``."""
     parameters: dict[str, float] = {}
     products: dict[str, float] = {}
     for size, config in _sized(found.layers):
@@ -51,7 +43,7 @@ def shares(found: Rows) -> dict[str, Share]:
 
 
 def _scale(sizes: dict[str, float], quantized: float) -> None:
-    """Make shares of sizes, in place: those of low-precision formats add up to ``quantized``, the rest is plain."""
+    """Scale sizes to shares in place: low-precision formats add up to ``quantized``."""
     low = sum(size for word, size in sizes.items() if word != _PLAIN)
     for word in sizes:
         sizes[word] *= quantized / low if low else 0.0
@@ -59,19 +51,14 @@ def _scale(sizes: dict[str, float], quantized: float) -> None:
 
 
 class Prediction(NamedTuple):
-    """How fast a model's matrix products are.
-
-    Attributes:
-        speed: Of a training step's products, over BF16.
-        unknown: The part of all products that is left out: of layers smaller than the table's.
-    """
+    """Predicted speed of a step's products over BF16, and the share left out (layers smaller than the table's)."""
 
     speed: float
     unknown: float
 
 
 def predicted(found: Rows, table: CostTable) -> Prediction | None:
-    """Return how fast the products are by a table; None if it knows none of those in low precision."""
+    """Return the predicted speed by a table; None if it covers no quantized product."""
     every, costs = 0, list[tuple[int, float]]()
     for layer in found.layers:
         low = [formats for formats in _products(layer.config) if is_quantized(formats)]
@@ -91,9 +78,7 @@ def predicted(found: Rows, table: CostTable) -> Prediction | None:
 
 
 def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
-    """Return the bytes per token that layers keep of their inputs until backward, and those that plain layers would
-    keep; inputs that several layers have in common count for each.
-    """
+    """Return bytes of saved inputs per token, of converted and of plain layers; shared inputs count for each layer."""
     kept = plain = 0.0
     for layer in layers:
         kept += saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
@@ -102,7 +87,7 @@ def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
 
 
 def _sized(layers: Iterable[LayerRow]) -> list[tuple[int, HybridConfig]]:
-    """Return how many parameters layers have, and their recipes."""
+    """Return layers' parameter counts and recipes."""
     return [(layer.parameters, layer.config) for layer in layers if layer.parameters]
 
 
@@ -140,7 +125,7 @@ def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.d
 
 
 def is_of_rowwise(quantizer: Quantizer) -> bool:
-    """Return whether the columnwise face is made of what the rowwise one holds."""
+    """Return whether the columnwise face is requantized from the rowwise data."""
     return (
         isinstance(quantizer, HybridQuantizer)
         and quantizer.columnwise_source == "rowwise_dequantized"

@@ -19,7 +19,6 @@ E4M3 = tl.constexpr(3)  # possibly under an fp32 level
 @triton.jit
 def _elements(codes, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr, BITS: tl.constexpr,
               EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Load a tile of elements as fp32."""
     BYTES: tl.constexpr = Q * BITS // 8
     j = tl.arange(0, BYTES)[None, :]
     width = ALONG * BITS // 8

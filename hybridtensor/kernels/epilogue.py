@@ -1,7 +1,4 @@
-"""The kernel of ``ops.epilogue``: scale a sum, add the bias, round.
-
-Legend: a tile is ``[BM, BN]`` of the sum ``[M, N]``.
-"""
+"""The kernel of ``ops.epilogue``: scale a sum ``[M, N]``, add the bias, round. A tile is ``[BM, BN]``."""
 
 import triton
 import triton.language as tl

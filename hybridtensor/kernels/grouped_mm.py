@@ -188,12 +188,7 @@ def product_of_tokens_kernel(left, right, out, plan, M, N,
 
 @triton.jit
 def clear_rows_kernel(out, ends, last, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Write zeros into the rows behind those of all groups.
-
-    Args:
-        out: ``[rows, columns]``, contiguous.
-        ends: Where groups end; ``last`` is the last one.
-    """
+    """Write zeros into the rows of ``out`` ``[rows, columns]`` behind those of all groups."""
     end = tl.load(ends + last)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     if end < tl.program_id(0) * BM + BM:

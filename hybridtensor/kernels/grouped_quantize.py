@@ -24,14 +24,14 @@ def _larger(a, b):
 
 @triton.jit
 def _ends_of(ends, g, rows, E):
-    """Return where groups end, or begin with ``g - 1``, within the rows and never decreasing, whatever was given."""
+    """Return where group ``g`` ends (with ``g - 1``: begins), clamped to the rows and never decreasing."""
     given = tl.load(ends + g, mask=(g >= 0) & (g < E), other=0)
     return tl.associative_scan(tl.minimum(tl.maximum(given, 0), rows), 0, _larger)
 
 
 @triton.jit
 def _take(values, chosen):
-    """Return the values at the places that are chosen, one in each row."""
+    """Return one chosen value per row."""
     return tl.sum(tl.where(chosen, values[None, :], 0), 1)
 
 
@@ -106,7 +106,7 @@ def _part_of(pid, matrix, parts, STEP: tl.constexpr, TILE: tl.constexpr, TOKENS:
 
 @triton.jit
 def _face_of(out, sizes, part, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return where the part of a face begins that is one matrix's."""
+    """Return the offset of one matrix's part of a face."""
     group = part.group.to(tl.int64)
     codes = out.codes + group * sizes.codes
     scales = out.scales + group * sizes.scales

@@ -1,4 +1,4 @@
-"""What the kernels of casts take together. No Triton here: launches are worked out without it."""
+"""Groups of kernel arguments. No Triton here, so that launches are prepared without importing it."""
 
 from __future__ import annotations
 
@@ -164,13 +164,7 @@ class FaceConstants(NamedTuple):
 
 
 class MeasureConstants(NamedTuple):
-    """How a face is measured: compile-time constants.
-
-    Attributes:
-        wanted: Whether it is.
-        per_row: Whether each row has an amax.
-        rotated: Whether values are rotated first.
-    """
+    """Compile-time constants: how a face is measured (per row or tensor), and whether it is rotated first."""
 
     wanted: bool
     per_row: bool
@@ -236,14 +230,7 @@ class Parts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How far it is from one matrix's part of a face to the next one's; 0 where that depends on rows.
-
-    Attributes:
-        codes: Of elements, as they are stored.
-        scales: Of scales.
-        levels: Of tensor scales.
-        measured: Of amaxes.
-    """
+    """Offsets from one matrix's part of a face to the next one's; 0 where they depend on rows."""
 
     codes: int
     scales: int
@@ -306,13 +293,7 @@ class Side(NamedTuple):
 
 
 class SideConstants(NamedTuple):
-    """What an operand of a grouped product has: compile-time constants.
-
-    Attributes:
-        codes: What its elements are, as ``grouped_mm`` names it.
-        factor: Whether whole sums have factors.
-        side: Rows of a block that a scale of partial sums is of, 0 without such.
-    """
+    """Compile-time constants of a grouped product's operand; ``side`` is 0 without scales of partial sums."""
 
     codes: int
     factor: bool

@@ -14,7 +14,6 @@ from hybridtensor.kernels.tiles import as_columns, as_rows, largest, load_tile, 
 
 @triton.jit
 def amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """Return the amax of every row of a tile of a face, ``[P]``, without NaN."""
     if ROTATED:
         bits = largest(rotate(v, P, Q, True, HW), 1, HW)
         if tl.max(bits, 0) < INF_BITS:
@@ -39,7 +38,7 @@ def raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexp
 @triton.jit
 def measure_tile(tile, matrix, top, left, row_target, column_target, ROW: tl.constexpr, COLUMN: tl.constexpr,
                  TILE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
-    """Raise the amaxes of one tile that was loaded."""
+    """Raise the amaxes of one loaded tile."""
     BM: tl.constexpr = TILE.BM
     BK: tl.constexpr = TILE.BK
     if ROW.wanted:

@@ -31,20 +31,19 @@ WIDTH = tl.constexpr(21)
 
 @triton.jit
 def _size(entry):
-    """Return an extent or a stride, all of which are multiples of 16, so that threads read and write whole vectors."""
+    """Return an extent or stride that is a multiple of 16, so that loads and stores are vectorized."""
     return tl.multiple_of(tl.load(entry).to(tl.int32), 16)
 
 
 @triton.jit
 def _matrix(x, entry):
-    """Return the matrix of a row of the table."""
     start = x + tl.multiple_of(tl.load(entry + X), 16)
     return Matrix(start, _size(entry + STRIDE), 1, _size(entry + ROWS), _size(entry + COLUMNS))
 
 
 @triton.jit
 def _face(out, entry):
-    """Return where a matrix has a face in the buffers of all."""
+    """Return the position of a matrix's face in the shared buffers."""
     codes = out.codes + tl.multiple_of(tl.load(entry), 16)
     scales = out.scales + tl.load(entry + 1)
     levels = out.levels + tl.load(entry + 2)

@@ -67,9 +67,7 @@ AMAX_ROW = tl.constexpr(groups.AMAX_ROW)
 @triton.jit
 def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
               HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face to FP8, store it if that is wanted, and return what it holds if that is
-    ``HELD``.
-    """
+    """Cast a tile ``[P, Q]`` of a face to FP8; store it if wanted, and return its dequantized values if ``HELD``."""
     i = place.other + tl.arange(0, P)
     SIDE: tl.constexpr = FACE.side
     if FACE.kind == GIVEN:
@@ -148,9 +146,7 @@ def _cast_mxfp4(v, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, 
 
 @triton.jit
 def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
-    """Return the fp32 scales of a two-level format, one or ``[P, 1]``, after storing them, or the factors that they are
-    of whole sums.
-    """
+    """Store and return the fp32 scales of a two-level format, one or ``[P, 1]``, or the factors of whole sums."""
     if FACE.kind == NVFP4_ROW:
         i = place.other + tl.arange(0, P)
         level = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0)
@@ -210,11 +206,8 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
 def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
                FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                COLUMNWISE: tl.constexpr):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face, and store it if that is wanted.
-
-    Returns:
-        Whether ``FINITE`` was wrong: do it again. What the face holds as values of a dtype, if that is ``HELD``.
-    """
+    """Cast a tile ``[P, Q]`` of a face; return whether ``FINITE`` was wrong (cast again), and the values if
+    ``HELD``."""
     nonfinite = place.other < 0
     if FACE.kind >= AMAX:
         amax = amax_of_rows(v, FACE.rotated, HW, P, Q)
@@ -335,9 +328,8 @@ def cast_kernel(matrix, row, column, state, first_row, row_slot, row_stream, col
 @triton.jit
 def recast_kernel(matrix, row, column, guess, ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr,
                   HELD: tl.constexpr, HW: tl.constexpr):  # fmt: skip
-    """Cast again what was scaled per tensor by the amax at ``guess``, several tiles to a program, if the amax that was
-    measured gives another scale; else do nothing.
-    """
+    """Recast several tiles per program if the measured amax gives another scale than the one at ``guess``; else do
+    nothing."""
     FACE: tl.constexpr = ROW_FACE if ROW_FACE.kind != NONE else COLUMN_FACE
     now, _ = encode_scale(tl.load(row.measured), FACE.e5m2, FACE.pow2, FACE.overflow)
     before, _ = encode_scale(tl.load(guess), FACE.e5m2, FACE.pow2, FACE.overflow)

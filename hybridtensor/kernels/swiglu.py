@@ -12,7 +12,6 @@ from hybridtensor.kernels.tiles import raise_to
 
 @triton.jit
 def _tile(N, M, BM: tl.constexpr, BN: tl.constexpr):
-    """Return rows, columns and mask of this program's tile."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(N, BN)
     i = (pid // tiles * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
@@ -23,9 +22,7 @@ def _tile(N, M, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def swiglu_kernel(gate, gate_stride, up, up_stride, out, amax, M, N, BM: tl.constexpr, BN: tl.constexpr,
                   GPU: tl.constexpr, MEASURE: tl.constexpr):  # fmt: skip
-    """Write one tile of ``silu(gate) * up``, contiguous, of matrices with contiguous rows that are strides apart; with
-    MEASURE raise its amax, fp32, which begins at zero.
-    """
+    """Write one tile of ``silu(gate) * up``, contiguous; with MEASURE raise its fp32 amax, which begins at zero."""
     i, j, mask = _tile(N, M, BM, BN)
     g = tl.load(gate + i * gate_stride + j, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)

@@ -54,9 +54,7 @@ def _offsets(rows, columns, stride_m, stride_k, TILE: tl.constexpr):
 
 @triton.jit
 def load_tile(matrix, top, left, TILE: tl.constexpr):
-    """Load the tile ``[R, BM / R, BK]`` that begins at row ``top`` and column ``left``, as fp32; or compute it of what
-    the matrix is made of.
-    """
+    """Load, or compute by the prologue, the tile ``[R, BM / R, BK]`` at row ``top`` and column ``left``, as fp32."""
     KIND: tl.constexpr = matrix.x.dtype.element_ty
     rows = rows_of_tile(TILE.BM, TILE.R)[:, :, None]
     columns = tl.arange(0, TILE.BK)[None, None, :]
@@ -96,7 +94,7 @@ def blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.c
 
 @triton.jit
 def spread(blocks, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
-    """Repeat what there is per block for every element, ``[P, Q]``."""
+    """Repeat per-block numbers for every element, ``[P, Q]``."""
     if SIDE > 1:
         shape: tl.constexpr = [P // SIDE, SIDE, Q // LENGTH]
         blocks = tl.reshape(tl.broadcast_to(blocks[:, None, :], shape), [P, Q // LENGTH])
@@ -117,14 +115,7 @@ def raise_to(target, amax, mask):
 
 @triton.jit
 def raise_note(record, slot, amax, mask):
-    """Raise what a record holds of a scale.
-
-    Args:
-        record: fp32 ``[S]``, or int64 ``[1]``, the address of a record; 0 where nothing is recorded.
-        slot: Which scale.
-        amax: fp32.
-        mask: Whether.
-    """
+    """Raise the recorded amax of scale ``slot`` in fp32 ``[S]``, or at an int64 address; 0 records nothing."""
     if record.dtype.element_ty == tl.int64:
         at = tl.load(record)
         raise_to(at.to(tl.pointer_type(tl.float32)) + slot, amax, mask & (at != 0))

@@ -26,14 +26,13 @@ def _offsets(i, j, pitch, UNIT: tl.constexpr, V: tl.constexpr, WIDE: tl.constexp
 
 @triton.jit
 def _start(row, byte, pitch, UNIT: tl.constexpr, V: tl.constexpr):
-    """Return where the tile begins that begins at this row and byte, in UNIT bytes."""
     step = tl.multiple_of(pitch // UNIT, V // UNIT)
     return tl.multiple_of(row.to(tl.int64) * step + byte // UNIT, V // UNIT)
 
 
 @triton.jit
 def _inside(i, j, height, width, V: tl.constexpr):
-    """Return which words are in ``[height, width]`` bytes."""
+    """Return a mask of the words within ``[height, width]`` bytes."""
     return (i < height) & (j < tl.multiple_of(width // 4, V // 4))
 
 
@@ -68,7 +67,7 @@ def _exchange(words, P: tl.constexpr, PER: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def _transpose_squares(words, P: tl.constexpr, BITS: tl.constexpr):
-    """Transpose squares of elements: in each row of ``[P, 32 / BITS]``, so many words of so many elements."""
+    """Transpose squares of elements in registers: each row of ``[P, 32 / BITS]`` words."""
     for turn in tl.static_range(3 if BITS == 4 else 2):
         words = _exchange(words, P, 32 // BITS, BITS << turn)
     return words

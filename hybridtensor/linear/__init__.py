@@ -1,6 +1,4 @@
-"""The linear layer: where its operands come from, its three products, and the torch functions that
-lead to it.
-"""
+"""The linear layer: its operands, its three products, and the torch functions that lead to it."""
 
 from hybridtensor.linear import interception  # noqa: F401  (registers the torch functions)
 from hybridtensor.linear.function import linear

@@ -45,17 +45,7 @@ _unsafe_view = (
 
 
 class _Call(NamedTuple):
-    """What is not differentiated of one call.
-
-    Attributes:
-        config: The recipe.
-        needs: Which gradients backward will be asked for.
-        dtype: Dtype of the computation.
-        context: What is quantized: the layer's input, and its gradient in backward.
-        of_weight: Which tensor the weight is.
-        cast_from: What the input is, or was cast from.
-        operand: What the input was quantized to by someone else, or None.
-    """
+    """The non-differentiable arguments of one call."""
 
     config: HybridConfig
     needs: Needs
@@ -169,9 +159,8 @@ def multiplied(
 
 
 def _require_no_gradient(weight: Weight) -> None:
-    """Raise NotImplementedError for what looks like ``grad @ weight`` in the backward of someone's autograd function:
-    it would be quantized as an output, and ``grad_weight`` not at all.
-    """
+    """Raise NotImplementedError for ``grad @ weight`` in another autograd function's backward, where ``grad_weight``
+    is missed."""
     if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
         return
     if is_transposed(weight) != weight.is_transposed and 1 not in weight.shape:
@@ -191,9 +180,8 @@ def require_plain_autograd() -> None:
 
 
 def require_own_tokens(input: object) -> None:
-    """Raise ValueError for what ``PrepareModuleInput`` gathered, unless the layer is cut by columns:
-    its gradient is summed over ranks, and any other layer would give all of it on each.
-    """
+    """Raise ValueError for an input of ``PrepareModuleInput`` unless the layer is column-parallel: its gradient is a
+    sum over ranks."""
     if isinstance(input, HybridTensor) and input.is_of_all_ranks:
         raise ValueError(
             "linear: hybridtensor.distributed gathered the input of a layer that is not column-parallel; "
@@ -204,7 +192,6 @@ def require_own_tokens(input: object) -> None:
 def _forward(
     input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
 ) -> tuple[Tensor, Operand, Operand]:
-    """Return the output, and both operands for backward."""
     needs, dtype = call.needs, call.dtype
     x = call.operand
     if x is None:
@@ -282,13 +269,13 @@ def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
 
 
 def _layer_of(state: LayerState | StateTensors | None) -> str:
-    """Return the layer that a state belongs to, as errors name it."""
+    """Return the name of the layer that a state belongs to, for errors."""
     name = getattr(state, "name", "")
     return f"layer {name}" if name else "a layer"
 
 
 def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
-    """Raise RuntimeError where a graph writes what it saved: torch notices operators of single tensors."""
+    """Raise RuntimeError where a graph writes a saved tensor in place, which torch only checks per operator."""
     if node is not None and node_of(tensor) not in (node, None):
         raise RuntimeError(
             f"linear: what a layer saves for backward must stay as it is in a graph, got {list(tensor.shape)} in "
@@ -297,7 +284,7 @@ def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
 
 
 def _values(input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of an input whose rowwise face is in high precision, in their own shape."""
+    """Return an input whose rowwise face is in high precision, in its own shape."""
     face = take_face(input, "rowwise", name="input", gemm="output")
     values = face.dequantize() if isinstance(face, IdentityTensor) else face.detach()
     return values.to(dtype)
@@ -319,16 +306,13 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs) 
 
 
 def with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return ``out`` in a shape, and as no view: what a custom autograd function returns as a view
-    cannot be written in place, nor have FSDP2's hooks.
-    """
+    """Reshape ``out`` without making it a view: views from custom autograd functions cannot be written in place, or
+    have FSDP2's hooks."""
     return _unsafe_view(out, shape)  # type: ignore[no-any-return]
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:
-    """Raise for operands that do not go together; ``dtype`` is what they need to have, None under
-    autocast.
-    """
+    """Raise for operands that do not go together; ``dtype`` is the required one, None under autocast."""
     if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
         require_tensor("linear: input", input)
     if not input.is_floating_point():
@@ -374,7 +358,7 @@ def _check_like_weight(
 
 
 def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:
-    """Raise ValueError unless a weight is multiplied as it is stored by the word of ``quantize_``."""
+    """Raise ValueError if a weight is multiplied in another layout than ``quantize_`` recorded (``transposed``)."""
     if state.transposed != is_transposed(weight) and 1 not in weight.shape:
         stored, product = (
             ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")

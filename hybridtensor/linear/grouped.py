@@ -62,9 +62,7 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
 
 
 def step_of(config: HybridConfig) -> int:
-    """Return of what number of rows each group has a multiple in columnwise faces: no block of a
-    format crosses groups.
-    """
+    """Return the row multiple of each group in columnwise faces: no block of a format crosses groups."""
     extents = [_LEAST_STEP]
     for role in ROLES:
         quantizer = getattr(config, role)
@@ -96,7 +94,7 @@ def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
 
 
 def _check_layout(weight: Weight) -> None:
-    """Raise ValueError unless experts are multiplied as they are stored by the word of ``quantize_``."""
+    """Raise ValueError if a weight is multiplied in another layout than ``quantize_`` recorded (``transposed``)."""
     state = weight.record.layer
     if state is None or state.transposed is None:
         return
@@ -109,7 +107,7 @@ def _check_layout(weight: Weight) -> None:
 
 
 def _check_first(weight: Weight) -> None:
-    """Raise ValueError where delayed scales are those of more experts, and nobody said of which."""
+    """Raise ValueError where delayed scales belong to more experts than given, and the first one is unknown."""
     state = weight.record.layer
     if state is None or not state.slots or weight.record.first is not None:
         return
@@ -122,13 +120,7 @@ def _check_first(weight: Weight) -> None:
 
 
 def first_expert(weight: DTensor, dims: Iterable[int] | None = None) -> int:
-    """Return the number of the first expert that this rank has of a stack.
-
-    Args:
-        weight: The stack.
-        dims: Dimensions of its mesh that experts are spread over; None is all. Over others FSDP2
-            shards, whose gather undoes it.
-    """
+    """Return the number of this rank's first expert; ``dims`` are the mesh dimensions of experts, all by default."""
     first, count, mesh = 0, weight.shape[0], weight.device_mesh
     for dim in range(mesh.ndim) if dims is None else dims:
         placement = weight.placements[dim]
@@ -140,7 +132,7 @@ def first_expert(weight: DTensor, dims: Iterable[int] | None = None) -> int:
 
 
 def batched_linear(input: Tensor, weight: Weight) -> Tensor:
-    """Return ``[E, T, N]`` of tokens ``[E, T, K]``, as many for each expert; see ``grouped_linear``."""
+    """Return ``[E, T, N]`` of tokens ``[E, T, K]``, equally many per expert; see ``grouped_linear``."""
     if input.dim() != 3 or input.shape[0] != weight.shape[0]:
         raise ValueError(
             f"grouped_mm: tokens [E, T, K] for weights {tuple(weight.shape)} are required, got {tuple(input.shape)}"

@@ -45,18 +45,7 @@ from hybridtensor.subclasses.shared_face import SharedFace
 
 
 class KeptInput(Operand):
-    """An input that is kept as it is: backward quantizes it for the weight's gradient.
-
-    Args:
-        row: The rowwise face.
-        x: The input, any number of dimensions.
-        config: The recipe.
-        dtype: Dtype of the computation.
-        context: Which tensor this is.
-        sharing: What layers that read the same input share of its columnwise face.
-        again: Whether a graph makes the input again instead of keeping it.
-        noted: See ``Operand``.
-    """
+    """A high-precision input, saved as it is: backward quantizes its columnwise face."""
 
     __slots__ = ("_after", "_again", "_config", "_context", "_dtype", "_sharing", "_x")
 
@@ -78,7 +67,6 @@ class KeptInput(Operand):
         self._sharing, self._again = sharing, again
 
     def save(self) -> list[Tensor]:
-        """See ``Operand.save``."""
         x, self._x, self._row = self._x, None, None
         if x is None:
             return []
@@ -88,12 +76,12 @@ class KeptInput(Operand):
         return [x]
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
+        """See ``Operand.begin``: order the cast after the gradient, or a compiler moves it into forward and saves
+        its result."""
         if is_traced() and not isinstance(grad, HybridTensor):
             self._after = grad
 
     def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
         return self._sharing.take(functools.partial(self._made, saved[0]))
 
     def _made(self, x: Tensor) -> Face:
@@ -106,16 +94,7 @@ class KeptInput(Operand):
 
 
 class ShardedInput(Operand):
-    """An input whose columnwise face is on several ranks until backward: this rank's is saved.
-
-    Args:
-        row: The rowwise face, of all tokens.
-        face: The columnwise face.
-        config: The recipe.
-        dtype: Dtype of the computation.
-        context: Which tensor this is.
-        noted: See ``Operand``.
-    """
+    """An input whose columnwise face is sharded until backward: only the local part is saved."""
 
     __slots__ = ("_config", "_context", "_dtype", "_quantize", "_sequence", "_shape", "_sharing")
 
@@ -134,12 +113,10 @@ class ShardedInput(Operand):
         self._config, self._dtype, self._context = config, dtype, context
 
     def save(self) -> list[Tensor]:
-        """See ``Operand.save``."""
         self._sharing.readers += 1
         return super().save()
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """See ``Operand.begin``: gather, unless another layer has."""
         if is_traced():
             saved = [after(tensor, grad) for tensor in saved]
         self._start(saved)
@@ -150,12 +127,11 @@ class ShardedInput(Operand):
             shared.parts = self._sequence.start(super().columnwise(saved), "columnwise")
 
     def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
         self._start(saved)
         return self._sharing.take(functools.partial(self._gathered, super().columnwise(saved)))
 
     def _gathered(self, part: Face) -> Face:
-        """Return the gathered face, or that of gathered values, quantized now."""
+        """Return the gathered columnwise face, or quantize it from gathered values."""
         parts = self._sharing.parts or []
         whole = self._sequence.finish(part, "columnwise", parts, self._shape)
         if not self._quantize:
@@ -178,17 +154,7 @@ def input_operand(
     needs: Needs,
     context: Context,
 ) -> Operand:
-    """Return the operand that an input is.
-
-    Args:
-        input: Plain, in the dtype of the computation; or a tensor that was quantized before, whose
-            faces are used as they are.
-        cast_from: What ``input`` is, or was cast from: what other layers read, too.
-        weight: What it is multiplied with.
-        config: The recipe.
-        needs: Which gradients backward will be asked for.
-        context: Which tensor of which layer this is.
-    """
+    """Return the operand of a plain or quantized ``input``, which was cast from ``cast_from``."""
     if isinstance(input, QUANTIZED):
         return brought_along(input, needs, input.dtype, config, context)
     dtype = input.dtype
@@ -218,10 +184,8 @@ def input_operand(
 def _reading_by_state(
     input: Tensor, weight: Weight, how: tuple[object, ...], context: Context
 ) -> Reading:
-    """Look up the cast of an input with delayed scales that a sibling layer with equal scales has made, or begin one.
-
-    The amax of the input is recorded apart from those of the layer's forward, so that each sibling commits it.
-    """
+    """Return the shared cast of an input with delayed scales, or a new one; its amaxes are committed by each
+    sibling."""
     state, layer = context.state, weight.record.layer
     stochastic = weight.recipe.input.stochastic  # each layer has random numbers of its own
     if (
@@ -244,17 +208,8 @@ def _reading_by_state(
 
 
 def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Context) -> bool:
-    """Return whether backward has an input anyway, so that it may quantize it to the bits of forward.
-
-    In eager code not where hooks take what is saved, as offloading does: they would take it twice. In a
-    graph nothing writes state before backward: torch raises.
-
-    Args:
-        input: What other operations made.
-        x: The same in the dtype of the computation.
-        config: The recipe.
-        context: Which tensor this is.
-    """
+    """Return whether backward saves an input anyway; in eager code never under saved-tensor hooks, which would pack
+    it twice."""
     traced = not context.direct and is_traced()
     node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
     if node is None or config.keep_faces == "always":
@@ -271,9 +226,8 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
 
 @functools.lru_cache(maxsize=256)
 def _can_be_kept(quantizer: Quantizer, *, state_holds: bool) -> bool:
-    """Return whether the columnwise face is quantized, made of the tensor itself, and can be recomputed with
-    the same bits; of what depends on the layer's state only if that is sure to be forward's still.
-    """
+    """Return whether the columnwise face can be recomputed from the tensor; with ``state_holds`` also by delayed
+    scales."""
     own, source = quantizer, "original"
     if isinstance(quantizer, HybridQuantizer):
         own, source = quantizer.columnwise, quantizer.columnwise_source
@@ -283,7 +237,7 @@ def _can_be_kept(quantizer: Quantizer, *, state_holds: bool) -> bool:
 
 
 def _behind(node: Node | None, passed: frozenset[str]) -> Node | None:
-    """Return the first of autograd's nodes that is none of ``passed``, nor a multiple of the one before it."""
+    """Return the first autograd node that is neither in ``passed`` nor a multiplication by a number."""
     while node is not None:
         name = node.name()
         if name not in passed:
@@ -296,7 +250,7 @@ def _behind(node: Node | None, passed: frozenset[str]) -> Node | None:
 
 
 def _keeps_inputs(node: Node) -> bool:
-    """Return whether an operation's own backward needs what it was made of, all of it."""
+    """Return whether an operation's own backward saves its whole input."""
     return node.name() in _KEEP_INPUTS or node.name() in _PRODUCTS
 
 
@@ -318,11 +272,7 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 def brought_along(
     input: Tensor, needs: Needs, dtype: torch.dtype, config: HybridConfig, context: Context
 ) -> Operand:
-    """Return the operand that a tensor is that was quantized before.
-
-    Raises:
-        ValueError: If a face that is needed is absent.
-    """
+    """Return the operand of an already quantized tensor; raise ValueError if a needed face is absent."""
     row = rowwise_face(
         as_matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
     )
@@ -345,11 +295,8 @@ def _of_tokens(
     config: HybridConfig,
     context: Context,
 ) -> Operand:
-    """Return the operand that tokens with groups are that were quantized by row before.
-
-    Raises:
-        ValueError: If the recipe does not make the columnwise face of the rowwise one.
-    """
+    """Return the operand of grouped tokens quantized by row; raise ValueError unless the columnwise face is
+    requantized from it."""
     quantizer = config.input
     if not needs.weight:
         return Operand(row, None)

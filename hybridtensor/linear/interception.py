@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 def is_weight(tensor: object) -> bool:
-    """Return whether this is the weight of a converted layer."""
+    """Return whether a tensor is the weight of a converted layer."""
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )
@@ -42,7 +42,7 @@ def intercept(*functions: Func) -> Callable[[T], T]:
 
 
 def default(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Do what torch does, which then reaches the class's operator table."""
+    """Call torch's function, which reaches the class's operator table."""
     with torch._C.DisableTorchFunctionSubclass():
         result: Tensor = func(*args, **kwargs)
         return result
@@ -52,7 +52,7 @@ _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
 
 
 def _operands(names: tuple[str, ...], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the operands, given by position or by name, and what is given beside them."""
+    """Return the operands by position or name, and the remaining arguments."""
     given = dict(zip(names, args, strict=False)) | kwargs
     others = {f"argument {i}": value for i, value in enumerate(args) if i >= len(names)}
     others |= {name: value for name, value in kwargs.items() if name not in names}
@@ -60,7 +60,7 @@ def _operands(names: tuple[str, ...], args: Args, kwargs: Kwargs) -> tuple[Args,
 
 
 def _require_only_operands(who: str, others: Kwargs) -> None:
-    """Raise NotImplementedError for what torch takes beside operands, such as ``out``."""
+    """Raise NotImplementedError for arguments besides the operands, such as ``out``."""
     for name, value in others.items():
         if value is not None:
             raise NotImplementedError(
@@ -83,7 +83,7 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 class _Values(torch.autograd.Function):
-    """The values of a weight; their gradient is the weight's."""
+    """Autograd function from a weight to its high-precision data; the gradient is the weight's."""
 
     @staticmethod
     def forward(ctx: object, weight: Weight) -> Tensor:
@@ -96,7 +96,7 @@ class _Values(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """What an embedding reads of a weight; its gradient is the weight's."""
+    """Autograd function of an embedding lookup in a weight; the gradient is the weight's."""
 
     @staticmethod
     def forward(ctx: object, weight: HybridTensor) -> Tensor:
@@ -110,7 +110,7 @@ class _Rows(torch.autograd.Function):
 
 @HybridTensor.functions.register(F.embedding)
 def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Look up rows of a weight that an embedding has in common with a layer."""
+    """Look up rows of a weight that an embedding shares with a layer."""
     names = (
         "input",
         "weight",
@@ -160,7 +160,6 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _times(input: Tensor, weight: Any) -> Tensor:
-    """Return ``input @ weight.T``, of a stack in batches."""
     with (
         torch._C.DisableTorchFunctionSubclass()
     ):  # which every attribute of a weight would pass through
@@ -203,7 +202,7 @@ def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     torch.linalg.multi_dot, F.bilinear, Tensor.inner, Tensor.addmv, Tensor.baddbmm, Tensor.addbmm,
 )  # fmt: skip
 def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Raise for the products of torch that no handler quantizes."""
+    """Raise for products that no handler quantizes."""
     if any(map(is_weight, tree_leaves((args, kwargs)))):
         raise NotImplementedError(
             f"{func.__name__}: F.linear, x @ weight.t(), weight @ x, and torch.bmm and F.grouped_mm for experts are "
@@ -214,7 +213,7 @@ def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _of_stack(left: Tensor, right: Any, ends: Tensor | None) -> Tensor:
-    """Return the product of tokens with the weights of experts, of groups or, without ends, batches."""
+    """Multiply tokens by experts' weights, in groups or, without ends, in batches."""
     if is_weight(left) or not is_weight(right) or right.dim() != 3:
         raise NotImplementedError(
             "grouped_mm: tokens on the left and the weights of experts [E, in, out] on the right are required, "

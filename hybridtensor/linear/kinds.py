@@ -15,7 +15,7 @@ _LISTED = {"transformers.pytorch_utils.Conv1D"}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, however it stores its weight."""
+    """Return whether a module is a linear layer, with either storage of its weight."""
     return isinstance(module, nn.Linear) or stores_transposed(module)
 
 
@@ -29,7 +29,7 @@ def stores_transposed(module: nn.Module) -> bool:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Return whether a matrix is a module's ``weight``, or what a parametrization computes it of."""
+    """Return whether a module has a matrix ``weight``, maybe parametrized."""
     weight = module._parameters.get("weight")
     if parametrize.is_parametrized(module, "weight"):
         weight = next(module.get_submodule("parametrizations.weight").parameters(), None)
@@ -37,5 +37,5 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def is_listed(cls: type[nn.Module]) -> bool:
-    """Return whether a class is one that is known by its name, or is derived of one."""
+    """Return whether a class, or a base class, is listed by name."""
     return any(f"{base.__module__}.{base.__qualname__}" in _LISTED for base in cls.__mro__)

@@ -48,19 +48,14 @@ _modes_of_functions: Callable[[], bool] = torch._C._is_torch_function_mode_enabl
 
 
 class LayerRecipe(NamedTuple):
-    """What a converted layer quantizes by, whoever holds its weight.
-
-    Attributes:
-        config: The recipe.
-        state: What its quantizers remember.
-    """
+    """The recipe of a converted layer and the state of its quantizers."""
 
     config: HybridConfig
     state: LayerState
 
 
 def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> None:
-    """Have a layer apply a recipe to whatever tensor stands at ``weight``."""
+    """Make a layer apply a recipe to any tensor at ``weight``."""
     if _RECIPE not in module.__dict__:
         module.forward = LayerForward(module, module.__dict__.get("forward")).bound
         # Transformers runs a layer that says so with its own parts of weights and inputs.
@@ -69,7 +64,7 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
 
 
 def drop_recipe(module: nn.Module) -> None:
-    """Undo ``set_recipe``; where another library's forward calls ours, that runs the layer's."""
+    """Remove a layer's recipe; a forward of another library that wraps ours then calls the layer's own."""
     module.__dict__.pop(_RECIPE, None)
     module.__dict__.pop("_hf_quantized_needs_local_tp", None)
     own = _forward_of(module)
@@ -92,14 +87,12 @@ def runs_linear(module: nn.Module) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a converted layer's class is a linear layer with a forward of its own, which has to multiply by
-    the weight itself.
-    """
+    """Return whether a converted linear layer's class overrides forward, and so multiplies by the weight itself."""
     return recipe_of(module) is not None and not _is_linear(module) and not is_listed(type(module))
 
 
 def _forward_of(module: nn.Module) -> LayerForward | None:
-    """Return the ``LayerForward`` that a layer runs, or None if it runs its own or another library's."""
+    """Return the ``LayerForward`` of a layer, or None if its forward is its own or another library's."""
     own = getattr(module.__dict__.get("forward"), "__self__", None)
     return own if isinstance(own, LayerForward) else None
 
@@ -129,7 +122,7 @@ class LayerForward:
 
     @property
     def bound(self) -> types.MethodType:
-        """The method that runs this, with the signature of the forward that it stands for."""
+        """The bound method that replaces ``forward``, with the signature of the original."""
         if self.inner is None:
             return types.MethodType(_method(type(_required(self._layer())).forward), self)
         method = _method.__wrapped__(self.inner)
@@ -138,7 +131,6 @@ class LayerForward:
         return types.MethodType(method, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
-        """Run the layer's forward."""
         layer = self._layer()
         if layer is None:
             layer = _required(layer)
@@ -179,7 +171,7 @@ class LayerForward:
         return _with_recipe(self, layer, args, kwargs)
 
     def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
-        """Run the forward that the layer has without this one."""
+        """Run the layer's original forward."""
         if self.inner is None:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
@@ -202,14 +194,14 @@ class LayerForward:
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with the parameter in front that a bound method leaves out."""
+    """Return a signature with ``self`` in front."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[own, *signature.parameters.values()])
 
 
 @functools.cache
 def _method(forward: Callable[..., object]) -> Callable[..., object]:
-    """Return the function of ``LayerForward.bound`` for layers whose class has this forward."""
+    """Return the function of ``LayerForward.bound`` for a class's forward."""
 
     @functools.wraps(forward, updated=())
     def bound(self: LayerForward, *args: object, **kwargs: object) -> object:
@@ -226,17 +218,15 @@ def _required(layer: nn.Module | None) -> nn.Module:
 
 
 def _unbound() -> LayerForward:
-    """Return a forward that ``__setstate__`` completes."""
     return LayerForward.__new__(LayerForward)
 
 
 def _input(input: Tensor) -> Tensor:
-    """Return the argument of ``nn.Linear.forward``, given by position or by name."""
     return input
 
 
 def _require_ranks(state: LayerState) -> None:
-    """Raise where random rounding cannot know which ranks hold the same numbers."""
+    """Raise where random rounding cannot know which ranks hold equal data."""
     if state.rounding is not None and not state.ranks.named:
         raise ValueError(
             f"linear: layer {state.name} rounds at random, and under tensor parallelism needs to "
@@ -246,7 +236,7 @@ def _require_ranks(state: LayerState) -> None:
 
 
 def _require_cuttable(layer: nn.Module, state: LayerState) -> None:
-    """Raise where ranks have parts of a weight that is stored ``[in, out]``."""
+    """Raise where a weight stored ``[in, out]`` is sharded over ranks."""
     if state.transposed:
         raise NotImplementedError(
             f"linear: a weight [out, in] is required under tensor parallelism, got that of layer {state.name}, a "
@@ -255,7 +245,7 @@ def _require_cuttable(layer: nn.Module, state: LayerState) -> None:
 
 
 class _OnParts(TorchFunctionMode):
-    """Has ``F.linear`` run on the local parts of our weights that are DTensors."""
+    """Torch function mode that runs ``F.linear`` on the local tensors of DTensor weights."""
 
     def __torch_function__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -271,7 +261,7 @@ class _OnParts(TorchFunctionMode):
 # a graph cannot make a weight's record
 @outside_graphs("a plain tensor stands at the weight of a converted layer")
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
-    """Run a layer's forward where a tensor stands at its weight that is none of ours."""
+    """Run a layer's forward while another class's tensor is at its weight."""
     require_plain_autograd()
     with parametrize.cached():
         # computed now, by a parametrization, not while its products are watched
@@ -281,12 +271,7 @@ def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kw
 
 
 class _AtWeight(TorchFunctionMode):
-    """Has ``F.linear`` apply the recipe of a layer to what stands at its weight.
-
-    Args:
-        layer: The layer.
-        weight: What stands there.
-    """
+    """Torch function mode that applies a layer's recipe in ``F.linear`` to the tensor at its weight."""
 
     def __init__(self, layer: nn.Module, weight: Tensor) -> None:
         super().__init__()
@@ -317,11 +302,11 @@ class _AtWeight(TorchFunctionMode):
         return linear(input, made.t() if self._is_transposed else made, bias)
 
     def _wanted(self) -> str:
-        """Return the product that is quantized, for messages."""
+        """Return the product that is quantized, for error messages."""
         return "x @ weight or torch.addmm" if self._is_transposed else "F.linear"
 
     def _refuse_weight(self, operands: list[object]) -> None:
-        """Raise for another product with the weight, or its transpose."""
+        """Raise for another product with the weight or its transpose."""
         leaves = tree_leaves(operands)  # some functions take lists
         if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
             raise NotImplementedError(
@@ -332,14 +317,14 @@ class _AtWeight(TorchFunctionMode):
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors have memory in common; parameters may lie in one storage, one behind the other."""
+    """Return whether two tensors overlap in memory; parameters may lie in one storage without overlapping."""
     first, second = _reach(a), _reach(b)
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same and first.start < second.stop and second.start < first.stop
 
 
 def _reach(tensor: Tensor) -> range:
-    """Return the bytes of its storage that a tensor reaches over."""
+    """Return the byte range of its storage that a tensor covers."""
     first, size = tensor.storage_offset(), tensor.element_size()
     last = first + sum(
         (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
@@ -379,7 +364,7 @@ _BY_RIGHT: dict[Func, Callable[..., _ByRight]] = {
 
 
 class _AsWeight(torch.autograd.Function):
-    """A plain tensor as a weight with a recipe; gradients pass."""
+    """Autograd function that gives a plain tensor a recipe, with gradients."""
 
     @staticmethod
     def forward(ctx: object, values: Tensor, config: HybridConfig) -> MasterWeight:

@@ -36,20 +36,14 @@ QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring
 
 
 def is_transposed(weight: Weight) -> bool:
-    """Return whether this is the transpose of a layer's weight, or of each expert's."""
+    """Return whether a tensor is the transpose of a layer's weight, or of each expert's."""
     if isinstance(weight, HybridTensor):
         return weight.swapped
     return weight.plain.stride(-1) != 1
 
 
 class Needs(NamedTuple):
-    """Which gradients backward will be asked for.
-
-    Attributes:
-        input: That of the input.
-        weight: That of the weight.
-        bias: That of the bias.
-    """
+    """Which gradients backward will be asked for."""
 
     input: bool
     weight: bool
@@ -57,13 +51,7 @@ class Needs(NamedTuple):
 
 
 class Operand:
-    """An operand whose faces are there.
-
-    Args:
-        row: The rowwise face.
-        column: The columnwise face, or None if backward will not use it.
-        noted: Where the amaxes of the faces were recorded when they were made, if that is of no single forward.
-    """
+    """An operand whose faces exist; ``noted`` has their amaxes if they belong to no single forward."""
 
     __slots__ = ("_column", "_kind", "_noted", "_row")
 
@@ -74,11 +62,7 @@ class Operand:
         self._kind: FaceKind | None = None
 
     def rowwise(self) -> Face:
-        """Return the rowwise face.
-
-        Raises:
-            ValueError: If the quantizer made none.
-        """
+        """Return the rowwise face."""
         if self._row is None:
             raise ValueError(
                 "output: a rowwise face of each operand is required, got a quantizer that made none"
@@ -86,7 +70,7 @@ class Operand:
         return self._row
 
     def save(self) -> list[Tensor]:
-        """Return the tensors that backward needs, and let go of the faces."""
+        """Return the tensors that backward needs, and release the faces."""
         column, self._row, self._column = self._column, None, None
         if column is None:
             return []
@@ -94,27 +78,17 @@ class Operand:
         return column.tensors()
 
     def noted(self) -> Tensor | Notes | None:
-        """Return where the amaxes of the faces were recorded when they were made, or None where the forward records
-        them itself.
-        """
+        """Return where the faces' amaxes were recorded, or None where the forward records them itself."""
         return self._noted
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """Begin what ``columnwise`` will wait for, if anything, once the gradient is there."""
+        """Start asynchronous work that ``columnwise`` waits for, once the gradient exists."""
 
     def release(self, *, used: bool) -> None:
-        """Let go of what is kept beside what was saved, at the end of a backward.
-
-        Args:
-            used: Whether this is the backward that uses it: the gradients may be computed in two.
-        """
+        """Release caches at the end of a backward; ``used`` is whether this backward computed the weight's gradient."""
 
     def columnwise(self, saved: list[Tensor]) -> Face:
-        """Return the columnwise face from what was saved.
-
-        Raises:
-            ValueError: If there was none.
-        """
+        """Return the columnwise face from the saved tensors; raise ValueError if there was none."""
         if self._kind is None:
             raise ValueError(
                 "backward: a columnwise face is required, got an operand that was made without"
@@ -123,11 +97,7 @@ class Operand:
 
 
 def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
-    """Return the faces asked for of a gradient that came quantized, as those of a matrix.
-
-    Raises:
-        ValueError: If one is absent.
-    """
+    """Return the requested faces of a quantized gradient as matrices; raise ValueError if one is absent."""
     row = column = None
     if rowwise:
         face = tensor.require_face("rowwise", name="grad_output", gemm="grad_input")
@@ -139,18 +109,14 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
 
 
 def required_face(face: Face | None, direction: str, gemm: str) -> Face:
-    """Return a face that a product needs.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return a face that a product needs; raise ValueError if it is None."""
     if face is None:
         raise ValueError(f"{gemm}: a {direction} face is required, got a quantizer that made none")
     return face
 
 
 def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
-    """Return a face of a tensor as that of a matrix ``[tokens, features]``."""
+    """View a face as that of a matrix ``[tokens, features]``."""
     if isinstance(face, QuantizedTensor):
         # not of the face's matrix, which may have more rows: zeros that complete a block
         size = face.shape[:-1].numel(), face.shape[-1]

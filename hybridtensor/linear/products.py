@@ -36,13 +36,7 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
 class Gradients(NamedTuple):
-    """What backward returns; None where a gradient is not needed.
-
-    Attributes:
-        input: ``[tokens, in_features]``.
-        weight: ``[out_features, in_features]``, of a stack ``[E, out_features, in_features]``.
-        bias: ``[out_features]``.
-    """
+    """What backward returns; None where a gradient is not needed."""
 
     input: Tensor | None
     weight: Tensor | None
@@ -59,17 +53,7 @@ def output(
 
 
 class Backward(NamedTuple):
-    """The two products of backward, and what they need of the forward.
-
-    Attributes:
-        input: Operand of the forward.
-        weight: Operand of the forward.
-        num_saved: How many of the saved tensors are the input's.
-        config: The recipe.
-        needs: Which gradients are asked for.
-        context: That of the input, whose layer the gradient belongs to.
-        layer: What stands for the layer, for those who watch.
-    """
+    """The two products of backward, and what they need from forward."""
 
     input: Operand
     weight: Operand
@@ -95,12 +79,12 @@ class Backward(NamedTuple):
         return backward, [*of_input, *weight.save()]
 
     def noted(self) -> list[Tensor]:
-        """Return the amaxes that forward measured in a graph, which are saved for backward."""
+        """Return the amaxes that forward measured in a graph; they are saved for backward."""
         state = self.context.state
         return state.amax.tensors if state is not None and isinstance(state.amax, Notes) else []
 
     def with_ends(self, ends: Tensor) -> Backward:
-        """Return this with the offsets of tokens that were saved."""
+        """Return this object with the saved offsets of tokens."""
         groups = self.context.groups
         if groups is None:
             raise ValueError("backward: tokens with groups are required, got none")
@@ -169,12 +153,8 @@ class Backward(NamedTuple):
         return self._recorded(Gradients(grad_input, grad_weight, grad_bias), done)
 
     def _recorded(self, gradients: Gradients, done: Tensor | None) -> Gradients:
-        """Record what forward and backward measured, and return the gradients.
-
-        Args:
-            gradients: The gradients.
-            done: What one of them has to depend on in a graph, or None.
-        """
+        """Record the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that this is
+        not dropped."""
         if self.context.state is not None:
             self.context.state.commit(self.weight.noted(), self.input.noted())
         if done is None:
@@ -185,11 +165,8 @@ class Backward(NamedTuple):
         )
 
     def _commit(self, noted: Sequence[Tensor], grad: Tensor) -> Tensor | None:
-        """Record the amaxes of forward, now that its backward runs.
-
-        Returns:
-            In a graph an empty tensor, which is there once they are recorded: what nothing depends on is dropped.
-        """
+        """Record the amaxes of forward when its backward runs; in a graph return a tensor that later results must
+        depend on."""
         state = self.context.state
         if state is None or not state.slots:
             return None
@@ -201,7 +178,7 @@ class Backward(NamedTuple):
 
 
 def _plain_part(grad: Tensor) -> Tensor:
-    """Return a plain tensor of a gradient, which may have come quantized."""
+    """Return a plain tensor of a gradient, which may be quantized."""
     while isinstance(grad, WrapperTensor):
         names, _ = grad.parts()
         grad = getattr(grad, names[0])

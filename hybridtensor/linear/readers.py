@@ -1,6 +1,5 @@
-"""What a function returns, quantized for the layers that read it: a norm or an activation whose result
-is computed while it is cast, and never stored in high precision.
-"""
+"""Quantizing a norm's or activation's result for the layers that use it, while it is computed and without storing
+it."""
 
 from __future__ import annotations
 
@@ -30,13 +29,7 @@ Into = nn.Module | Iterable[nn.Module]
 
 
 class Readers(NamedTuple):
-    """How layers quantize an input that they all read.
-
-    Attributes:
-        plan: The cast that makes the faces.
-        context: Which tensor of which layer it is: of the first.
-        read_by: Whom it is quantized for.
-    """
+    """How sibling layers quantize their common input: the plan, the first layer's context, and the layers."""
 
     plan: CastPlan
     context: Context
@@ -44,21 +37,16 @@ class Readers(NamedTuple):
 
     @property
     def scale_by_amax(self) -> bool:
-        """Whether faces are scaled by the amax of the tensor, which who computes it can measure on the way."""
+        """Whether faces are scaled by the tensor's amax, which the producer can measure."""
         return self.plan.scales_by_amax
 
     def cast(self, y: Tensor, amax: Tensor) -> HybridTensor:
-        """Return a tensor ``[..., K]``, quantized, whose amax is known."""
+        """Quantize a tensor ``[..., K]`` whose amax is known."""
         row, column = (cast and amax for cast in self.plan.request[:2])
         return self._cast(y, self._inputs(y)._replace(row_amax=row, column_amax=column))
 
     def cast_computed(self, x: Tensor, prologue: Prologue) -> HybridTensor:
-        """Return the tensor that is computed of ``x``, ``[..., K]``, quantized.
-
-        Args:
-            x: What it is computed of.
-            prologue: How, of matrices ``[M, K]``.
-        """
+        """Quantize the tensor that ``prologue`` computes from ``x`` ``[..., K]``, of matrices ``[M, K]``."""
         return self._cast(x, self._inputs(x)._replace(prologue=prologue))
 
     def _inputs(self, x: Tensor) -> CastInputs:
@@ -75,15 +63,8 @@ class Readers(NamedTuple):
 
 
 def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -> Readers | None:
-    """Return how the layers that will read a tensor quantize it, or None where its values are wanted: they
-    are no layers of ``quantize_`` or do not quantize alike, something watches, or a compiler fuses casts
-    itself.
-
-    Args:
-        layers: The layers.
-        x: Of the shape, dtype and device of that tensor.
-        operands: What it is computed of.
-    """
+    """Return how sibling layers quantize a tensor, or None where they need it in high precision, or a compiler fuses
+    casts."""
     if not layers or not 1 < x.dim() <= 4 or not x.numel():
         return None
     if observers or autocasts(x.device.type):
@@ -111,11 +92,7 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
 
 
 def modules_of(who: str, into: Into) -> list[nn.Module]:
-    """Return the layers that are given, one or several.
-
-    Raises:
-        TypeError: If one is not a module.
-    """
+    """Return one or several layers as a list; raise TypeError for anything else."""
     if isinstance(into, nn.Module) and not isinstance(into, nn.ModuleList):
         return [into]
     layers = require_items(who, "linear layers as into", into, "pass the modules that read it")
@@ -126,9 +103,7 @@ def modules_of(who: str, into: Into) -> list[nn.Module]:
 
 
 def _weight_of(layer: nn.Module, x: Tensor) -> Weight | None:
-    """Return the weight of a layer that takes faces of such a tensor, or None: whatever runs before the
-    product wants values.
-    """
+    """Return a layer's weight if its input may be quantized, or None: something before the product reads the input."""
     if not isinstance(layer, nn.Linear) or not runs_linear(layer) or _is_watched(layer):
         return None
     weight: object = layer._parameters.get("weight")
@@ -139,7 +114,7 @@ def _weight_of(layer: nn.Module, x: Tensor) -> Weight | None:
 
 
 def _is_watched(layer: nn.Module) -> bool:
-    """Return whether hooks see the input of a layer, who want values; tables of torch."""
+    """Return whether hooks see a layer's input in high precision; reads torch's private hook tables."""
     return any(
         (
             layer._forward_pre_hooks,
@@ -151,7 +126,7 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 def _scale_alike(weights: list[Weight]) -> bool:
-    """Return whether the layers have the same delayed scales of their input, and round it alike."""
+    """Return whether layers have equal delayed scales of their input, and round it alike."""
     layers = [weight.record.layer for weight in weights]
     if weights[0].recipe.input.stochastic or not all(
         isinstance(layer, LayerState) for layer in layers
@@ -164,7 +139,7 @@ def _scale_alike(weights: list[Weight]) -> bool:
 
 
 def _common_recipe(weights: list[Weight]) -> HybridConfig | None:
-    """Return the recipe by which all quantize their input, or None."""
+    """Return the recipe by which all layers quantize their input, or None."""
     config = weights[0].recipe
     if len(weights) > 1 and not config.input.repeatable and not _scale_alike(weights):
         return None

@@ -32,13 +32,7 @@ _KEY: Any = "hybridtensor"  # of hooks, among the numbers of other hooks
 
 
 class Reading:
-    """What layers that read one input share of it.
-
-    Attributes:
-        faces: What it was quantized to in forward, or None.
-        columnwise: What it is quantized to in backward.
-        noted: Where its amaxes are recorded for all of the layers, by delayed scaling; or None.
-    """
+    """What sibling layers share of one input: its faces, what backward quantizes, and recorded amaxes."""
 
     __slots__ = ("columnwise", "faces", "noted")
 
@@ -71,16 +65,8 @@ class _Scope:
         self.readers: list[WeightRecord] = []
 
     def read(self, input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
-        """Return the ``Reading`` of this very input: that of a layer of the module that read it before, or a new one.
-
-        Another view of the same elements is the same input: DTensors give each layer a view. The faces of
-        forward are kept for as long as the input lives and the forward runs.
-
-        Args:
-            input: What is quantized.
-            record: That of the weight that the faces are multiplied with.
-            how: What else they depend on, compared with ``==``.
-        """
+        """Return the ``Reading`` of an input in this forward, or a new one; views of the same elements are the same
+        input."""
         stream = (
             torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
         )  # orders the cast
@@ -96,12 +82,12 @@ class _Scope:
         return self.reading
 
     def clear(self) -> None:
-        """Let go of what is shared."""
+        """Release what is shared."""
         self.input, self.reading, self.readers = None, Reading(), []
 
 
 def _place(input: Tensor) -> tuple[object, ...]:
-    """Return which elements of its owner a tensor has, and how they are read, as they are now."""
+    """Return a key of the elements of its owner that a tensor views, and its version."""
     lies = input.shape, input.stride(), input.storage_offset()
     return input._version, *lies, input.dtype, input.is_neg()
 
@@ -152,12 +138,7 @@ class share_inputs:  # noqa: N801  (used as a function, and as a context)
 
 
 def share_between_layers_of(module: nn.Module, parent: str) -> None:
-    """Let the layers of ``module`` share what they quantize an input to.
-
-    Args:
-        module: The module that the layers belong to.
-        parent: Its name, ``LayerState.parent`` of the layers.
-    """
+    """Let layers of ``module`` share quantized inputs; ``parent`` is their ``LayerState.parent``."""
     parents = module.__dict__.get(_PARENTS, ())
     module.__dict__[_PARENTS] = tuple(dict.fromkeys([*parents, parent]))
     # torch's private tables: Dynamo guards the key of a hook, which a handle would have of its own for each module, and
@@ -208,14 +189,8 @@ def reading(
     how: tuple[object, ...],
     context: Context,
 ) -> Reading:
-    """Return the ``Reading`` that a layer shares with others that read the same input, or one of its own.
-
-    Args:
-        input: What is quantized.
-        record: That of the weight that its faces are multiplied with.
-        how: What else faces depend on, compared with ``==``.
-        context: Which tensor of which layer this is.
-    """
+    """Return the ``Reading`` that a layer shares with others of the same input, or a new one; ``how`` is compared by
+    ``==``."""
     groups = context.groups
     if not context.direct and is_traced():
         return _of_graph(input, how if groups is None else (*how, *_mark(groups)))
@@ -231,7 +206,7 @@ def reading(
 
 
 def _mark(groups: Groups) -> tuple[object, ...]:
-    """Return a key that differs between groups, for as long as something holds them."""
+    """Return a key that is unique among groups while something refers to it."""
     if groups.ends is None:
         return ()
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
@@ -239,10 +214,7 @@ def _mark(groups: Groups) -> tuple[object, ...]:
 
 def _of_graph(input: Tensor, how: tuple[object, ...]) -> Reading:
     """Return the ``Reading`` of an input that layers share in the graph that is traced. A compiler takes equal casts
-    for one only where it cuts a graph into forward and backward, and not those that wait for different gradients.
-
-    Nothing where no graph is recorded yet: Dynamo would keep its example tensors, and with them what is shared.
-    """
+    for one only where it cuts a graph into forward and backward, and not those that wait for different gradients."""
     owner = _owner(input)
     node = node_of(owner)
     if node is None:
@@ -259,7 +231,7 @@ _of_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _until_death(input: Tensor, scope: _Scope) -> weakref.ref[Tensor]:
-    """Return a reference whose end lets go of the faces, if they are still those of ``input``."""
+    """Return a weak reference that releases the faces with ``input``, if they are still its own."""
     within = weakref.ref(scope)
 
     def forget(reference: weakref.ref[Tensor]) -> None:

@@ -23,15 +23,7 @@ from hybridtensor.state import Section
 
 
 class _Placed(NamedTuple):
-    """Placements along one dimension of a mesh.
-
-    Attributes:
-        input: What the product needs.
-        grad_input: Of the input's gradient.
-        grad_weight: Of the weight's gradient.
-        output: What the product gives.
-        grad_bias: Of the bias's gradient.
-    """
+    """Placements of operands, output and gradients along one mesh dimension."""
 
     input: Placement
     grad_input: Placement
@@ -41,13 +33,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(weight: Placement, given: Placement, last: int) -> _Placed:
-    """Return the placements of a product.
-
-    Args:
-        weight: That of the weight.
-        given: That of the input.
-        last: The input's last dimension.
-    """
+    """Return the placements of a product by those of weight and input; ``last`` is the input's last dimension."""
     replicate, partial = Replicate(), Partial()
     if weight == Shard(0):  # column parallel
         return _Placed(replicate, partial, weight, Shard(last), weight)
@@ -108,16 +94,7 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
 
 
 def note_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = None) -> None:
-    """Have a rank's part of a weight know which section of the layer it is.
-
-    Args:
-        weight: The weight.
-        part: The rank's part.
-        dims: Dimensions of its mesh that are tensor parallel; None is all.
-
-    Raises:
-        ValueError: If the part cannot be cut into the blocks of its formats.
-    """
+    """Record the local weight's section of the layer; raise ValueError if that cuts blocks of its formats."""
     if part.record.section is None and (dims is None or len(dims) == weight.device_mesh.ndim):
         name = "" if part.state is None else part.state.name
         who = f"linear: layer {name}, a part {list(part.shape)} of {list(weight.shape)}"
@@ -126,12 +103,8 @@ def note_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = Non
 
 
 def section_of(weight: DTensor, dims: Iterable[int] | None = None) -> Section:
-    """Return which part of a layer's matrix this rank has.
-
-    Args:
-        weight: The weight.
-        dims: Dimensions of its mesh that are tensor parallel; None is all.
-    """
+    """Return this rank's section of the layer's matrix; ``dims`` are the tensor-parallel mesh dimensions, all by
+    default."""
     index, count, first = [0, 0], [1, 1], [0, 0]
     size = list(weight.shape)
     for dim in range(weight.device_mesh.ndim) if dims is None else dims:
@@ -151,7 +124,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Elsewhere(torch.autograd.Function):
-    """A bias that another rank adds to a sum over ranks; its gradient is the same everywhere."""
+    """Autograd function of a bias that another rank adds to a sum over ranks; its gradient is equal on all."""
 
     @staticmethod
     def forward(ctx: object, bias: Tensor) -> Tensor:
@@ -163,7 +136,7 @@ class _Elsewhere(torch.autograd.Function):
 
 
 def _check(name: str, x: Tensor, weight: DTensor) -> None:
-    """Raise unless a tensor goes with the weight."""
+    """Raise unless a tensor is a DTensor on the weight's mesh."""
     if name == "input" and isinstance(x, QUANTIZED):
         return
     if isinstance(x, DTensor) and isinstance(local(x), QUANTIZED):

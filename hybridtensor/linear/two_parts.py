@@ -20,18 +20,8 @@ _PIPELINING = "torch.distributed.pipelining._backward"
 
 
 def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
-    """Return which gradients this backward is asked for, of those that forward saw a need for.
-
-    ``ctx.needs_input_grad`` is the same in both parts. In a graph there is one part only.
-
-    Args:
-        ctx: That of the autograd function of input, weight and bias.
-        needs: What forward saw a need for.
-        layer: Names the layer, for errors.
-
-    Raises:
-        NotImplementedError: In the first part of a zero-bubble schedule whose second part torch could not run.
-    """
+    """Return the gradients that this backward computes; raise NotImplementedError if torch could not run a second
+    part."""
     asked = list(needs)
     for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
         if asked[index] and node is not None:
@@ -57,7 +47,7 @@ def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
 
 
 def _is_first_part() -> bool:
-    """Return whether a zero-bubble schedule waits for this backward, which may run in a thread of autograd's."""
+    """Return whether a zero-bubble schedule runs this backward, maybe from an autograd thread."""
     code = sys.modules[_PIPELINING].stage_backward_input.__code__
     frame: FrameType | None
     for frame in sys._current_frames().values():
@@ -80,7 +70,7 @@ class _Function(torch.autograd.Function):
 
 @functools.cache
 def _nodes_go() -> bool:
-    """Return whether the node of an autograd function goes with its output, whoever holds it: before torch 2.13."""
+    """Return whether an autograd node is freed with its output, as before torch 2.13."""
     with torch.enable_grad():
         node = _Function.apply(torch.zeros(1, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
     try:

@@ -13,14 +13,7 @@ from hybridtensor.subclasses.observing import observers
 
 
 class Uses:
-    """Watch the first forward of a layer that has a forward of its own: warn if it only reads its weight.
-
-    Such a forward (``F.linear(x, self.weight * scale)``) multiplies by a plain tensor, in high precision.
-
-    Args:
-        layer: The layer.
-        state: Its state.
-    """
+    """Observe the first forward of a layer with its own forward: warn if it only reads its weight."""
 
     def __init__(self, layer: nn.Module, state: LayerState) -> None:
         self._layer, self._state = layer, state
@@ -46,10 +39,8 @@ class Uses:
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        """See ``Observer.note_product``."""
         self._multiplied = self._multiplied or layer is self._state
 
     def note_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.note_read``."""
         if layer is self._state:
             self._readers.append(reader)

@@ -35,21 +35,14 @@ _ALIGNED = 4  # amaxes: kernels are compiled for addresses that are multiples of
 
 
 class WeightBucket:
-    """Neighbouring weights of one recipe, dtype and device.
-
-    Args:
-        layers: The layers, and how they call their weights.
-
-    Attributes:
-        is_alone: Whether this is a bucket of one weight.
-    """
+    """Neighbouring weights of one recipe, dtype and device."""
 
     def __init__(self, layers: Iterable[tuple[nn.Module, str]]) -> None:
         self._layers = [(weakref.ref(layer), name) for layer, name in layers]
         self.is_alone = len(self._layers) == 1
 
     def weights(self) -> Iterator[MasterWeight]:
-        """Yield the weights as they are now, those that can be quantized together with others."""
+        """Yield the present weights that can be quantized together."""
         for reference, name in self._layers:
             layer = reference()
             weight = None if layer is None else _weight_of(layer, name)
@@ -57,11 +50,7 @@ class WeightBucket:
                 yield weight
 
     def refresh(self) -> int:
-        """Make the faces that forwards will use, of weights that were written since a forward used them.
-
-        Returns:
-            How many elements that took.
-        """
+        """Quantize the rowwise faces of weights written since their last forward; return the number of elements."""
         jobs = _Jobs()
         with _as_tensors():
             for weight in self.weights():
@@ -69,7 +58,7 @@ class WeightBucket:
             return jobs.run()
 
     def add_columns(self) -> None:
-        """Make the columnwise faces that backwards will ask for, of weights whose forward is over."""
+        """Quantize the columnwise faces that backwards will need, of weights whose forward is over."""
         jobs = _Jobs()
         with _as_tensors():
             for weight in self.weights():
@@ -79,24 +68,13 @@ class WeightBucket:
 
 @contextlib.contextmanager
 def _as_tensors() -> Iterator[None]:
-    """Record no gradients, and keep attributes of weights from passing through torch functions."""
+    """Disable gradients and torch functions, so that attributes of weights are cheap."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         yield
 
 
 class _Job:
-    """A cast of one weight.
-
-    Args:
-        weight: The weight.
-        stamp: What its faces depend on.
-        context: Which tensor it is.
-        kept: What is kept of the weight.
-
-    Attributes:
-        plain: The plain tensor of the weight.
-        kept: The same, which gets what is measured and made.
-    """
+    """One weight's cast, with what it depends on (``stamp``) and the cache that receives the faces."""
 
     __slots__ = ("_context", "_stamp", "_weight", "kept", "plain")
 
@@ -105,7 +83,7 @@ class _Job:
         self.plain, self.kept = weight.plain, kept
 
     def inputs(self, plan: CastPlan) -> CastInputs:
-        """Collect the tensors that a cast needs beside the weight: amaxes to scale by, and where to record them."""
+        """Return the tensors that a cast needs besides the weight: amaxes to scale by, and where to record them."""
         context, kept = self._context, self.kept
         state = context.state
         if state is not None and state.amax is not kept.noted:
@@ -113,7 +91,7 @@ class _Job:
         return plan.inputs(self.plain, context, kept.amaxes)
 
     def keep(self, made: Faces) -> None:
-        """Keep the faces that were made."""
+        """Cache the faces."""
         weight, kept = self._weight, self.kept
         row, column = made
         if row is not None:
@@ -129,7 +107,7 @@ cast records, in new memory."""
 
 
 class _Jobs:
-    """The casts of one bucket at one time, and the plans that its weights have in common."""
+    """The casts of one bucket, and the plans that its weights share."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[Kind, bool], list[_Job]] = {}
@@ -143,15 +121,7 @@ class _Jobs:
         rowwise: bool,
         columnwise: bool,
     ) -> tuple[CastPlan | None, CastPlan | None]:
-        """Look up how faces are made and, if the rowwise one is among them, what measures before.
-
-        Args:
-            context: Which tensor it is.
-            dtype: Dtype of the computation.
-            weight: The weight.
-            rowwise: Whether the rowwise face is made.
-            columnwise: Whether the columnwise face is made.
-        """
+        """Return the cast plan and, if the rowwise face is made, the plan that measures."""
         state = context.state
         of_state = None if state is None else (state.slots, state.encode_scale is None)
         # The recipe: that of a part of the model may be another one since the weights were put into a bucket
@@ -166,7 +136,7 @@ class _Jobs:
         return known
 
     def add_for_forward(self, weight: MasterWeight) -> None:
-        """Add the cast that the next forward would do, if there is something to do before."""
+        """Add the cast of the next forward, unless its face is cached."""
         record = weight.record
         faces = record.kept
         use, dtype = faces.last_use, faces.dtype
@@ -194,7 +164,7 @@ class _Jobs:
         self._add((plan, measuring, records), _Job(weight, stamp, context, Kept()))
 
     def add_for_backward(self, weight: MasterWeight) -> None:
-        """Add the cast that the next backward would do, if there is something to do before."""
+        """Add the cast of the next backward, unless its face is cached."""
         faces = weight.record.kept
         dtype = faces.dtype
         if dtype is None or not faces.awaits_column:
@@ -217,11 +187,7 @@ class _Jobs:
         self.found.setdefault((kind, job.kept.noted is None), []).append(job)
 
     def run(self) -> int:
-        """Measure and cast the weights, those of one kind together, and keep the faces.
-
-        Returns:
-            How many elements they have.
-        """
+        """Measure and cast the weights, one launch per kind, and cache the faces; return the number of elements."""
         total = 0
         for ((plan, measuring, records), _), jobs in self.found.items():
             plains = [job.plain for job in jobs]
@@ -239,7 +205,7 @@ class _Jobs:
 
 
 def _make_records(jobs: list[_Job], size: int) -> None:
-    """Have casts record ``size`` amaxes each in their part of new memory."""
+    """Allocate records of ``size`` amaxes for casts."""
     room = -(-size // _ALIGNED) * _ALIGNED
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
     for index, job in enumerate(jobs):
@@ -247,7 +213,7 @@ def _make_records(jobs: list[_Job], size: int) -> None:
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
-    """Return the weight of a layer, if it can be quantized together with others."""
+    """Return a layer's weight if it can be quantized in a bucket."""
     weight: object = layer._parameters.get(name)
     if type(weight) is not MasterWeight:
         part = local(weight) if isinstance(weight, DTensor) else None
@@ -272,7 +238,7 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[WeightBucket]] = weakref.W
 
 
 def refresh_bucket(weight: MasterWeight) -> None:
-    """Before a forward uses a weight that was written since the last one: quantize it with its neighbours."""
+    """Quantize a written weight together with its bucket, before its forward."""
     if not weight.record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
@@ -280,7 +246,7 @@ def refresh_bucket(weight: MasterWeight) -> None:
 
 
 def add_columns_of_bucket(weight: MasterWeight) -> None:
-    """Before a backward uses a weight whose columnwise face is to be made: make it with its neighbours'."""
+    """Quantize a columnwise face together with those of its bucket, before its backward."""
     if not weight.record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
@@ -288,7 +254,7 @@ def add_columns_of_bucket(weight: MasterWeight) -> None:
 
 
 def _bucket_of(weight: MasterWeight) -> WeightBucket | None:
-    """Return the bucket of a weight, or None where it is quantized by itself."""
+    """Return the bucket of a weight, or None if it is quantized alone."""
     layer = weight.record.layer
     if observers or not isinstance(layer, LayerState) or not runs_directly(weight.plain):
         return None
@@ -297,7 +263,7 @@ def _bucket_of(weight: MasterWeight) -> WeightBucket | None:
 
 
 def bucket_weights(model: nn.Module) -> list[WeightBucket]:
-    """Put the weights of a model into buckets, neighbours of one recipe, dtype and device, and return those."""
+    """Put neighbouring weights of one recipe, dtype and device into buckets, and return these."""
     members: list[list[tuple[nn.Module, str]]] = []
     open_ones: dict[
         object, tuple[int, int]

@@ -29,15 +29,7 @@ from hybridtensor.subclasses.observing import for_products
 
 
 class MasterOperand(Operand):
-    """A weight in high precision: backward asks it for the columnwise face, which it kept, or makes.
-
-    Args:
-        weight: The weight.
-        needs: Which gradients backward will be asked for.
-        dtype: Dtype of the computation.
-        record: Where backward records the amaxes of delayed scales, or None.
-        context: Which tensor the weight is, as it was before its common scale was measured again.
-    """
+    """A weight in high precision whose columnwise face is cached or quantized in backward."""
 
     __slots__ = (
         "_backward_follows",
@@ -81,7 +73,6 @@ class MasterOperand(Operand):
         self._dtype, self._config, self._record = dtype, weight.config, weight.record
 
     def save(self) -> list[Tensor]:
-        """See ``Operand.save``: backward needs no tensor but the weight."""
         self._row = None
         self._record.kept.end_forward(
             self._config.keep_faces,
@@ -91,11 +82,8 @@ class MasterOperand(Operand):
         return []
 
     def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``.
-
-        Raises:
-            RuntimeError: If the weight or its scales changed since forward, or a backward has been here before.
-        """
+        """Return the columnwise face; raise RuntimeError if the weight or its scales changed since forward, or it
+        was freed."""
         weight = self._weight
         if weight is None:
             raise RuntimeError(
@@ -122,15 +110,8 @@ class MasterOperand(Operand):
         return required_face(column, "columnwise", "grad_input")
 
     def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
-        """Return the counts of the weight's writes, which are those of forward.
-
-        Args:
-            weight: What stands where forward found the weight.
-            same_recipe: Whether the recipe is that of forward; else its scales do not matter.
-
-        Raises:
-            RuntimeError: If the weight, or a scale of it, was written since forward.
-        """
+        """Return the weight's write counts; raise RuntimeError if it, or a scale of the same recipe, was written
+        since forward."""
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
         seen = self._seen if replaced else weight.seen()
         same_scales = seen.scales == self._seen.scales or not same_recipe
@@ -149,7 +130,6 @@ class MasterOperand(Operand):
         )
 
     def release(self, *, used: bool) -> None:
-        """See ``Operand.release``."""
         if used:
             self._record.kept.end_backward(self._config.keep_faces)
         if not _is_retained():
@@ -157,14 +137,7 @@ class MasterOperand(Operand):
 
 
 class TracedMaster(Operand):
-    """A weight in high precision in a graph: forward and backward make one face each of it.
-
-    Args:
-        weight: The weight.
-        needs: Which gradients backward will be asked for.
-        dtype: Dtype of the computation.
-        state: State of the layer, with where this forward records amaxes.
-    """
+    """A weight in high precision in a traced graph: forward and backward each quantize one face."""
 
     __slots__ = ("_after", "_amaxes", "_context", "_dtype", "_weight")
 
@@ -183,11 +156,9 @@ class TracedMaster(Operand):
         super().__init__(row, None)
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """See ``Operand.begin``: a compiler would make in forward, and save, what waits for nothing."""
         self._after = grad
 
     def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
         self._weight.check_common_scale()
         _, column = self._weight.quantized(
             False,
@@ -201,13 +172,7 @@ class TracedMaster(Operand):
 
 
 class GatheredWeight(Operand):
-    """A weight that FSDP2 gathers again for backward: its memory goes in between.
-
-    Args:
-        weight: The gathered weight, which stays the same object.
-        row: The rowwise face.
-        dtype: Dtype of the computation.
-    """
+    """A weight that FSDP2 gathers again for backward; its storage is freed in between."""
 
     __slots__ = ("_dtype", "_weight")
 
@@ -216,7 +181,6 @@ class GatheredWeight(Operand):
         self._weight, self._dtype = weight, dtype
 
     def columnwise(self, saved: list[Tensor]) -> Face:
-        """See ``Operand.columnwise``."""
         column = self._weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
         return required_face(column, "columnwise", "grad_input")
 
@@ -224,15 +188,7 @@ class GatheredWeight(Operand):
 def weight_operand(
     weight: Weight, needs: Needs, dtype: torch.dtype, context: Context, of_weight: Context
 ) -> Operand:
-    """Return the operand that a weight is: quantized now, kept from before, persistent or gathered.
-
-    Args:
-        weight: The weight.
-        needs: Which gradients backward will be asked for.
-        dtype: Dtype of the computation.
-        context: That of the input, with where this forward records amaxes.
-        of_weight: That of the weight.
-    """
+    """Return the operand of a weight: quantized now, cached, persistent or gathered."""
     if isinstance(weight, MasterWeight):
         state = context.state
         traced = not context.direct and is_traced()
@@ -257,7 +213,6 @@ def weight_operand(
 
 @functools.lru_cache(maxsize=1024)
 def _is_delayed(slots: tuple[str, ...]) -> bool:
-    """Whether the weight is among what has delayed scales."""
     return any(slot.startswith("weight") for slot in slots)
 
 

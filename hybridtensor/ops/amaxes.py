@@ -26,15 +26,7 @@ _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that a
 
 
 class Notes:
-    """The amaxes that the casts of one forward return, in a graph that is traced.
-
-    Args:
-        size: ``S``, how many delayed scales the layer has.
-
-    Attributes:
-        size: The same.
-        tensors: fp32 ``[S]`` of each cast, zero at the scales that it did not use.
-    """
+    """The amaxes that the casts of one traced forward return: fp32 ``[S]`` each, zero at unused scales."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,19 +64,18 @@ class AmaxRecord:
 
     @property
     def amax(self) -> Tensor:
-        """fp32 ``[S]``, all that was recorded."""
         fold([self])
         return self.total
 
     def provisional(self) -> Tensor:
-        """Return zeros, fp32 ``[S]``, for the casts of one forward and its backward."""
+        """Allocate fp32 zeros ``[S]`` for the casts of one forward and its backward."""
         if self._spare and not is_captured():
             return self._spare.pop()
         with torch.inference_mode(False):
             return torch.zeros_like(self.total)
 
     def commit(self, amax: Tensor) -> None:
-        """Record what a forward and its backward measured; it is folded in later, those of all layers at once."""
+        """Commit the amaxes of a forward and its backward; they are folded in later, those of all layers at once."""
         if is_captured():  # what is folded in later would not be part of the graph
             torch.maximum(self.total, amax, out=self.total)
         elif amax is not self.total and all(amax is not known for known in self._committed):
@@ -92,13 +83,7 @@ class AmaxRecord:
 
 
 def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
-    """Fold what was committed into records, all on one device.
-
-    Args:
-        records: The records.
-        reuse: Whether the step is over, so that nothing refers to what was committed any more: faces of weights, which
-            know where their amaxes were recorded, are of one step.
-    """
+    """Fold committed amaxes into records of one device; ``reuse`` frees their memory once the step is over."""
     if is_captured():
         return
     folded: dict[int, tuple[AmaxRecord, Tensor]] = {}  # layers may have one in common
@@ -116,11 +101,7 @@ def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
 
 
 class _Memory:
-    """The memory of records on one device.
-
-    Args:
-        device: The device, with its index.
-    """
+    """The memory of all records on one device, with its index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
@@ -129,7 +110,7 @@ class _Memory:
         self._free: dict[int, list[Tensor]] = {}  # by size
 
     def take(self, size: int) -> Tensor:
-        """Return zeros, fp32, at least ``size``."""
+        """Return at least ``size`` fp32 zeros."""
         whole = -(-size // _ALIGNED) * _ALIGNED
         with self._lock:
             free = self._free.get(whole)
@@ -145,16 +126,12 @@ class _Memory:
             return rest[:whole]
 
     def give_back(self, taken: Tensor) -> None:
-        """Let another layer use memory; no operation, as collecting may happen under any mode."""
+        """Let another layer reuse memory; no tensor operation, as garbage collection may run under any mode."""
         with self._lock:
             self._free.setdefault(len(taken), []).append(taken)
 
     def at(self, address: int) -> Tensor:
-        """Return the memory from an address on, fp32.
-
-        Raises:
-            RuntimeError: If there is no record.
-        """
+        """Return the fp32 memory from an address on; raise RuntimeError if no record is there."""
         index = bisect.bisect_right([begin for begin, _ in self._chunks], address) - 1
         for begin, chunk in self._chunks[max(index, 0) : index + 1]:
             if address < begin + chunk.nbytes:
@@ -178,13 +155,13 @@ def _indexed(device: torch.device) -> torch.device:
 
 @functools.cache
 def nowhere(device: torch.device) -> Tensor:
-    """Return the address that stands for no record: what is recorded there is dropped."""
+    """Return the address 0, whose recorded amaxes are dropped."""
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def record_at(noted: Tensor | None) -> Tensor | None:
-    """Return the record that casts on a CPU write: the tensor itself, or what is at an address."""
+    """Return the record that casts on a CPU write: the tensor, or the one at an address."""
     if noted is None or noted.dtype != torch.int64:
         return noted
     address = int(noted)

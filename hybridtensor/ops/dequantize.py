@@ -26,7 +26,7 @@ def element_values(qdata: Tensor, fmt: Format) -> Tensor:
 
 
 def _exact(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, fmt: Format) -> Tensor:
-    """Return the values in float64, in which nothing needs rounding but a division."""
+    """Return the dequantized elements in float64, which rounds nothing but divisions."""
     scales = scale.double()
     if tensor_scale is not None:
         scales = scales * (level_of(tensor_scale, fmt).double() / fmt.tensor_scale_max)
@@ -36,12 +36,12 @@ def _exact(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, fmt: Forma
 
 
 def level_of(tensor_scale: Tensor, fmt: Format) -> Tensor:
-    """Return the tensor scales themselves, without signs that lie behind them; see ``Format.drawn_signs``."""
+    """Return the tensor scales without the signs stored behind them; see ``Format.drawn_signs``."""
     return tensor_scale[:1] if fmt.drawn_signs else tensor_scale
 
 
 def _rotated_back(values: Tensor, tensor_scale: Tensor | None, fmt: Format) -> Tensor:
-    """Return the values without the rotation of their format."""
+    """Undo the rotation of a format."""
     if not fmt.hadamard:
         return values
     if fmt.drawn_signs and tensor_scale is not None:
@@ -126,7 +126,6 @@ def dequantize_cuda(
     dtype: torch.dtype,
     whole: bool = True,
 ) -> Tensor:
-    """Implement ``dequantize``."""
     return _by_kernel(qdata, scale, tensor_scale, get_format(format), dtype, whole)
 
 
@@ -179,11 +178,8 @@ implement("dequantize", dequantize_cuda)
 
 
 def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
-    """Return the elements in ``dtype``, times those scales that vary along the contraction and
-    leave them exact.
-
-    Called inside of operators only, where nothing watches.
-    """
+    """Return the elements in ``dtype`` times the scales that vary along the contraction and fit exactly; only inside
+    operators."""
     fmt, scale = face.format, face.scale
     if scale is None or fmt.values_of is not None:
         return face.qdata.to(dtype)
@@ -195,10 +191,7 @@ def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
 
 
 def face_values(face: Face, dtype: torch.dtype) -> Tensor:
-    """Return the values of a face that is quantized, as ``dequantize``; of formats that have no name, too.
-
-    Called inside of operators only, where nothing watches.
-    """
+    """Dequantize a face, also of formats without a name; only inside operators, where no mode watches."""
     if face.scale is None:
         return face.qdata.to(dtype)
     run = _by_kernel if face.qdata.is_cuda else _define

@@ -21,12 +21,6 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b.T + bias``.
-
-    Block scales that are powers of two, or E4M3 over E2M1 elements, go into the values, which BF16
-    then holds exactly. FP32 block scales would not fit: they multiply the partial sum of their
-    block. Everything coarser multiplies the whole sum.
-    """
     dtype = torch.bfloat16
     if a.scale is None or b.scale is None:
         dtype = (a if a.scale is None else b).qdata.dtype
@@ -49,16 +43,14 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
 
 
 def _nan_under_other_signs(factor: Tensor, a: Face, b: Face) -> Tensor:
-    """Return the factor, or NaN if two faces are rotated under different signs: the rotations do not cancel then, and
-    to raise an error would be to wait for the device.
-    """
+    """Return the factor, or NaN if the faces' signs differ: raising would synchronize with the device."""
     if a.tensor_scale is None or b.tensor_scale is None:
         return factor
     return torch.where((a.tensor_scale[1:] == b.tensor_scale[1:]).all(), factor, float("nan"))
 
 
 def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both operands with zeros up to the end of the longer one, whose last values are zeros."""
+    """Pad the shorter operand with zeros to the length of the longer one."""
     longer = max(left.shape[1], right.shape[1])
     return F.pad(left, (0, longer - left.shape[1])), F.pad(right, (0, longer - right.shape[1]))
 
@@ -86,11 +78,8 @@ def _sum_of_blocks(a: Face, b: Face, left: Tensor, right: Tensor) -> Tensor:
 
 
 def block_factor(face: Face, start: int, stop: int) -> Tensor | None:
-    """Return the factor of the partial sum over ``[start, stop)``, fp32 ``[other, 1]``, or None.
-
-    Raises:
-        ValueError: If the range crosses a block.
-    """
+    """Return the factor of the partial sum over ``[start, stop)``, fp32 ``[other, 1]``, or None; ValueError if it
+    cuts a block."""
     along = face.format.block[1]
     if face.scale is None or along is None or not face.format.scales_partial_sums:
         return None
@@ -103,18 +92,13 @@ def block_factor(face: Face, start: int, stop: int) -> Tensor | None:
 
 
 def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Return the factor of each element of the product; multiplied first: one may be huge, the
-    other tiny.
-
-    Saturates: beyond fp32 it would make NaN of a sum that is zero.
-    """
+    """Return the product of both factors, saturated: Inf times a sum of zero would be NaN."""
     if left is None or right is None:
         return left if right is None else right.t()
     return (left * right.t()).clamp(max=_FP32_MAX)
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the fp32 product of two matrices of one dtype."""
     if a.dtype == torch.float32:
         return torch.mm(a, b)
     return torch.mm(a, b, out_dtype=torch.float32)

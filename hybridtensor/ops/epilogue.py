@@ -67,7 +67,6 @@ def scale_and_round_cuda(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Implement ``scale_and_round``."""
     rows, columns = total.shape
     out = torch.empty(rows, columns, dtype=dtype, device=total.device)
     factors = tuple(None if factor is None else factor.numel() > 1 for factor in (left, right))
@@ -92,7 +91,7 @@ def _launch(
     shape: torch.Size, stride: int, factors: tuple[bool | None, ...], bias: torch.dtype | bool, dtype: torch.dtype,
     aligned: tuple[bool, ...], device: torch.device,
 ) -> Launch:  # fmt: skip
-    """Return the launch for products of one kind; all of it decides what Triton compiles."""
+    """Return the cached launch for one kind of product; its key is all that Triton specializes on."""
     (rows, columns), (bm, bn), (left, right) = shape, _TILE, factors
     return Launch(
         "epilogue", "epilogue_kernel", -(-rows // bm) * -(-columns // bn),

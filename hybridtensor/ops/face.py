@@ -43,12 +43,7 @@ class Groups(NamedTuple):
 
 
 class FaceKind(NamedTuple):
-    """What the tensors of a face mean.
-
-    Attributes:
-        format: Format of the elements.
-        dequantized_rowwise: See ``Face``.
-    """
+    """What the tensors of a face mean; ``dequantized_rowwise`` as in ``Face``."""
 
     format: Format
     dequantized_rowwise: torch.dtype | None = None
@@ -80,7 +75,6 @@ class Face(NamedTuple):
 
     @classmethod
     def of(cls, tensors: list[Tensor], kind: FaceKind) -> Face:
-        """Return the face that ``tensors`` hold; undoes ``tensors()``."""
         # ``tuple.__new__`` goes past the Python function that a NamedTuple has: several are made in every product
         if len(tensors) == 2:  # most are
             return tuple.__new__(cls, (*tensors, None, *kind, None))
@@ -88,7 +82,6 @@ class Face(NamedTuple):
         return tuple.__new__(cls, (qdata, scale, level, *kind, None))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are there: elements, scales, tensor scales."""
         if self.scale is None:
             return [self.qdata]
         if self.tensor_scale is None:
@@ -97,25 +90,16 @@ class Face(NamedTuple):
 
     @property
     def follows_rowwise(self) -> bool:
-        """Whether this is a columnwise face of what a quantized rowwise face holds, whose tensors
-        these are.
-        """
+        """Whether this is a columnwise face requantized from the rowwise data, whose tensors it shares."""
         return self.dequantized_rowwise is not None and self.scale is not None
 
     @property
     def kind(self) -> FaceKind:
-        """What the tensors mean."""
         return FaceKind(self.format, self.dequantized_rowwise)
 
     def cut(self, dim: int, first: int, count: int) -> Face:
-        """Return ``count`` entries from ``first`` on along dimension ``dim`` of the stored matrix,
-        without copies.
-
-        Args:
-            dim: 0 is ``other``, 1 is ``contraction``.
-            first: Where the cut begins. Scales of blocks that it cuts are among the result's.
-            count: How many entries.
-        """
+        """Slice ``count`` entries along ``dim`` (0 ``other``, 1 ``contraction``) without copies; scales of cut
+        blocks stay."""
         fmt = self.format
         per_byte = fmt.elements_per_byte if dim == 1 else 1
         qdata = self.qdata.narrow(dim, first // per_byte, count // per_byte)
@@ -131,9 +115,7 @@ class Face(NamedTuple):
 def _cut_scale(
     scale: Tensor | None, block: int | None, dim: int, first: int, count: int
 ) -> Tensor | None:
-    """Return the scales of the blocks that a cut touches; ``block=None`` is one scale for the whole
-    axis.
-    """
+    """Return the scales of the blocks that a slice touches; ``block=None`` is one scale for the whole axis."""
     if scale is None or block is None:
         return scale
     start = first // block
@@ -141,34 +123,27 @@ def _cut_scale(
 
 
 def high_precision(values: Tensor) -> Face:
-    """Return values ``[other, contraction]`` as a face."""
+    """Return a face of the identity format with values ``[other, contraction]``."""
     return Face(values, None, None, IDENTITY)
 
 
 def columnwise_of(row: Face, dtype: torch.dtype) -> Face:
-    """Return the columnwise face in high precision of what a rowwise face holds."""
+    """Return the columnwise face that is the dequantized rowwise one."""
     return row._replace(dequantized_rowwise=dtype)
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor lies in memory.
-
-    Attributes:
-        shape: Its shape.
-        strides: Its strides.
-        dtype: Its dtype.
-    """
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return such a tensor, not filled."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` lies so; a stride counts only along several entries."""
+        """Return whether ``tensor`` has this layout; strides of extents up to 1 do not count."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             return False
         if tensor.numel() == 0:

@@ -23,12 +23,8 @@ def product_flops(
     *_: object,
     **__: object,
 ) -> Any:
-    """Return the floating-point operations of ``scaled_mm``, whose arguments these are, as torch
-    counts those of ``mm``; casts and scales are none.
-
-    The contraction counts as it is stored: tokens in ``grad_weight`` as whole blocks, where both
-    formats have no partial ones.
-    """
+    """Return the floating-point operations of ``scaled_mm``, whose arguments these are, as torch counts those of
+    ``mm``; casts and scales are none."""
     (rows, entries), (columns, others) = (
         _extents(face[0], name) for face, name in ((left, left_format), (right, right_format))
     )
@@ -36,7 +32,6 @@ def product_flops(
 
 
 def _extents(codes: Tensor, name: str) -> tuple[int, int]:
-    """Return the shape of a face, in elements."""
     return codes.shape[0], codes.shape[1] * format_of_face(name).elements_per_byte
 
 
@@ -51,11 +46,7 @@ def count_flops(operator: object, formula: Callable[..., object]) -> None:
 
 
 def _torch_counter() -> ModuleType:
-    """Return torch's module, which copies its formulas when counting begins: they have to be there
-    before.
-
-    Imported without Triton it says that it does not count Triton's kernels, which nobody asked.
-    """
+    """Import torch's counter, which copies the formulas; silence its message about Triton."""
     logger = logging.getLogger("torch.utils.flop_counter")
     before, logger.disabled = logger.disabled, True
     try:

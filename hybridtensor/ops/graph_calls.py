@@ -11,12 +11,7 @@ from hybridtensor.ops.library import implementation
 
 
 def call_of(name: str, device_type: str) -> Callable[..., Any]:
-    """Return the callable that one place in a graph uses in place of an operator.
-
-    Args:
-        name: Of the operator, in the namespace of this package.
-        device_type: Where its results are.
-    """
+    """Return the callable that one place in a graph uses for the operator ``name`` on ``device_type``."""
     if name == "quantize":
         return CastInGraph()
     known: dict[str, Callable[..., Any]] = {"measure_all": measured, "quantize_all": quantized}

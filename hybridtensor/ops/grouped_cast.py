@@ -31,15 +31,8 @@ from hybridtensor.ops.references.faces import define_faces
 
 
 def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> Faces:
-    """Return the rowwise and the columnwise face of tokens ``[T, K]``, or of a stack ``[E, N, K]``.
-
-    Args:
-        x: As for ``quantize``, whose bits each group and each matrix gets. A delayed scale of the
-            request is the first of ``E``.
-        groups: Which rows belong together; without ends, ``x`` is a stack.
-        request: Which faces, and how.
-        inputs: The tensors that the request needs beside ``x``; amaxes are measured.
-    """
+    """Return both faces of tokens ``[T, K]`` with groups, or of a stack ``[E, N, K]``; a delayed scale is the first
+    of ``E``."""
     if x.is_cuda and runs_directly(x):
         made = by_kernels(x, groups, request, inputs)
     else:
@@ -63,13 +56,12 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
 def _layouts(
     x: Tensor, groups: Groups, request: CastRequest
 ) -> tuple[list[TensorLayout], list[TensorLayout]]:
-    """Return how the tensors of both faces lie."""
     row, column = (None if cast is None else cast.format for cast in request[:2])
     return layouts_of(row, column, x.shape, groups)
 
 
 def reference(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
-    """Define the tensors of both faces."""
+    """Reference definition of the tensors of both faces."""
     row_layout, column_layout = _layouts(x, groups, request)
     row, column = (
         [_zeros(layout, x.device) for layout in of] for of in (row_layout, column_layout)
@@ -102,7 +94,7 @@ def _put_group(
     *,
     spanning: bool = True,
 ) -> None:
-    """Cast the rows of a group into the faces of all."""
+    """Cast one group's rows into the faces of all."""
     taken = inputs._replace(first_row=inputs.first_row + group.start)
     faces = _of_rows(x, group, _of_group(request, group.number), taken)
     if faces[0] is not None:
@@ -112,7 +104,7 @@ def _put_group(
 
 
 def _of_rows(x: Tensor, group: Group, request: CastRequest, inputs: CastInputs) -> Faces:
-    """Return the faces of a group: the columnwise one has all its padded rows."""
+    """Return a group's faces; the columnwise one has all its padded rows."""
     row, column, source, dtype = request
     of_row = define_faces(x, CastRequest(row), inputs)[0]
     if column is None:
@@ -122,8 +114,6 @@ def _of_rows(x: Tensor, group: Group, request: CastRequest, inputs: CastInputs) 
 
 
 def _of_group(request: CastRequest, index: int) -> CastRequest:
-    """Return the request with the delayed scales of a group."""
-
     def own(cast: Cast | None) -> Cast | None:
         return cast if cast is None or cast.slot < 0 else cast._replace(slot=cast.slot + index)
 
@@ -153,14 +143,14 @@ def _operator(
 
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
-    """Return the inputs of a cast from the operator's arguments, and the amaxes that it returns, if any."""
+    """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
     taken, notes = CastInputs(*inputs[:4]), inputs[5] if len(inputs) > 5 else 0
     noted = [x.new_zeros(notes, dtype=torch.float32)] if notes else []
     return taken._replace(noted_amax=noted[0]) if noted else taken, noted
 
 
 def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
-    """Return the tensors of both faces; the host does not wait for the device."""
+    """Run kernels without synchronizing with the device."""
     if groups.ends is not None:
         checked(groups, x.shape[0])
     if not request.has_kernels:

@@ -26,16 +26,7 @@ _ALL = 1 << 30  # so high a tile is any group's
 
 
 class ProductTile(NamedTuple):
-    """A tile of a product, and how a program computes it.
-
-    Attributes:
-        rows: Rows of the product.
-        columns: Columns of the product.
-        along: Entries of the contraction that are loaded at once.
-        width: Rows of tiles that are computed next to each other.
-        warps: Warps of a program.
-        stages: Loads that are on their way at once.
-    """
+    """A tile of a product, with Triton's launch options."""
 
     rows: int
     columns: int
@@ -66,7 +57,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 def multiply_groups(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Return the product of every group; see ``ops.grouped_mm``. The host does not wait for the device."""
+    """Return the product of every group without synchronizing with the device; see ``ops.grouped_mm``."""
     formats, device = (held_format(left), held_format(right)), left.qdata.device
     out = None
     if left.scale is None and right.scale is None and out_dtype == torch.bfloat16:
@@ -79,7 +70,7 @@ def multiply_groups(
 def _multiply(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Return the product of every group by kernels of ours."""
+    """Return the product of every group by this package's kernels."""
     by_row, dtype = right.qdata.dim() == 3, None
     device = left.qdata.device
     if not multiplies_codes(held_format(left), held_format(right), device):
@@ -98,16 +89,15 @@ def _multiply(
 
 
 def is_native(left: Format, right: Format, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch has the product: of E4M3 by row or by tensor, on Hopper, bf16."""
+    """Return whether torch has the product: E4M3 by row or tensor, on Hopper, with bf16 results."""
     fits = all(fmt.element == torch.float8_e4m3fn for fmt in (left, right))
     fits = fits and has_fast_accum(left, right)
     return fits and out_dtype == torch.bfloat16 and is_hopper(device)
 
 
 def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
-    """Return the product of values by torch; None where it has none without the host reading offsets, or one whose
-    rows begin at multiples of 16 bytes only.
-    """
+    """Multiply high-precision operands with torch; None where that would synchronize, or misaligned rows are not
+    supported."""
     a, b = (
         face.qdata.transpose(-2, -1) if face.dequantized_rowwise is not None else face.qdata
         for face in (left, right)
@@ -123,9 +113,7 @@ def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
 
 
 def _is_readable(face: Face) -> bool:
-    """Return whether values lie as torch needs them: rows, or columns of a stack's matrices, a multiple of 16 bytes
-    apart. Groups of tokens begin at any row.
-    """
+    """Return whether torch can read the values: rows, or columns of a stack's matrices, 16 bytes aligned."""
     values = face.qdata
     by_row, by_column = values.stride(-1) == 1, values.stride(-2) == 1 and values.dim() == 3
     pitch = values.stride(-2) if by_row else values.stride(-1)
@@ -135,7 +123,7 @@ def _is_readable(face: Face) -> bool:
 
 
 def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None:
-    """Return the product of groups by torch; None where extents are not multiples of 16."""
+    """Multiply with torch's grouped kernel; None where extents are not multiples of 16."""
     a, b, ends = left.qdata, right.qdata, _ends(groups)
     by_row = b.dim() == 3
     if any(size % _ALIGNMENT for size in (*a.shape[by_row:], *b.shape[-2:])):
@@ -156,13 +144,12 @@ def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None
 
 
 def _by_other(face: Face) -> Tensor:
-    """Return the scale of each row of each matrix, or of a columnwise face in each group, ``[E, other]``."""
+    """Return scales per row of each matrix, or of a columnwise face per group, ``[E, other]``."""
     scale = _scale(face)
     return scale.expand(scale.shape[0], face.qdata.shape[-2], 1).squeeze(2).contiguous()
 
 
 def _by_token(face: Face, groups: Groups) -> Tensor:
-    """Return the scale of each token, ``[T]``."""
     scale = over_groups(_scale(face), face.format.block[0], face.qdata, groups)
     return scale.reshape(-1)
 
@@ -174,14 +161,12 @@ def _scale(face: Face) -> Tensor:
 
 
 def held_format(face: Face) -> Format:
-    """Return the format of what is multiplied: the identity, where a face gives back values."""
+    """Return the format that is multiplied: the identity for a dequantized face."""
     return face.format if face.dequantized_rowwise is None else IDENTITY
 
 
 def multiplies_codes(left: Format, right: Format, device: torch.device) -> bool:
-    """Return whether elements are multiplied as they are stored: FP8, scaled by tensor, row or 128 entries, where
-    the device has units for it.
-    """
+    """Return whether stored elements are multiplied: FP8 by tensor, row or blocks of 128, with hardware units."""
     fits = all(is_fp8(fmt) and fmt.block[1] in (None, PARTIAL) for fmt in (left, right))
     return fits and has_fp8_units(device)
 
@@ -233,7 +218,7 @@ def _over_tokens(
 
 
 class _Key(NamedTuple):
-    """What decides which kernel runs, and with which arguments but for the addresses."""
+    """Cache key of a launch: everything but addresses."""
 
     kernel: str
     programs: int
@@ -281,7 +266,7 @@ def _launch(key: _Key, left: SideConstants, right: SideConstants) -> Launch:
 
 
 def clear_rows_of_none(out: Tensor, ends: Tensor) -> None:
-    """Write zeros into the rows of ``out``, contiguous, that belong to no group."""
+    """Zero the rows of a contiguous ``out`` that belong to no group."""
     rows, columns = out.shape
     launch = _clearing(rows, columns, ends.shape[0], out.dtype, out.device)
     with on_device(out.device):

@@ -30,20 +30,7 @@ from hybridtensor.ops.scaled_mm import (
 
 
 def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Return the product of every group: the bits of ``product`` of each on the CPU.
-
-    Rows of tokens that belong to no group give zeros, and so does a sum over no rows.
-
-    Args:
-        left: Of tokens, with their groups.
-        right: Of a stack of weights, or of the same tokens.
-        out_dtype: Dtype of the result.
-        fast_accum: As for ``scaled_mm``.
-
-    Raises:
-        ValueError: If there are not as many weights as groups, or the formats' product is not
-            defined.
-    """
+    """Return the product of every group: the bits of ``product`` of each on the CPU."""
     groups = left.groups
     if groups is None or groups.ends is None:
         raise ValueError("grouped_mm: tokens with groups are required on the left, got none")
@@ -60,7 +47,7 @@ def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum:
 def select_grouped_backend(
     left: Format, right: Format, out_dtype: torch.dtype, device: torch.device
 ) -> Backend:
-    """Decide how the products of groups run on ``device``, as ``select_backend`` does for one."""
+    """Decide how grouped products run on ``device``; see ``select_backend``."""
     one = select_backend(left, right, out_dtype, device)
     if device.type != "cuda" or torch.version.hip is not None:
         return Backend(one.name, f"group by group, {one.reason}")
@@ -99,7 +86,7 @@ def _shape(left: Face, right: Face, groups: Groups) -> tuple[int, ...]:
 def reference(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Define the product of every group: a loop, which waits for the device that has the offsets."""
+    """Reference definition of the product of every group: a loop that synchronizes with the device."""
     out = left.qdata.new_zeros(_shape(left, right, groups), dtype=out_dtype)
     by_row = right.qdata.dim() == 3
     for group in each_group(groups, _room(left, by_row)):
@@ -115,7 +102,7 @@ def reference(
 def by_kernels(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Return the product of every group; the host does not wait for the device."""
+    """Run kernels without synchronizing with the device."""
     if torch.version.hip is not None or not (left.format.has_kernels and right.format.has_kernels):
         return reference(left, right, groups, out_dtype, fast_accum)
     shape, qdata = _shape(left, right, groups), left.qdata
@@ -148,7 +135,7 @@ def _operator(
 
 
 def _room(face: Face, by_row: bool) -> int:
-    """Return how many tokens there can be."""
+    """Return an upper bound of the number of tokens."""
     if by_row or face.dequantized_rowwise is not None:
         return face.qdata.shape[0]
     return face.qdata.shape[1] * face.format.elements_per_byte
@@ -177,7 +164,7 @@ def _flops(
     *_: object,
     **__: object,
 ) -> int:
-    """Return the operations of all groups as torch counts those of ``_grouped_mm``: of all tokens."""
+    """Count the operations of all groups as torch does for ``_grouped_mm``: by all tokens."""
     a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
     by_row = right[0].dim() == 3
     along = a.qdata.shape[1] * a.format.elements_per_byte if by_row else _room(a, by_row)

@@ -25,17 +25,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 class KernelOperand(NamedTuple):
-    """An operand as kernels take it.
-
-    Attributes:
-        data: Elements or values: ``[T, other]`` of tokens that lie by row though they are
-            contracted, else ``[other, contraction]``, or a stack of such.
-        factor: fp32 factors of whole sums, or None: ``[E, 1 or other, 1]``, or by row of all.
-        scales: fp32 scales of partial sums, or None.
-        side: Rows of a scale block.
-        padded: Whether the contraction is padded rows.
-        turned: Whether the last axis is not the contraction.
-    """
+    """An operand as grouped kernels take it: elements, factors of whole sums, and scales of partial sums."""
 
     data: Tensor
     factor: Tensor | None
@@ -46,18 +36,16 @@ class KernelOperand(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows the operand has, or each matrix."""
         return self.data.shape[-1 if self.turned else -2]
 
     @property
     def constants(self) -> SideConstants:
-        """What kernels are compiled for."""
         codes = _CODES.get(self.data.dtype, 0)
         return SideConstants(codes, self.factor is not None, self.side)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """How its tensors lie: what ``Side`` has beside them, in order."""
+        """Strides of the tensors, in the order of ``Side``."""
         data, factor, scales = self.data, self.factor, self.scales
         along, other = (-2, -1) if self.turned else (-1, -2)
         by_group = by_row = 0
@@ -72,7 +60,7 @@ class KernelOperand(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides for which kernel it is."""
+        """Key of the kernel that this operand needs."""
         tensors = [t for t in (self.data, self.factor, self.scales) if t is not None]
         return (
             self.constants,
@@ -81,7 +69,7 @@ class KernelOperand(NamedTuple):
         )
 
     def taken(self, take: Callable[[Tensor], Address]) -> Side:
-        """Return it as kernels take it."""
+        """Return the operand as kernel arguments."""
         data = take(self.data)
         factor = data if self.factor is None else take(self.factor)
         scales = data if self.scales is None else take(self.scales)
@@ -92,14 +80,7 @@ class KernelOperand(NamedTuple):
 def kernel_operand(
     face: Face, groups: Groups, dtype: torch.dtype | None, *, rowwise: bool
 ) -> KernelOperand:
-    """Return an operand: elements as they are stored, or values in ``dtype``.
-
-    Args:
-        face: Its face.
-        groups: Which tokens belong together.
-        dtype: None is elements.
-        rowwise: Whether what is stored is by row: of tokens, or of matrices.
-    """
+    """Return an operand: stored elements, or with ``dtype`` dequantized; ``rowwise`` if stored by row."""
     fmt, turned = face.format, face.dequantized_rowwise is not None
     if face.scale is None or face.follows_rowwise:
         data = face.qdata
@@ -124,12 +105,12 @@ def kernel_operand(
 
 
 def _as_matrix(face: Face) -> Face:
-    """Return a face whose scales do not count as that of one matrix."""
+    """Return a face as that of one matrix, without scales."""
     return face._replace(qdata=face.qdata.reshape(-1, face.qdata.shape[-1]))
 
 
 def _by_rows(face: Face, groups: Groups) -> Face:
-    """Return a rowwise face of tokens, or of a stack, as that of one matrix: each row has scales of its own."""
+    """Return a rowwise face as that of one matrix with a scale per row."""
     spread = _over_matrices if face.qdata.dim() == 3 else over_groups
     fmt, matrix = face.format, _as_matrix(face)
     if face.scale is not None:
@@ -141,7 +122,6 @@ def _by_rows(face: Face, groups: Groups) -> Face:
 
 
 def _over_matrices(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups) -> Tensor:
-    """Return the scales of each row of a stack, ``[E * rows, blocks]``."""
     count, rows = qdata.shape[:2]
     if across is None:
         scale = scale.expand(count, rows, scale.shape[2])
@@ -151,7 +131,6 @@ def _over_matrices(scale: Tensor, across: int | None, qdata: Tensor, groups: Gro
 
 
 def over_groups(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups) -> Tensor:
-    """Return the scales of each row of tokens, ``[T, blocks]``."""
     if across == 1:
         return scale
     rows = torch.arange(qdata.shape[0], device=qdata.device)
@@ -171,7 +150,6 @@ def over_groups(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups
 
 @functools.cache
 def _of_rows(fmt: Format) -> Format:
-    """Return the format in which each row has scales of its own."""
     level = None if fmt.tensor_block is None else (1, None)
     block = (1, fmt.block[1])
     return dataclasses.replace(fmt, name=f"{fmt.name} by row", block=block, tensor_block=level)

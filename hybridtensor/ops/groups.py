@@ -28,15 +28,7 @@ from hybridtensor.ops.face import Face, Groups, TensorLayout, face_layouts
 
 
 class Group(NamedTuple):
-    """The rows of one group.
-
-    Attributes:
-        number: Which one.
-        start: Its first row.
-        stop: The row behind its last one.
-        padded: Where its padded rows begin.
-        size: How many padded rows it has.
-    """
+    """The rows of one group: ``start`` to ``stop``, and ``size`` padded rows from ``padded`` on."""
 
     number: int
     start: int
@@ -46,17 +38,13 @@ class Group(NamedTuple):
 
 
 def padded_rows(rows: int, groups: Groups) -> int:
-    """Return for how many padded rows there is room: it does not depend on where groups end."""
+    """Return an upper bound of padded rows that does not depend on where groups end."""
     step = groups.step
     return (rows + step - 1) // step * step + groups.num_groups * step
 
 
 def each_group(groups: Groups, rows: int) -> list[Group]:
-    """Return the groups of a matrix with ``rows`` rows. Waits for the device that has the ends.
-
-    Raises:
-        ValueError: If the ends decrease, or are beyond the rows.
-    """
+    """Return the groups of a matrix; synchronizes with the device, and raises ValueError for bad ends."""
     ends = _ends(groups).tolist()
     found, start, padded = [], 0, 0
     for index, stop in enumerate(ends):
@@ -74,20 +62,20 @@ _checks = False
 
 
 def check_offsets(enabled: bool) -> bool:
-    """Check offsets on a GPU, too, from now on or not any more, and return whether they were before."""
+    """Set whether offsets are checked on GPUs, and return the former setting."""
     global _checks
     before, _checks = _checks, enabled
     return before
 
 
 def checked(groups: Groups, rows: int) -> None:
-    """Raise ValueError for offsets that decrease or are beyond the rows, if that is to be checked."""
+    """Raise ValueError for decreasing or too large offsets, if they are checked."""
     if _checks:
         each_group(groups, rows)
 
 
 def rows_of_none(groups: Groups, found: Sequence[Group], rows: int) -> Group:
-    """Return the rows behind those of the last group, numbered as that one."""
+    """Return the rows after the last group, with that group's number."""
     last = found[-1]
     padded = last.padded + last.size
     return Group(last.number, last.stop, rows, padded, padded_rows(rows, groups) - padded)
@@ -100,7 +88,6 @@ def _ends(groups: Groups) -> Tensor:
 
 
 def stack_layouts(fmt: Format, count: int, other: int, contraction: int) -> list[TensorLayout]:
-    """Return how the tensors of a face of a stack lie: those of its matrices one after the other."""
     return [_stacked(layout, count) for layout in face_layouts(fmt, other, contraction)]
 
 
@@ -110,7 +97,6 @@ def _stacked(layout: TensorLayout, count: int) -> TensorLayout:
 
 
 def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
-    """Return how the tensors of the rowwise face of ``[rows, columns]`` tokens lie."""
     layouts = list(face_layouts(fmt, rows, columns))
     levels = [(1, None), fmt.block, fmt.tensor_block or (1, None)]
     for i, (across, _) in list(enumerate(levels))[1 : len(layouts)]:
@@ -122,7 +108,6 @@ def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Te
 
 
 def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
-    """Return how the tensors of the columnwise face of ``[rows, columns]`` tokens lie."""
     layouts = list(face_layouts(fmt, columns, padded_rows(rows, groups)))
     levels = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
     for i, (_, along) in list(enumerate(levels))[1 : len(layouts)]:
@@ -134,7 +119,7 @@ def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list
 def layouts_of(
     row: Format | None, column: Format | None, shape: Sequence[int], groups: Groups
 ) -> tuple[list[TensorLayout], list[TensorLayout]]:
-    """Return how the tensors of both faces lie, of tokens ``[T, K]`` or of a stack ``[E, N, K]``."""
+    """Return the layouts of both faces, of tokens ``[T, K]`` or of a stack ``[E, N, K]``."""
     *_, rows, columns = shape
     if len(shape) == 3:
         count = shape[0]
@@ -149,7 +134,7 @@ def layouts_of(
 
 
 def cut_rows(face: Face, group: Group) -> Face:
-    """Return the rowwise face of the rows of a group."""
+    """Slice the rowwise face of a group's rows."""
     rows = slice(group.start, group.stop)
 
     def part(scale: Tensor | None, block: tuple[int | None, int | None] | None) -> Tensor | None:
@@ -167,7 +152,7 @@ def cut_rows(face: Face, group: Group) -> Face:
 
 
 def cut_columns(face: Face, group: Group) -> Face:
-    """Return the columnwise face of the rows of a group."""
+    """Slice the columnwise face of a group's rows."""
     if face.dequantized_rowwise is not None:
         return cut_rows(face, group)
     fmt = face.format
@@ -185,26 +170,24 @@ def cut_columns(face: Face, group: Group) -> Face:
 
 
 def matrix_of(face: Face, index: int) -> Face:
-    """Return the face of one matrix of a stack."""
+    """Return one matrix's face of a stack."""
     tensors = [None if t is None else t[index] for t in (face.qdata, face.scale, face.tensor_scale)]
     return face._replace(qdata=face.qdata[index], scale=tensors[1], tensor_scale=tensors[2])
 
 
 def put_matrix(out: Sequence[Tensor], face: Face, index: int) -> None:
-    """Write the face of one matrix into that of its stack."""
+    """Write one matrix's face into its stack's."""
     for whole, tensor in zip(out, face.tensors(), strict=True):
         _bytes(whole[index]).copy_(_bytes(tensor))
 
 
 def put_rows(out: Sequence[Tensor], face: Face, group: Group, *, spanning: bool = True) -> None:
-    """Write the rowwise face of a group's rows into that of all tokens, without ``spanning`` but for
-    scales that are of all rows.
-    """
+    """Write a group's rowwise face into that of all tokens; without ``spanning`` no scales of whole groups."""
     _put(out, cut_rows(_face(out, face), group), face, None if spanning else 0)
 
 
 def put_columns(out: Sequence[Tensor], face: Face, group: Group, *, spanning: bool = True) -> None:
-    """Write the columnwise face of a group's padded rows into that of all tokens, as ``put_rows``."""
+    """Write a group's columnwise face into that of all tokens; see ``put_rows``."""
     whole = group._replace(stop=group.start + group.size)  # with what pads
     _put(out, cut_columns(_face(out, face), whole), face, None if spanning else 1)
 
@@ -214,7 +197,7 @@ def _face(tensors: Sequence[Tensor], like: Face) -> Face:
 
 
 def _put(out: Sequence[Tensor], target: Face, face: Face, axis: int | None) -> None:
-    """Write a face, without scales that span an axis."""
+    """Copy a face, except scales that span an axis."""
     levels = (1, 1), face.format.block, face.format.tensor_block or (1, 1)
     for tensor, values, level in zip(target.tensors(), face.tensors(), levels, strict=False):
         if axis is None or level[axis] is not None:
@@ -222,5 +205,5 @@ def _put(out: Sequence[Tensor], target: Face, face: Face, axis: int | None) -> N
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor of small numbers as bytes, which can be copied whatever they are."""
+    """View a tensor as bytes, because not every narrow dtype can be copied."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

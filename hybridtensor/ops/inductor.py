@@ -30,10 +30,10 @@ _MOST_ELEMENTS = 1 << 26
 
 
 class DirectKernel(ir.FallbackKernel):
-    """A call of what the dispatcher would run."""
+    """A direct call of an operator's implementation."""
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call, and at the begin of the module what is called."""
+        """Print the call, and its import at the beginning of the module."""
         if not V.graph.cpp_wrapper:
             name = f"hybridtensor_{self.get_name()}"
             of_self: Any = self
@@ -47,7 +47,7 @@ class DirectKernel(ir.FallbackKernel):
 
 @functools.cache
 def register(name: str) -> None:
-    """Lower an operator of this package, if it writes nothing."""
+    """Lower an operator of this package, unless it mutates an argument."""
     operator = getattr(torch.ops.hybridtensor, name).default
     if operator._schema.is_mutable:
         return
@@ -61,7 +61,6 @@ def register(name: str) -> None:
 
 
 def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lower a call of an operator to a call of its implementation."""
     made = DirectKernel.create(operator, *args, **kwargs)
     return torch.utils._pytree.tree_map(
         lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made
@@ -72,17 +71,7 @@ def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _WeightCall(NamedTuple):
-    """The arguments of a cast or measurement of a weight, as nodes or constants.
-
-    Attributes:
-        x: The weight.
-        request: Which faces.
-        notes: How many amaxes are recorded.
-        scale: Its delayed scales.
-        record: The address of where their amaxes are recorded.
-        row_amax: What the rowwise face is scaled by.
-        column_amax: What the columnwise one is scaled by.
-    """
+    """Arguments of a weight's cast or measurement, as nodes or constants."""
 
     x: Node
     request: str
@@ -93,7 +82,7 @@ class _WeightCall(NamedTuple):
     column_amax: Node | None = None
 
     def kind(self) -> tuple[object, ...]:
-        """Return what calls that run together have in common."""
+        """Return a key of calls that can run together."""
         value = self.x.meta["val"]
         return self.request, value.dtype, value.device, self.notes, *(n is None for n in self[3:])
 
@@ -103,12 +92,12 @@ _MADE: weakref.WeakKeyDictionary[Any, dict[Node, Any]] = weakref.WeakKeyDictiona
 
 
 def _lower_measure(*args: Any, **kwargs: Any) -> Any:
-    """Measure a weight together with those that the graph measures later."""
+    """Lower a measurement together with later ones of other weights."""
     return _lower_together(MEASURE, _measure_together, args, kwargs)
 
 
 def _lower_quantize(*args: Any, **kwargs: Any) -> Any:
-    """Cast a weight together with those that the graph casts later."""
+    """Lower a cast together with later ones of other weights."""
     return _lower_together(QUANTIZE, _quantize_together, args, kwargs)
 
 
@@ -149,7 +138,7 @@ def _quantize_together(calls: list[_WeightCall], after: Any) -> list[Any]:
 
 
 def _alike(node: Node) -> list[Node]:
-    """Return this node, and later ones that do the same with other weights, as many as fit together."""
+    """Return this node and later ones that do the same with other weights."""
     first = _call_of(node)
     if first is None:
         return []
@@ -166,7 +155,7 @@ def _alike(node: Node) -> list[Node]:
 
 
 def _call_of(node: Node) -> _WeightCall | None:
-    """Return the call of a weight, an input of the graph, whose other inputs are there, too; else None."""
+    """Return the call of a weight whose inputs are all computed already, else None."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     x = given["x"]
@@ -179,9 +168,7 @@ def _call_of(node: Node) -> _WeightCall | None:
 
 
 def _is_weight(node: object) -> bool:
-    """Return whether an input of a graph is what a ``MasterWeight`` holds; others are at new addresses in each call,
-    for which the table of a launch would be written anew.
-    """
+    """Return whether a graph input is a ``MasterWeight``'s tensor, whose address is the same in every call."""
     if not isinstance(node, Node) or node.op != "placeholder":
         return False
     known, value = node.meta.get("desc"), node.meta["val"]
@@ -197,7 +184,7 @@ def _is_there(node: Node) -> bool:
 
 
 def _measured_early(node: Node) -> Any:
-    """Return the amax that a node stands for, if it was measured together with others, else None."""
+    """Return the amax of a node that was measured together with others, else None."""
     if node.target is not _getitem:
         return None
     source: Any
@@ -208,6 +195,5 @@ def _measured_early(node: Node) -> Any:
 
 
 def _value(node: Node) -> Any:
-    """Return what the graph under way has for a node."""
     early = _measured_early(node)
     return V.graph.env[node] if early is None else early

@@ -17,11 +17,7 @@ from torch import Tensor
 
 @functools.cache
 def kernels(name: str) -> Any:
-    """Return the module ``hybridtensor.kernels.<name>``.
-
-    Raises:
-        ImportError: If Triton is missing, with the command that installs it.
-    """
+    """Return the module ``hybridtensor.kernels.<name>``."""
     try:
         return importlib.import_module(f"hybridtensor.kernels.{name}")
     except ModuleNotFoundError as error:
@@ -71,11 +67,11 @@ class Launch:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether arguments may be plain tuples: Triton compiles by the names of their parts."""
+        """Whether groups of arguments may be plain tuples: Triton compiles by the names of their fields."""
         return self._run is not None
 
     def __call__(self, *arguments: object) -> None:
-        """Run the kernel on the current stream of the current device."""
+        """Launch on the current stream of the current device."""
         if self._run is not None:
             arguments = tuple(
                 [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -83,7 +79,7 @@ class Launch:
         self.start(*arguments)
 
     def start(self, *taken: object) -> None:
-        """Run the kernel with tensors that went through ``take``."""
+        """Launch with tensors converted by ``take``."""
         run = self._run
         if run is None:
             compiled = self._kernel[(self._programs,)](*taken, **self._constants, **self._options)
@@ -97,7 +93,7 @@ class Launch:
 
 
 def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """Return elements and scales of narrow formats as bytes."""
+    """View narrow dtypes as bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
@@ -120,12 +116,12 @@ def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether kernels run on ``device`` already."""
+    """Return whether ``device`` is the current one."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` the current one, which kernels run on."""
+    """Make ``device`` the current one."""
     return _HERE if is_current(device) else torch.cuda.device(device)
 
 

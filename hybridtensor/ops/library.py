@@ -19,17 +19,13 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def left_whole(function: F) -> F:
-    """Have Dynamo leave a function whole: what traces after it runs it, and finds the graph being recorded."""
+    """Keep Dynamo from tracing into a function; AOTAutograd then traces it."""
     whole: F = torch.compiler.allow_in_graph(function)
     return whole
 
 
 def outside_graphs(reason: str) -> Callable[[F], F]:
-    """Return a decorator that has Dynamo break a graph at a function, and run the function eagerly.
-
-    Args:
-        reason: Why, for Dynamo's logs.
-    """
+    """Return a decorator that breaks the graph at a function and runs it eagerly; ``reason`` is for Dynamo's logs."""
     disable: Callable[[F], F] = torch.compiler.disable(reason=reason)
     return disable
 
@@ -67,16 +63,13 @@ def implement(name: str, cuda: Callable[..., object]) -> None:
 
 
 def implementation(name: str, device_type: str) -> Callable[..., Any]:
-    """Return what the dispatcher runs for an operator of this namespace on a type of device."""
+    """Return the implementation that the dispatcher runs on a device type."""
     known = _IMPLEMENTATIONS[name]
     return known.get(device_type, known[""])
 
 
 def _lower_in_inductor(name: str) -> None:
-    """Have Inductor lower an operator of this namespace as ``ops.inductor`` says, if Inductor is there.
-
-    Whoever compiles with it has imported it before the first operator is traced; others shall not wait for it.
-    """
+    """Register an operator's Inductor lowering if Inductor is imported already, without importing it."""
     if "torch._inductor.lowering" in sys.modules:
         importlib.import_module("hybridtensor.ops.inductor").register(name)
 
@@ -92,9 +85,8 @@ def is_traced() -> bool:
 
 
 def runs_directly(x: torch.Tensor) -> bool:
-    """Return whether nothing watches operators on this tensor, so that an implementation can be
-    called as it is.
-    """
+    """Return whether no mode, tracer or subclass observes operators on a tensor, so that an implementation can run
+    directly."""
     return (
         not _is_dynamo()  # first: the rest cannot be traced
         and getattr(_local, "tracing_context", None) is None
@@ -113,17 +105,15 @@ _cuda_is_there: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def is_captured() -> bool:
-    """Return whether what runs now goes into a CUDA graph, whose replays Python does not see."""
+    """Return whether a CUDA graph is captured, whose replays skip Python."""
     return bool(_cuda_is_there() and torch._C._cuda_isCurrentStreamCapturing())
 
 
 def is_recorded() -> bool:
-    """Return whether what runs now may run again without Python: in a CUDA graph, or by a mode that
-    watches operators.
-    """
+    """Return whether a CUDA graph or a dispatch mode records what runs, to be run again without Python."""
     return bool(_modes()) or is_captured()
 
 
 def autocasts(device_type: str) -> bool:
-    """Return whether autocast is on for a type of device; of meta tensors torch raises instead."""
+    """Return whether autocast is enabled for a device type; torch raises for meta tensors."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -27,19 +27,7 @@ Multiply = Callable[[Face, Face, Tensor | None, torch.dtype, bool], Tensor]
 
 
 class NativeKind(NamedTuple):
-    """A family of products: which function computes it, from which compute capability on, up to
-    which one.
-
-    Attributes:
-        name: What ``explain`` prints.
-        word: What specs of recipes call the format.
-        first: First compute capability that has it.
-        end: First compute capability that has it no more.
-        bf16_only: Whether results are bfloat16 only.
-        multiply: The function.
-        in_graphs: Whether graphs have torch's operator itself, which compilers know, in place of
-            ``hybridtensor::scaled_mm``.
-    """
+    """A family of products that hardware computes, with its range of compute capabilities."""
 
     name: str
     word: str
@@ -57,7 +45,7 @@ _NEVER = (99, 0)
 
 @functools.lru_cache(maxsize=1024)
 def native_kind(left: Format, right: Format) -> NativeKind | None:
-    """Return the family that multiplies these formats, or None where no hardware does."""
+    """Return the native family of two formats, or None."""
     if (
         not (left.has_kernels and right.has_kernels)
         or left.element is None
@@ -85,19 +73,18 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
 
 
 def is_fp8(fmt: Format) -> bool:
-    """Return whether elements are FP8 under fp32 scales."""
+    """Return whether elements are FP8 with fp32 scales."""
     return fmt.scale_dtype == torch.float32
 
 
 def has_fast_accum(left: Format, right: Format) -> bool:
-    """Return whether Hopper's matrix units may add up the whole product of these formats by themselves: FP8, with
-    scales that no block of the contraction ends.
-    """
+    """Return whether Hopper can accumulate whole products of these formats: FP8 without scales along the
+    contraction."""
     return all(is_fp8(fmt) and fmt.block[1] is None for fmt in (left, right))
 
 
 def has_fp8_units(device: torch.device) -> bool:
-    """Return whether what runs kernels there multiplies FP8 elements: matrix units since 8.9, or an interpreter."""
+    """Return whether kernels can multiply FP8 elements: compute capability 8.9, or the interpreter."""
     return device.type != "cuda" or _capability(device) >= (8, 9)
 
 
@@ -107,7 +94,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether the device is one for which torch has grouped products of what Hopper multiplies."""
+    """Return whether torch has grouped FP8 products for the device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return _capability(device) == (9, 0)
@@ -116,9 +103,7 @@ def is_hopper(device: torch.device) -> bool:
 def _multiply_whole(
     a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Multiply operands with one scale per tensor, or one per row. Zeros are padded in K and N:
-    they add nothing.
-    """
+    """Multiply operands with a scale per tensor or row, zero-padded in K and N."""
     left, right = a.qdata, b.qdata
     (rows, contraction), columns, pad_n = left.shape, right.shape[0], 0
     # cuBLASLt: leading dimensions in multiples of 16 bytes
@@ -164,11 +149,7 @@ def _multiply_blocks(
 
 
 def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
-    """Return elements padded to what cuBLASLt takes, scales in the layout that it reads, and the
-    recipe.
-
-    A last block of K may be a partial one.
-    """
+    """Return elements and scales as cuBLASLt requires them, and its recipe; the last block of K may be partial."""
     scale = _scales(face)
     wide = face.format.block[0] == 128
     pad_k = -face.qdata.shape[1] % 16
@@ -185,9 +166,7 @@ def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
 
 
 def _in_fours(scale: Tensor) -> Tensor:
-    """Return the scales of square blocks with rows of a multiple of 4, contiguous; what is appended
-    is never read.
-    """
+    """Pad scales of square blocks to a multiple of 4 rows, contiguous; padding is never read."""
     columns = scale.shape[1]
     if columns % 4 == 0:
         return scale.contiguous()
@@ -233,7 +212,7 @@ def _multiply_nvfp4(
 
 
 def _swizzled(face: Face, block: int) -> tuple[Tensor, Tensor]:
-    """Return elements padded to 32 rows and bytes of K, and one scale per ``1 x block``, swizzled."""
+    """Return elements padded to 32 rows and bytes of K, and swizzled scales per ``1 x block``."""
     scale = spread(_scales(face), (face.format.block[0], None), (face.qdata.shape[0], 1))
     return pad(face.qdata, -face.qdata.shape[0] % 32, -face.qdata.shape[1] % 32), swizzle_32_4_4(
         scale

@@ -23,7 +23,7 @@ _PROGRAMS = 2  # of backward, per multiprocessor
 
 
 def factors(x: Tensor, eps: float) -> Tensor:
-    """Return the factors of the rows of a matrix, by operations that have gradients."""
+    """Return the rows' factors by differentiable operations."""
     return torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
 
 
@@ -34,7 +34,7 @@ def _reference(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Ten
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> list[Tensor]:
-    """Return the gradients of ``x`` and ``weight``, by operations that have gradients."""
+    """Return the gradients of ``x`` and ``weight`` by differentiable operations."""
     v, dy = x.float() * factor[:, None], grad.float()
     dv = dy * weight.float()
     inner = (dv * v).mean(dim=1, keepdim=True)
@@ -56,7 +56,6 @@ def _backward_fake(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> l
 
 
 def norm_cuda(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
-    """Implement ``rms_norm``."""
     if not _has_kernel(x):
         return _reference(x, weight, eps, measure)
     out, factor = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
@@ -66,7 +65,6 @@ def norm_cuda(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tens
 
 
 def norm_factors_cuda(x: Tensor, eps: float) -> Tensor:
-    """Implement ``rms_norm_factors``."""
     if not _has_kernel(x):
         return factors(x, eps)
     factor = _factors_fake(x, eps)
@@ -91,7 +89,6 @@ def _forward(
 
 
 def norm_backward_cuda(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> list[Tensor]:
-    """Implement ``rms_norm_backward``."""
     if not _has_kernel(x):
         return backward(grad, x, weight, factor)
     x, weight, grad = _with_contiguous_rows(x), weight.contiguous(), _with_contiguous_rows(grad)
@@ -122,7 +119,7 @@ def _aligned(tensors: tuple[Tensor, ...]) -> tuple[bool, ...]:
 
 
 def _kind(x: Tensor, weight: Tensor) -> tuple[object, ...]:
-    """Return the facts that kernels are compiled for, but alignment."""
+    """Return a key of what Triton specializes on, except alignment."""
     return x.shape, x.stride(0), x.dtype, weight.dtype, x.device
 
 
@@ -130,7 +127,6 @@ def _kind(x: Tensor, weight: Tensor) -> tuple[object, ...]:
 def _launch(
     kind: tuple[torch.Size, object], aligned: tuple[bool, ...], *, store: bool, measure: bool
 ) -> Launch:
-    """Return the launch for matrices of one kind."""
     rows, columns = kind[0]
     block = _block(columns)
     options: dict[str, int | None] = {"num_warps": _warps(block)}
@@ -143,7 +139,6 @@ def _launch(
 def _backward_launch(
     kind: tuple[torch.Size, object], aligned: tuple[bool, ...], grad_stride: int, programs: int
 ) -> Launch:
-    """Return the launch of backward for matrices of one kind."""
     block = _block(kind[0][1])
     options: dict[str, int | None] = {"num_warps": _warps(block)}
     return Launch("norm", "norm_backward_kernel", programs, B=block, options=options)

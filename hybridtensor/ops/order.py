@@ -1,4 +1,4 @@
-"""Tell a compiler when operations of a graph are to be done."""
+"""Ordering and recomputation of operations in a graph that a compiler partitions."""
 
 from __future__ import annotations
 
@@ -36,39 +36,28 @@ def after(x: Tensor, other: Tensor) -> Tensor:
 
 
 def can_make_again(x: Tensor) -> bool:
-    """Return whether ``make_again`` has an effect: in a trace, of what one cheap operation made.
-
-    Not in a checkpointed region, all of which is done again, or what a policy says; nor of what reads a
-    buffer, which the graph may write: a compiler would make it again of what is written.
-    """
+    """Return whether ``make_again`` has an effect: tracing, outside of checkpointed regions, of one cheap operation
+    without buffers."""
     node = _producer(x)
     return node is not None and _is_cheap(node) and not is_in_region(x) and not _reads_state(node)
 
 
 def make_again(x: Tensor) -> None:
-    """Have a compiler make ``x`` again in backward. Without this it keeps what an operator reads that it
-    cannot fuse into.
-    """
+    """Mark ``x`` for recomputation in backward; a compiler otherwise saves what an opaque operator reads."""
     node = _producer(x)
     if node is not None and can_make_again(x):
         node.meta.setdefault("recompute", _AGAIN)  # as a checkpointed region marks its own
 
 
 def is_in_region(x: Tensor) -> bool:
-    """Return whether a checkpointed region is traced: it marks every operation, such as one done here, which
-    nothing uses.
-    """
+    """Return whether a checkpointed region is traced: all its operations are marked, also an unused one that is
+    added here."""
     node = node_of(x.detach())
     return node is not None and "ac_graph_id" in node.meta
 
 
 def node_of(x: Tensor) -> fx.Node | None:
-    """Return the node that ``x`` is in the graph that is traced now, another one after every write; None without
-    one.
-
-    All of it is private in torch: AOTAutograd runs operations on functional tensors, inside of which
-    are those that its tracer knows.
-    """
+    """Return the node of ``x`` in the traced graph, or None; drives private functional tensors of AOTAutograd."""
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -94,7 +83,7 @@ _VIEWS = (  # that the compiler puts others in place of, after it has traced
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Return whether a compiler does an operation again; of one of several results it cannot be asked."""
+    """Return whether a compiler recomputes an operation; not possible for one of several results."""
     return node.target is not operator.getitem and _is_done_again(node)
 
 
@@ -103,9 +92,7 @@ def _is_done_again(node: fx.Node) -> bool:
 
 
 def _producer(x: Tensor) -> fx.Node | None:
-    """Return the node that makes ``x``, or what it is a view of, in the graph that is traced now; None
-    without one.
-    """
+    """Return the node that computes ``x``, or its base, in the traced graph; or None."""
     return _behind_views(node_of(x))
 
 
@@ -116,9 +103,7 @@ def _behind_views(node: object) -> fx.Node | None:
 
 
 def _reads_state(node: fx.Node) -> bool:
-    """Return whether cheap operations make a node of an input of the graph in floating point that is not
-    differentiated, such as a buffer.
-    """
+    """Return whether cheap operations compute a node from a floating-point input without gradient, such as a buffer."""
     seen, left = {node}, [node]
     while left:
         at = left.pop()
@@ -134,7 +119,7 @@ def _reads_state(node: fx.Node) -> bool:
 
 
 def _is_residual(node: fx.Node) -> bool:
-    """Return whether a node is the sum of two results, as residual streams are: those are saved."""
+    """Return whether a node is the sum of two results, as in a residual stream, which compilers save."""
     terms = node.all_input_nodes
     return node.target is _ATEN.add.Tensor and len(terms) == 2 and all(map(_behind_views, terms))
 
@@ -145,7 +130,7 @@ def _is_view(node: fx.Node) -> bool:
 
 @functools.cache
 def _operations() -> OpTypes:
-    """Return AOTAutograd's lists of operations, by which it partitions graphs."""
+    """Return AOTAutograd's private lists of operations for partitioning."""
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list()

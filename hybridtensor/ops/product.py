@@ -20,17 +20,7 @@ def product(
     fast_accum: bool = False,
     direct: bool = False,
 ) -> Tensor:
-    """Return ``left @ right.T + bias``: see ``matrix_product``, and ``grouped_product`` for tokens with
-    groups, which have no bias.
-
-    Args:
-        left: See there.
-        right: See there.
-        bias: See there.
-        out_dtype: See there.
-        fast_accum: See there.
-        direct: Whether ``runs_directly`` was asked of a tensor of the product, and said yes.
-    """
+    """Return ``left @ right.T + bias``: ``matrix_product``, or ``grouped_product`` without bias."""
     if left.groups is not None:
         return grouped_product(left, right, out_dtype, fast_accum)
     if direct or runs_directly(left.qdata):

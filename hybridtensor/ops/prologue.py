@@ -18,59 +18,48 @@ _FAR = 2**23  # between rows: beyond, offsets in a tile of 128 would take 64 bit
 
 
 class Gated(NamedTuple):
-    """The matrix ``silu(x) * up``, each operation rounded to the dtype of ``x``.
-
-    Attributes:
-        up: ``[M, K]``, of the dtype of ``x``.
-    """
+    """The matrix ``silu(x) * up``, ``[M, K]``, each operation rounded to the dtype of ``x``."""
 
     up: Tensor
 
     def matrix(self, x: Tensor) -> Tensor:
-        """Return the matrix, ``[M, K]``."""
         return F.silu(x) * self.up
 
     def is_readable(self) -> bool:
-        """Return whether kernels can read it as they read ``x``."""
+        """Return whether kernels can read the operands with the layout of ``x``."""
         along, across = self.up.stride()
         near = along < _FAR and along % 16 == 0
         return across == 1 and near and self.up.data_ptr() % _ALIGNMENT == 0
 
     def key(self) -> tuple[int, ...]:
-        """Return the facts that kernels are compiled for, but addresses: the kind first."""
+        """Return a key of what Triton specializes on, except addresses."""
         return GATED, self.up.stride(0)
 
     def of(self, plain: Matrix, addresses: tuple[Address, ...]) -> GatedMatrix:
-        """Return the matrix as kernels take it, of ``x`` as they take it."""
+        """Return the matrix as a kernel argument."""
         return GatedMatrix(*plain, addresses[0], self.up.stride(0))
 
 
 class Normed(NamedTuple):
-    """The matrix ``weight * (factor * x)``, in fp32, rounded once to the dtype of ``x``.
-
-    Attributes:
-        factor: fp32 ``[M]``.
-        weight: ``[K]``, of the dtype of ``x``.
-    """
+    """The matrix ``weight * (factor * x)`` in fp32, rounded once; ``factor`` fp32 ``[M]``, ``weight`` ``[K]``."""
 
     factor: Tensor
     weight: Tensor
 
     def matrix(self, x: Tensor) -> Tensor:
-        """Return the matrix, ``[M, K]``."""
         return (self.weight.float() * (self.factor[:, None] * x.float())).to(x.dtype)
 
     def is_readable(self) -> bool:
-        """Return whether kernels can read it as they read ``x``."""
+        """Return whether kernels can read the operands with the layout of ``x``."""
         parts = (self.factor, self.weight)
         return all(part.stride(0) == 1 and part.data_ptr() % _ALIGNMENT == 0 for part in parts)
 
     def key(self) -> tuple[int, ...]:
-        """Return the facts that kernels are compiled for, but addresses: the kind first."""
+        """Return a key of what Triton specializes on, except addresses."""
         return (NORMED,)
 
     def of(self, plain: Matrix, addresses: tuple[Address, ...]) -> NormedMatrix:
-        """Return the matrix as kernels take it, of ``x`` as they take it."""
+        """Return the matrix as a kernel argument."""
         return NormedMatrix(*plain, *addresses)
 
 
@@ -82,11 +71,5 @@ NONE, GATED, NORMED = range(3)  # as the kernels name them
 def as_argument(
     plain: Matrix, prologue: Prologue | None, take: Callable[[Tensor], Address]
 ) -> MatrixArgument:
-    """Return a matrix as kernels take it.
-
-    Args:
-        plain: What lies in memory.
-        prologue: What is made of it while it is read, or None.
-        take: What makes an argument of a tensor.
-    """
+    """Return a matrix, maybe with a prologue, as a kernel argument; ``take`` converts tensors."""
     return plain if prologue is None else prologue.of(plain, tuple(map(take, prologue)))

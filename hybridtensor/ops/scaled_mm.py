@@ -32,7 +32,7 @@ class Backend(NamedTuple):
 
 
 def check_multipliable(left: Format, right: Format) -> None:
-    """Raise ValueError unless the product of faces in these formats is defined."""
+    """Raise ValueError unless the product of two formats is defined."""
     if _basis(left) != _basis(right):
         raise ValueError(
             f"both operands need the same Hadamard basis, got {left} and {right}; give both the rotation or neither"
@@ -40,7 +40,7 @@ def check_multipliable(left: Format, right: Format) -> None:
 
 
 def _basis(fmt: Format) -> tuple[bool, bool]:
-    """Return what must be alike in both operands, for their rotations to cancel."""
+    """Return the rotation that both operands must share."""
     return fmt.hadamard, fmt.drawn_signs
 
 
@@ -81,9 +81,7 @@ def select_backend(
 
 @functools.lru_cache(maxsize=1024)
 def multiplies_values(fmt: Format, device: torch.device) -> bool:
-    """Return whether the device has no product of the elements of a format, which has ``values``: all of them compute
-    with these.
-    """
+    """Return whether products use a format's bf16 ``values`` because the device cannot multiply its elements."""
     if fmt.values is None:
         return False
     alike = (other for other in list(REGISTRY.values()) if _basis(other) == _basis(fmt))
@@ -108,7 +106,6 @@ def _on_any_device(
 def _multiply(
     a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Return the product, by whichever backend."""
     left, right = a.qdata, b.qdata
     if 0 in (left.shape[0], left.shape[1], right.shape[0]):
         zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
@@ -127,14 +124,14 @@ def _multiply(
 def _native(
     left: Format, right: Format, out_dtype: torch.dtype, device: torch.device
 ) -> NativeKind | None:
-    """Return the hardware's product of these formats on ``device``, or None where it is emulated."""
+    """Return the native product of two formats on ``device``, or None."""
     if select_backend(left, right, out_dtype, device).name != "native":
         return None
     return native_kind(left, right)
 
 
 def _is_known_to_compilers(left: Face, right: Face, out_dtype: torch.dtype) -> bool:
-    """Return whether a graph may have torch's own operator: of known sizes, whose padding is no guard."""
+    """Return whether a graph may have torch's own operator: static sizes, so that padding adds no guard."""
     kind = _native(left.format, right.format, out_dtype, left.qdata.device)
     sizes = (*left.qdata.shape, *right.qdata.shape)
     return kind is not None and kind.in_graphs and all(type(size) is int for size in sizes)
@@ -203,7 +200,7 @@ _MOST_KINDS = 4096
 
 
 def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
-    """Look up the function that multiplies operands of this kind; it is chosen, after checks, for the first of them."""
+    """Return the cached function that multiplies operands of this kind, checked when it is chosen."""
     a, b = left.qdata, right.qdata
     key = (
         left.format,
@@ -227,11 +224,7 @@ def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype)
 
 
 def _choose(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
-    """Choose the function that multiplies operands of this kind.
-
-    Raises:
-        ValueError: See ``scaled_mm``.
-    """
+    """Choose the function that multiplies operands of this kind."""
     if not (left.dequantized_rowwise is right.dequantized_rowwise is None):
         return _multiply_dequantized
     if left.format.is_identity and right.format.is_identity:
@@ -269,11 +262,8 @@ def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
 
 
 def _can_be_as_many(left: int, left_step: int, right: int, right_step: int) -> bool:
-    """Return whether one number of values is stored as ``left`` and as ``right`` entries, in steps
-    of different sizes.
-
-    Both comparisons hold for all such numbers: guards on them make no second graph.
-    """
+    """Return whether one contraction can be stored as ``left`` and ``right`` entries; comparisons add no graph
+    guards."""
     return left < right + left_step and right < left + right_step
 
 
@@ -285,12 +275,7 @@ def matrix_product(
     out_dtype: torch.dtype,
     fast_accum: bool = False,
 ) -> Tensor:
-    """Return ``left @ right.T + bias``: the plain product of values, ``scaled_mm`` of anything
-    else.
-
-    A columnwise face in high precision of what a rowwise one holds is made here, for this product
-    only.
-    """
+    """Return ``left @ right.T + bias``: a plain product in high precision, otherwise ``scaled_mm``."""
     return _multiply_dequantized(left, right, bias, out_dtype, fast_accum)
 
 
@@ -312,12 +297,12 @@ def _multiply_plain(
 
 
 def _dequantized(face: Face) -> Face:
-    """Return the values of a columnwise face in high precision that is stored as the rowwise one."""
+    """Dequantize a columnwise face stored as the rowwise one."""
     return high_precision(rowwise_values(face, face.dequantized_rowwise or face.qdata.dtype).t())
 
 
 def rowwise_values(face: Face, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[other, contraction]`` of a face in ``dtype``, of a stack each matrix's."""
+    """Return ``[other, contraction]`` of a face in ``dtype``, of a stack for each matrix."""
     if face.scale is None:
         return face.qdata.to(dtype)
     if face.qdata.dim() == 3:

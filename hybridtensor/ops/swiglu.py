@@ -45,7 +45,7 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
 
 
 def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous, by a kernel."""
+    """Return ``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous."""
     if not gate.numel() or gate.dtype == torch.float64:
         return _reference(gate, up)
     out = _fake(gate, up)
@@ -54,7 +54,7 @@ def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_measured_cuda(gate: Tensor, up: Tensor) -> list[Tensor]:
-    """Return the same and its amax, fp32 ``[1]``."""
+    """Return ``silu(gate) * up`` and its amax, fp32 ``[1]``."""
     if not gate.numel() or gate.dtype == torch.float64:
         return _measured_reference(gate, up)
     out, amax = _fake(gate, up), gate.new_zeros(1, dtype=torch.float32)
@@ -63,7 +63,7 @@ def swiglu_measured_cuda(gate: Tensor, up: Tensor) -> list[Tensor]:
 
 
 def swiglu_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    """Return the gradients of ``gate`` and ``up``, contiguous, by a kernel; all are ``[..., N]``."""
+    """Return the gradients of ``gate`` and ``up``, contiguous, all ``[..., N]``."""
     if not gate.numel() or gate.dtype == torch.float64:
         return _backward_reference(grad, gate, up)
     out = _backward_fake(grad, gate, up)
@@ -72,7 +72,6 @@ def swiglu_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]
 
 
 def _run(kernel: str, read: list[Tensor], written: list[Tensor], **constants: bool) -> None:
-    """Run a kernel on tensors ``[..., N]`` of one shape."""
     rows = [_as_rows(x) for x in read]
     shape = rows[0].shape
     strides = tuple(x.stride(0) for x in rows)
@@ -86,7 +85,7 @@ def _run(kernel: str, read: list[Tensor], written: list[Tensor], **constants: bo
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Return a tensor as a matrix with contiguous rows, copied only if it has none."""
+    """View a tensor as a matrix with contiguous rows, copied only if necessary."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
@@ -96,7 +95,7 @@ def _launch(
     kernel: str, shape: torch.Size, strides: tuple[int, ...], aligned: tuple[bool, ...], dtype: torch.dtype,
     device: torch.device, **constants: bool,
 ) -> Launch:  # fmt: skip
-    """Return the launch for matrices of one kind; all of it decides what Triton compiles."""
+    """Return the cached launch of one kind; its key is all that Triton specializes on."""
     (rows, columns), (bm, bn) = shape, _TILE
     programs = -(-rows // bm) * -(-columns // bn)
     on_gpu = device.type == "cuda"

@@ -18,11 +18,7 @@ _TILE_ROWS, _TILE_COLUMNS, _GROUP = 128, 4, 32
 
 
 def swizzle_32_4_4(scale: Tensor) -> Tensor:
-    """Return block scales in that layout, one-dimensional.
-
-    Args:
-        scale: ``[M, S]``, one byte each.
-    """
+    """Return block scales ``[M, S]``, one byte each, in that layout, flat."""
     pad = -scale.shape[0] % _TILE_ROWS, -scale.shape[1] % _TILE_COLUMNS
     padded = F.pad(scale.contiguous().view(torch.uint8), (0, pad[1], 0, pad[0]))
     tiles = padded.view(

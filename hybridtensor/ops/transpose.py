@@ -20,7 +20,6 @@ from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 
 def transpose_reference(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
-    """Define ``transpose``."""
     whole = parts.flatten(0, 1)
     column.copy_(whole.t() if bits == 8 else pack(unpack(whole).t()))
     if row is not None:
@@ -39,19 +38,7 @@ _OP = define(
 
 
 class _Key(NamedTuple):
-    """What decides how parts are transposed, but for the addresses.
-
-    Attributes:
-        bits: Of an element.
-        shape: ``(P, R, B)``.
-        strides: Between parts and between rows.
-        copied: Whether there is a rowwise result.
-        vector: Of how many bytes, 16 at most, all that is read is a multiple, and the rowwise
-            result.
-        column_vector: The same of where parts begin in rows of the columnwise result.
-        aligned: Whether each address is a multiple of 16, which is what Triton looks at.
-        device: Where they are.
-    """
+    """Cache key of a transpose: everything but addresses, with their alignment."""
 
     bits: int
     shape: torch.Size
@@ -69,7 +56,6 @@ _WORD = 4
 
 
 def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
-    """Implement ``transpose``."""
     if parts.numel() == 0:
         return
     if parts.stride(2) != 1 or (bits == 4 and parts.shape[0] > 1 and parts.shape[1] % 2):
@@ -102,14 +88,7 @@ def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None)
 
 
 class _Tile(NamedTuple):
-    """What one program transposes.
-
-    Attributes:
-        rows: Of a part.
-        bytes: Of a row.
-        neighbours: Rows below each other that a thread has; it reads 16 bytes of each.
-        warps: Of a program.
-    """
+    """The tile of one program: each thread reads 16 bytes of ``neighbours`` rows."""
 
     rows: int
     bytes: int
@@ -122,7 +101,6 @@ _TILES = {8: _Tile(256, 128, 8, 8), 4: _Tile(128, 128, 8, 4)}
 
 
 def _launch(key: _Key) -> Launch:
-    """Return the launch for one kind of parts."""
     tile, (num_parts, rows, width) = _TILES[key.bits], key.shape
     columns, pitch = tile.bytes * 8 // key.bits, num_parts * rows * key.bits // 8
     return Launch(
@@ -161,19 +139,7 @@ def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits:
 def prepare_transpose(
     parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits: int = 8
 ) -> Callable[[], None]:
-    """Return a function that does what ``transpose`` does whenever it is called; the tensors may get other memory in
-    between.
-
-    Args:
-        parts: See ``transpose``.
-        column: See ``transpose``.
-        row: See ``transpose``.
-        bits: See ``transpose``.
-
-    Raises:
-        TypeError: As ``transpose``.
-        ValueError: As ``transpose``.
-    """
+    """Return a function that runs ``transpose`` with these tensors, whose storage may be replaced between calls."""
     _check(parts, bits, column, row)
 
     def run() -> None:

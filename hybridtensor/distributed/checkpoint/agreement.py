@@ -43,12 +43,7 @@ def check_arguments(ranks: Ranks, /, **given: object) -> None:
 
 
 def check_plans(ranks: Ranks, plans: list[SavePlan]) -> None:
-    """Raise ValueError unless ranks that plan to save an entry have it in one shape and dtype.
-
-    Args:
-        ranks: Who they are.
-        plans: Of every rank, the same here on all of them.
-    """
+    """Raise ValueError unless all ranks that save an entry plan the same shape and dtype."""
     known: dict[str, dict[str, list[int]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -100,12 +95,8 @@ def check_replicas(
 
 
 def compare_replicas(ranks: Ranks, collected: StateDict) -> None:
-    """Raise ValueError if ranks that should have the same values of a tensor have others.
-
-    Args:
-        ranks: Who they are.
-        collected: Names to plain tensors and other values.
-    """
+    """Raise ValueError if ranks hold different bytes for a replicated tensor; ``collected`` maps names to plain
+    tensors."""
     tensors = {name: value for name, value in collected.items() if isinstance(value, Tensor)}
     replicas = ranks.gather(
         lambda: {name: found for name, value in tensors.items() for found in _replica(value)}
@@ -127,7 +118,7 @@ def compare_replicas(ranks: Ranks, collected: StateDict) -> None:
 
 
 def _replica(value: Tensor) -> Iterable[Replica]:
-    """Yield which part of a tensor is here, and its digest; nothing where there is none."""
+    """Yield the offset and digest of the local part of a tensor; nothing on a rank without one."""
     if not isinstance(value, DTensor):
         yield (), _digest(value)
         return
@@ -139,7 +130,6 @@ def _replica(value: Tensor) -> Iterable[Replica]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of the bytes of a tensor."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     # torch gives its memory to Python only through numpy, which need not be there
     data: ctypes.Array[ctypes.c_char] | bytes = b""

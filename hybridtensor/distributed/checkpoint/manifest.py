@@ -1,6 +1,4 @@
-"""The manifest of a step: what its files should be, and what of; and the order of writes that
-survives a crash.
-"""
+"""The manifest of a step: the size and digest of its files, what they store, and a crash-safe order of writes."""
 
 from __future__ import annotations
 
@@ -35,12 +33,7 @@ _LIMIT = 1 << 28  # some hundred bytes per weight, and per file
 
 @dataclass(frozen=True)
 class Weight:
-    """What a checkpoint knows of a converted weight.
-
-    Attributes:
-        kind: ``"master"``, or ``"persistent"``.
-        fingerprint: Of its recipe.
-    """
+    """A converted weight in a checkpoint: ``"master"`` or ``"persistent"``, and the fingerprint of its recipe."""
 
     kind: str
     fingerprint: str
@@ -79,18 +72,12 @@ class Manifest:
         ]
 
     def to_json(self) -> str:
-        """Return the text of the file."""
         content = {"format": _VERSION, "fingerprint": self.fingerprint, **dataclasses.asdict(self)}
         return json.dumps({**content, "digest": _digest(content)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest in the folder ``path``.
-
-        Raises:
-            ValueError: If it is not what was written.
-            OSError: If it cannot be read.
-        """
+        """Read the manifest in the folder ``path``; raise ValueError if it is damaged, OSError if it cannot be read."""
         try:
             content = read_json(path, MANIFEST, _LIMIT, fractions=False)
             digest = content.pop("digest")
@@ -169,16 +156,12 @@ def versions() -> dict[str, str]:
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Return the folder of a step."""
     return root / f"step_{step:08d}"
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Return the folders of all steps in ``root``, the newest first.
-
-    A step that was being replaced when its writer ended is the hidden folder that it was moved to,
-    if that is intact.
-    """
+    """Return the folders of all steps by number, newest first, including intact ones whose replacement was
+    interrupted."""
     if not root.is_dir():
         return {}
     found = {
@@ -209,14 +192,7 @@ def replaced(root: Path) -> list[tuple[int, Path]]:
 
 
 def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return a text for each damage of the step in the folder ``path``; none if it is intact.
-
-    Args:
-        path: The folder.
-        step: The number that it should have; None is that of its name.
-        share: Check only every ``share[1]``-th file, from ``share[0]`` on: the ranks' part of the
-            work.
-    """
+    """Return a text for each damage of a step; with ``share=(i, n)`` check only every n-th file from the i-th on."""
     try:
         check_folder(path)
         manifest = Manifest.read(path)

@@ -83,7 +83,7 @@ class NamedOptimizer:
             )
 
     def target(self, metadata: Metadata) -> StateDict:
-        """Return memory for what a checkpoint has of this optimizer's state, without the masters."""
+        """Allocate tensors for the stored state of this optimizer, without the masters."""
         tensors: dict[str, dict[str, Tensor]] = {}
         # torch's optimizers number parameters; our names are in the paths that DCP keeps privately
         for flat, path in (metadata.planner_data or {}).items():
@@ -95,7 +95,7 @@ class NamedOptimizer:
         return {"state": tensors, "values": Opaque(None)}
 
     def _memory(self, name: str, key: str, stored: TensorStorageMetadata) -> Tensor:
-        """Return memory for one tensor: sharded as its parameter is, if it has the same shape."""
+        """Allocate one tensor, sharded like its parameter if it has the same shape."""
         parameter = self.parameters[name]
         own, dtype, size = local(parameter), stored.properties.dtype, tuple(stored.size)
         present = self.inner.state.get(parameter, {}).get(key)
@@ -108,7 +108,7 @@ class NamedOptimizer:
         return torch.zeros(size, dtype=dtype, device=own.device if size else "cpu")
 
     def restore(self, loaded: StateDict) -> None:
-        """Take what was loaded into ``target``; masters are loaded in place already."""
+        """Load the state read into ``target``; masters were loaded in place."""
         values = loaded["values"]
         saved = {frozenset(group["params"]): group for group in values["groups"]}
         numbers = {

@@ -39,9 +39,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield all parameters under the names of a model that nothing wraps, tied ones under each of
-    theirs.
-    """
+    """Yield all parameters under the names of the unwrapped model, tied ones under each name."""
     # The private tables, here and below: the public iterators leave tied names out
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -51,7 +49,7 @@ def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 
 def named_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield all buffers that a state dict has, likewise."""
+    """Yield all buffers of the state dict under the names of the unwrapped model."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield f"{prefix}{name}", buffer
@@ -60,7 +58,7 @@ def named_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules below with the prefix of their names, which has no name of a wrapper."""
+    """Yield child modules with the prefix of their names, skipping wrappers."""
     for name, child in module._modules.items():
         hidden = name in _WRAPPERS or (
             isinstance(module, DistributedDataParallel) and name == "module"
@@ -70,13 +68,8 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def plain(state: object) -> Any:
-    """Return ``state``, dictionaries and lists of anything, with plain tensors for converted
-    weights.
-
-    Raises:
-        NotImplementedError: If a persistent weight is sharded in a way that its faces cannot be.
-        ValueError: If a shard of a persistent weight ends inside a block of its format.
-    """
+    """Return nested dictionaries and lists with plain tensors in place of converted weights; see
+    ``checkpoint.plain``."""
     if isinstance(state, Tensor):
         weight = local(state)
         return faces(state, weight) if isinstance(weight, HybridTensor) else plain_weight(state)
@@ -106,9 +99,7 @@ def as_part_of(
     size: tuple[int, ...],
     placements: tuple[Placement, ...] | None = None,
 ) -> DTensor:
-    """Return ``tensor`` as this rank's part of a DTensor of ``size`` over the ranks of ``whole``,
-    wherever it lies.
-    """
+    """Return ``tensor`` as the local tensor of a DTensor of ``size`` over the ranks of ``whole``."""
     # torch's private constructor and spec: ``from_local`` would be recorded by autograd. A torch
     # that changes them fails here, when a sharded weight is saved or loaded.
     meta = TensorMeta(torch.Size(size), _contiguous(size), tensor.dtype)
@@ -124,13 +115,7 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def faces(value: Tensor, weight: HybridTensor) -> FaceTensors:
-    """Return the tensors of the faces of a persistent weight, without those of a columnwise face
-    that follows from the rowwise one.
-
-    Args:
-        value: The weight, or a DTensor of it.
-        weight: This rank's part of it.
-    """
+    """Return the tensors of a persistent weight's faces, except a columnwise face requantized from the rowwise data."""
     found = {}
     for direction in weight.inner_names:
         face: FaceTensor | None = getattr(weight, direction)
@@ -140,7 +125,7 @@ def faces(value: Tensor, weight: HybridTensor) -> FaceTensors:
 
 
 def _face(value: Tensor, face: FaceTensor) -> FaceTensors:
-    """Return the plain tensors of one face of a weight, or of one rank's part of it."""
+    """Return the plain tensors of one face, or of the local shard of one."""
     if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
         return {"source": _face(value, face.source)}
     tensors = inner_tensors(face)
@@ -150,9 +135,7 @@ def _face(value: Tensor, face: FaceTensor) -> FaceTensors:
 
 
 def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -> DTensor:
-    """Return one tensor of a face of one rank's part as a DTensor: where it lies in that of the
-    whole weight.
-    """
+    """Return one tensor of a local shard's face as a DTensor of that tensor in the whole face."""
     if isinstance(face, IdentityTensor):
         return as_part_of(whole, tensor, tuple(whole.shape))
     if face.is_stack:  # whole experts, whose tensors follow each other
@@ -182,7 +165,7 @@ def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -
 def _placements(
     whole: DTensor, block: tuple[int | None, int | None], flipped: bool
 ) -> tuple[Placement, ...]:
-    """Return the placements of a tensor with one entry per ``block`` of a sharded matrix."""
+    """Return the placements of a tensor that has one entry per ``block`` elements of a sharded matrix."""
     chunk = list(whole.shape)
     found: list[Placement] = []
     for placement, ranks in zip(whole.placements, whole.device_mesh.shape, strict=True):

@@ -47,11 +47,7 @@ from hybridtensor.subclasses.followers import followers
 
 
 class Opaque:
-    """A value that is stored whole, whatever it is made of.
-
-    Attributes:
-        value: The value; of what ``items.read_value`` reads back.
-    """
+    """A value that is not a tensor, stored as one pickle."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -66,12 +62,11 @@ class HybridSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See ``SavePlanner``."""
         self._staged: dict[tuple[str, torch.Size | None], Tensor | io.BytesIO] = {}
         super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
 
     def stage(self, plan: SavePlan) -> None:
-        """Copy all that ``plan`` writes to the host, so that it may change before it is written."""
+        """Copy all that ``plan`` writes to the host, so that training may overwrite it before it is written."""
         for item in plan.items:
             data = self.resolve_data(item)
             if isinstance(data, Tensor):
@@ -79,11 +74,7 @@ class HybridSavePlanner(DefaultSavePlanner):
             self._staged[item.index.fqn, item.index.offset] = data
 
     def stage_values(self, plan: SavePlan, who: str) -> None:
-        """Pickle all that ``plan`` writes and is no tensor, and read it back as a load will.
-
-        Raises:
-            ValueError: If it cannot be pickled, or not be read back; ``who`` asks for it.
-        """
+        """Pickle and read back all non-tensors of ``plan``; raise ValueError for what cannot be read safely."""
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 value = self.lookup_object(item.index)
@@ -93,12 +84,10 @@ class HybridSavePlanner(DefaultSavePlanner):
                 )
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """See ``SavePlanner``."""
         staged = self._staged.get((write_item.index.fqn, write_item.index.offset))
         return super().resolve_data(write_item) if staged is None else staged
 
     def transform_object(self, write_item: WriteItem, object: object) -> object:
-        """See ``DefaultSavePlanner``."""
         if write_item.type == WriteItemType.BYTE_IO and isinstance(object, Opaque):
             object = object.value
         return super().transform_object(write_item, object)
@@ -118,7 +107,6 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See ``LoadPlanner``."""
         tensors = list(_tensors(state_dict, ""))
         for name, value in tensors:
             if value.is_meta:
@@ -143,7 +131,6 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         self._with_masters = [weight for name, weight in persistent if not noted[name]]
 
     def create_local_plan(self) -> LoadPlan:
-        """See ``LoadPlanner``."""
         if self.metadata is None:
             raise RuntimeError(
                 "checkpoint: the planner has no metadata; call set_up_planner with it"
@@ -164,11 +151,8 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         return [self.lookup_tensor(item.dest_index).detach() for item in items]
 
     def misfits(self, *, casts: bool) -> list[str]:
-        """Return a text for each entry of the state that the checkpoint lacks or has otherwise.
-
-        Args:
-            casts: Whether another floating-point dtype will do.
-        """
+        """Return a text for each entry that the checkpoint lacks or stores differently; ``casts`` allows other float
+        dtypes."""
         if self.metadata is None:
             return []
         stored = self.metadata.state_dict_metadata
@@ -179,7 +163,6 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         return [text for text in texts if text is not None]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See ``LoadPlanner``."""
         loaded = read_value(value)
         # ``mappings`` is DCP's: from the flat name to the path in the nested state. DCP would write
         # into its own flat dictionary, of which the caller sees nothing.
@@ -190,7 +173,6 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         holder[_own_key(holder, last)] = loaded
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """See ``LoadPlanner``."""
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
@@ -200,24 +182,21 @@ class HybridLoadPlanner(DefaultLoadPlanner):
 
 
 def _is_noted(weight: HybridTensor, addresses: set[int]) -> bool:
-    """Whether what is loaded into a weight is its master from then on: not if that is loaded with
-    it, or was before.
-    """
+    """Return whether loaded bytes become the weight's master: not if a master is, or was, loaded at the same
+    address."""
     current = weight.high_precision.current
     return current is None or not (weight.high_precision.loaded or current.data_ptr() in addresses)
 
 
 def _own_key(holder: object, key: str | int) -> object:
-    """Return the key of ``holder`` that is ``key`` as text: torch makes text of an optimizer's
-    numbers.
-    """
+    """Return the key of ``holder`` whose text is ``key``: torch stores integer keys of optimizers as text."""
     if not isinstance(holder, dict) or key in holder:
         return key
     return next((own for own in holder if str(own) == key), key)
 
 
 def _misfit(stored: STORAGE_TYPES | None, value: object, *, casts: bool, name: str) -> str | None:
-    """Return a text that tells how the stored entry differs from ``value``, or None if it fits."""
+    """Return how the stored entry differs from ``value``, or None if it fits."""
     if stored is None:
         return f"{name} is not in it"
     if not isinstance(stored, TensorStorageMetadata):

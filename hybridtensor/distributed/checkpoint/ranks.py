@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ranks hold parts of a model, whether FSDP2 has gathered them now or not."""
+    """Return whether ranks hold shards of a model, gathered or not."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return True
     return any(isinstance(t, DTensor) for t in (*model.parameters(), *model.buffers()))
@@ -26,7 +26,7 @@ def is_sharded(model: nn.Module) -> bool:
 def together(
     who: str, model: nn.Module, timeout: datetime.timedelta
 ) -> Callable[[Callable[[], T]], T]:
-    """Return a function that does work: on all ranks of a sharded model alike, or else alone."""
+    """Return a function that runs work on all ranks of a sharded model, or on this one alone."""
     if is_sharded(model):
         ranks = Ranks(who, None, timeout)
         if ranks.size > 1:

@@ -1,4 +1,4 @@
-"""Load the newest checkpoint of a folder that is what was written, and tell which are."""
+"""Load the newest intact checkpoint of a folder, and report which steps are damaged."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _put(
     restoration: Restoration,
     former: Former,
 ) -> None:
-    """Put what was read in its places, on all ranks, or leave what was there on all of them."""
+    """Write the staged tensors in place on all ranks, or restore the former ones on all of them."""
 
     def put() -> None:
         planner.finish_plan(plan)
@@ -128,7 +128,7 @@ def _put(
 def _read_newest(
     ranks: Ranks, root: Path, step: int | None, checked: Callable[[Path], Checked]
 ) -> tuple[int, HybridLoadPlanner, Restoration, LoadPlan, Staged]:
-    """Read the newest intact step, or ``step``, and return its number and what was read."""
+    """Read the newest intact step, or ``step``; return its number and the staged values."""
     found = ranks.first(lambda: steps(root))
     if step is not None:
         found = {number: path for number, path in found.items() if number == step}
@@ -154,7 +154,7 @@ def _read_newest(
 
 
 def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
-    """Return the defects of a step as texts, on all ranks the same."""
+    """Return the defects of a step, the same on all ranks."""
     told = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
     wrong = list(dict.fromkeys(text for _, texts in told for text in texts))
     others = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
@@ -164,7 +164,7 @@ def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
 
 
 def _problems(path: Path, number: int, share: tuple[int, int]) -> tuple[str, list[str]]:
-    """Return the digest of a step's manifest, and what is wrong with a rank's share of the step."""
+    """Return the digest of a step's manifest, and the defects of this rank's share of its files."""
     found = problems(path, number, share)
     return "" if found else digest_file(path / MANIFEST)[1], found
 
@@ -173,9 +173,7 @@ Checked = tuple[HybridLoadPlanner, Restoration, Metadata]
 
 
 def _checked(path: Path, training: Training, any_recipe: bool) -> Checked:
-    """Return planner, restoration and metadata of a step, after checking all that can be checked
-    without changing anything.
-    """
+    """Return planner, restoration and metadata of a step after all checks that need no writes."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
     training.check_entries(manifest)
@@ -199,9 +197,8 @@ def _read(
     metadata: Metadata,
     read: list[tuple[LoadPlan, Staged]],
 ) -> str:
-    """Append the plan of this rank to ``read``, and its values, which are in no place yet; return
-    why they cannot be read, or ``""``.
-    """
+    """Stage this rank's plan on the host and append it to ``read``; return the reason if it cannot be read, or
+    ``""``."""
     # The steps of ``dcp.load`` in their order, without its collectives: every rank reads its own
     # part, and writes nothing before all have read theirs
     reader = SafeReader(path)
@@ -234,10 +231,9 @@ def _check(
 
 
 class Verified(Printed, dict[int, list[str]]):
-    """What ``verify`` found: what is wrong with each step, the newest first."""
+    """The defects of each step, newest first."""
 
     def __rich__(self) -> Table:
-        """Render damaged steps, and how many are good."""
         from rich import box
         from rich.table import Table
         from rich.text import Text

@@ -30,17 +30,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 class Restoration:
-    """How a checkpoint becomes the state of a training.
-
-    Args:
-        training: What is loaded into.
-        manifest: Of the checkpoint.
-        metadata: Of the checkpoint.
-
-    Attributes:
-        target: What the planner loads into, mostly the memory of the state itself.
-        begun: Objects with a state dict that were asked to take another one.
-    """
+    """Plan for loading a checkpoint into a training: ``target`` is what the planner loads into, mostly in place."""
 
     def __init__(self, training: Training, manifest: Manifest, metadata: Metadata) -> None:
         self.training = training
@@ -73,7 +63,7 @@ class Restoration:
                 self.target[entry] = self._other(entry, kind, metadata)
 
     def _other(self, entry: str, kind: str, metadata: Metadata) -> object:
-        """Return memory for an object with a state dict, or for data."""
+        """Return a load target for data, or for an object with a state dict."""
         value = self.training.state[entry]
         own = value.state_dict() if kind == "stateful" else value
         # ``planner_data`` is private to torch's planners: the path of each flat name. Without it
@@ -93,7 +83,6 @@ class Restoration:
         return self._weights.get(full) == self.training.weights.get(full)
 
     def _add(self, entry: str, name: str, value: object) -> None:
-        """Plan one tensor of a module."""
         weight = weight_of_state(name)
         if weight is not None and not self._same(f"{entry}.{weight}"):
             return  # load_state_dict starts it afresh
@@ -142,9 +131,7 @@ class Restoration:
             self._after.append(lambda: _take_values(parameter, values, master))
 
     def extra(self, metadata: Metadata, planned: set[str]) -> list[str]:
-        """Return the tensors that a checkpoint has of the modules that are loaded, and the modules
-        lack.
-        """
+        """Return the tensors that a checkpoint has of the loaded modules and that these lack."""
         found = []
         for flat in metadata.state_dict_metadata:
             entry, _, name = flat.partition(".")
@@ -156,11 +143,11 @@ class Restoration:
         return found
 
     def _read_of(self, entry: str, name: str, value: object) -> Any:
-        """Return tensors as they are, which were read in place, and else what was read."""
+        """Return tensors unchanged, which were read in place, and the loaded value of anything else."""
         return value if isinstance(value, Tensor) else self.target[entry][name]
 
     def finish(self) -> None:
-        """Have modules, optimizers and other objects take what was loaded."""
+        """Load what was read into modules, optimizers and other stateful objects."""
         training = self.training
         for entry, loaded in self._loaded.items():
             if loaded:
@@ -180,7 +167,7 @@ class Restoration:
                 training.state[entry].load_state_dict(_as_in(own, self.target[entry]))
 
     def fill(self) -> None:
-        """Put data into the state; the last step, which no object takes part in."""
+        """Write data into the state: last, because no object's ``load_state_dict`` can fail after it."""
         state = self.training.state
         self._former.append((state, dict(state)))
         for entry, kind in self.training.kinds.items():
@@ -208,14 +195,7 @@ def _face_tails(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TYPES]]) -> object:
-    """Return the state of an entry in new containers, with room for keys and items that are stored
-    of it and that it lacks.
-
-    Args:
-        own: What the entry has.
-        entry: Its name.
-        stored: Paths, which begin with the entry, and metadata of what is stored of it.
-    """
+    """Return an entry in new containers, extended by the keys and items that the checkpoint has beyond them."""
     missing = [
         (path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])
     ]
@@ -229,7 +209,7 @@ def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TY
 
 
 def _leads_to_value(value: object, path: Path) -> bool:
-    """Whether there is something other than a container where a path leads."""
+    """Return whether ``path`` leads to something other than a container."""
     for key in path:
         if isinstance(value, (list, tuple)):
             if not isinstance(key, int) or key >= len(value):
@@ -261,9 +241,7 @@ def _as_in(own: object, loaded: object) -> object:
 
 
 def _filled(own: object, loaded: object, former: list[tuple[Any, Any]]) -> object:
-    """Return ``own`` with what was loaded in it, where it is of dictionaries and lists; ``former``
-    gets each of these and what it held.
-    """
+    """Load into nested dictionaries and lists in place; ``former`` collects each container with its old contents."""
     if isinstance(own, dict) and isinstance(loaded, dict):
         former.append((own, dict(own)))
         for key, value in loaded.items():
@@ -278,7 +256,7 @@ def _filled(own: object, loaded: object, former: list[tuple[Any, Any]]) -> objec
 
 
 def _place(holder: Any, path: Path, value: object) -> None:
-    """Put a value where a path leads, and make the dictionaries and lists on the way."""
+    """Set the value at a path, creating the dictionaries on the way."""
     key, *rest = path
     if isinstance(holder, list) and isinstance(key, int):
         holder.extend([None] * (key + 1 - len(holder)))
@@ -299,14 +277,14 @@ def _masters(target: object) -> Iterator[object]:
 
 
 def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for the values of a persistent weight."""
+    """Allocate a tensor for the high-precision values of a persistent weight."""
     own = local(value)
     mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
     return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
 
 
 def _persistent(parameter: nn.Parameter) -> HybridTensor:
-    """Return this rank's part of a persistent weight."""
+    """Return the local tensor of a persistent weight."""
     weight = local(parameter)
     if not isinstance(weight, HybridTensor):
         raise TypeError(
@@ -322,7 +300,7 @@ def _refresh(parameter: nn.Parameter, master: Tensor) -> None:
 
 
 def _take_values(parameter: nn.Parameter, values: Tensor, master: Tensor | None) -> None:
-    """Quantize a persistent weight from values, which its master gets too."""
+    """Quantize a persistent weight from high-precision values, and write them to its master."""
     weight, own = _persistent(parameter), local(values)
     if master is not None:
         local(master).copy_(own)

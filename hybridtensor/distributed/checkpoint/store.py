@@ -1,9 +1,4 @@
-"""A folder of checkpoints, one per step, that survives what happens to runs and disks.
-
-A step is written into a hidden folder, every file with a digest; then a manifest; then everything
-is brought to the disk and the folder is renamed. A step that is there was finished, and its
-manifest tells whether it is still what was written.
-"""
+"""A folder of checkpoints, one per step: written hidden, with digests and a manifest, then fsynced and renamed."""
 
 from __future__ import annotations
 
@@ -55,7 +50,7 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class _Options:
-    """What ``save`` is asked for; see there."""
+    """The options of ``save``."""
 
     faces: bool
     overwrite: bool
@@ -64,7 +59,7 @@ class _Options:
 
 @dataclass
 class _Write:
-    """A step that is planned and not yet written."""
+    """A planned step that is not yet written."""
 
     ranks: Ranks
     root: Path
@@ -76,7 +71,7 @@ class _Write:
     metadata: Metadata | None
 
     def run(self) -> Path:
-        """Write the step and give it its name."""
+        """Write the step, then rename it."""
         results, files = self.ranks.each(self._write_own)
         everything = self.ranks.gather(lambda: (results, files))
         return self.ranks.first(lambda: self._publish(everything))
@@ -89,7 +84,7 @@ class _Write:
     def _publish(
         self, everything: list[tuple[list[WriteResult], dict[str, tuple[int, str]]]]
     ) -> Path:
-        """Finish the folder, bring it to the disk, and rename it; on the first rank."""
+        """Write the manifest, sync the folder to disk and rename it, on the first rank."""
         if self.metadata is None:
             raise RuntimeError("checkpoint.save: the planner made no metadata on the first rank")
         self.writer.finish(self.metadata, [results for results, _ in everything])
@@ -109,7 +104,7 @@ class _Write:
         return target
 
     def clean(self) -> None:
-        """Remove what a failure left."""
+        """Remove the unfinished folder after a failure."""
         if self.ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -184,11 +179,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def result(self) -> Path:
-        """Wait for the end and return the folder of the step.
-
-        Raises:
-            RuntimeError: What ``save`` would have raised.
-        """
+        """Wait for the end and return the folder of the step."""
         self._asked = True
         self._thread.join()
         if self._error is not None:
@@ -263,7 +254,7 @@ def _planned(
     state: StateDict,
     options: _Options,
 ) -> Iterator[_Write]:
-    """Decide which rank writes what; remove the unfinished folder if anything fails."""
+    """Plan which rank writes what; remove the unfinished folder on failure."""
     folder: Path | None = None
     try:
         root, training = ranks.each(lambda: _given(ranks.who, directory, step, state, options))
@@ -281,7 +272,7 @@ def _planned(
 def _given(
     who: str, directory: str | os.PathLike[str], step: int, state: StateDict, options: _Options
 ) -> tuple[Path, Training]:
-    """Return folder and state, or raise for arguments of the wrong kind."""
+    """Return folder and state; raise for wrong arguments."""
     if step is None:
         raise wrong(who, "the number of a step", step)
     require_flag(who, **vars(options))
@@ -335,10 +326,7 @@ def _plan(
 
 
 def _move_into_place(folder: Path, target: Path) -> None:
-    """Give a finished folder its name; what has it is removed once the new one is on the disk.
-
-    Between the two renames the step is its hidden folder, which ``steps`` finds.
-    """
+    """Rename a finished folder; a former one of that name is moved to a hidden name first and removed afterwards."""
     replaced = None
     if target.exists():
         replaced = replaced_path(target)
@@ -355,9 +343,8 @@ def _move_into_place(folder: Path, target: Path) -> None:
 
 
 def _recover(root: Path) -> None:
-    """Tidy up what crashes left: a step that was being replaced gets its name again, if no other
-    has it; unfinished folders go, and replaced ones where what replaced them is intact.
-    """
+    """Recover from crashes: rename steps whose replacement did not finish, and remove unfinished and replaced
+    folders."""
     for step, path in replaced(root):
         target = step_path(root, step)
         if not target.exists() and not problems(path, step):
@@ -371,7 +358,7 @@ def _recover(root: Path) -> None:
 
 
 def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
-    """Make the hidden folder that a step is written into, and remove those that crashes left."""
+    """Create the hidden folder that a step is written into, and remove leftovers of crashes."""
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         sync_folder(root.parent)

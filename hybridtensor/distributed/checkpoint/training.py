@@ -88,7 +88,7 @@ class Training:
 
     @property
     def groups(self) -> dict[str, list[list[str]]]:
-        """Names of parameters in each group of each optimizer."""
+        """Return the names of parameters in each group of each optimizer."""
         return {name: optimizer.groups for name, optimizer in self.optimizers.items()}
 
     def _master(self, entry: str, name: str) -> Tensor | None:
@@ -101,9 +101,8 @@ class Training:
     # -------------------------------------------------------------------------------------------------------
 
     def collect(self, *, faces: bool) -> StateDict:
-        """Return the state dict of every entry; with ``faces=False`` without faces that follow from
-        a master that is saved.
-        """
+        """Return the state dict of every entry; ``faces=False`` omits faces that can be requantized from a saved
+        master."""
         found: StateDict = {}
         for entry, value in self.state.items():
             kind = self.kinds[entry]
@@ -121,7 +120,7 @@ class Training:
         return found
 
     def _rebuilt(self, entry: str, name: str, value: object) -> bool:
-        """Whether the faces of a weight follow from its master alone."""
+        """Return whether the faces of a weight can be requantized from its master alone."""
         weight = local(value) if isinstance(value, Tensor) else None
         return (
             isinstance(weight, HybridTensor)
@@ -153,9 +152,7 @@ class Training:
         ]
 
     def check_entries(self, manifest: Manifest) -> None:
-        """Raise ValueError if a checkpoint lacks an entry, has one of another kind, or optimizers
-        with other groups.
-        """
+        """Raise ValueError if a checkpoint lacks an entry, or has another kind of entry or other parameter groups."""
         for name, kind in self.kinds.items():
             if manifest.entries.get(name) != kind:
                 raise ValueError(
@@ -175,7 +172,7 @@ def _kind(value: object) -> str:
 
 
 def has_parts(value: object) -> bool:
-    """Whether there is a tensor in it that is loaded in place, or of which ranks hold parts."""
+    """Return whether a value holds tensors that are loaded in place or sharded."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a load changes beside the memory that it reads into, so that a failed one changes nothing."""
+"""Snapshot of what a load changes besides the tensors it reads into, so that a failed load changes nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ _Memory: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Former:
-    """How modules, optimizers and objects with a state dict are before a load.
-
-    Args:
-        training: What is loaded into.
-        places: Memory whose values someone else keeps.
-    """
+    """The state of modules, optimizers and stateful objects before a load, except memory in ``places``."""
 
     def __init__(self, training: Training, places: Iterable[Tensor]) -> None:
         kept = {_memory(place) for place in places}
@@ -47,11 +42,8 @@ class Former:
         ]
 
     def restore(self, begun: Collection[str]) -> list[str]:
-        """Have everything as it was; return a text for each entry that refuses.
-
-        Args:
-            begun: Objects with a state dict that were asked to take another one.
-        """
+        """Restore everything; return a text for each entry that refuses. ``begun`` objects were asked to load
+        another state."""
         refused = []
         stateful = [(entry, undo) for entry, undo in self._stateful if entry in begun]
         with torch.no_grad():
@@ -68,7 +60,7 @@ def _memory(tensor: Tensor) -> _Memory:
 
 
 def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Callable[[], None]]:
-    """Yield what gives a module its parameters, buffers and extra state again, but not memory that is kept."""
+    """Yield functions that restore a module's parameters, buffers and extra state, except memory in ``places``."""
     parts = [local(t).detach() for t in (*module.parameters(), *module.buffers())]
     yield from of_parts(parts, kept)
     for part_of in module.modules():
@@ -81,7 +73,7 @@ def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Cal
 def of_parts(
     parts: Iterable[Tensor], kept: Collection[_Memory] = ()
 ) -> Iterator[Callable[[], None]]:
-    """Yield what gives tensors, plain or of ours, their bytes again, and their values in high precision."""
+    """Yield functions that restore the bytes and high-precision values of tensors, plain or of this library."""
     tensors = []
     for part in parts:
         tensors += flatten(part)[0]
@@ -103,7 +95,7 @@ def _write(tensor: Tensor, former: Tensor) -> None:
 
 
 def of_slots(holder: HighPrecisionValues) -> Callable[[], None]:
-    """Return what gives an object with ``__slots__`` its attributes again."""
+    """Return a function that restores the attributes of an object with ``__slots__``."""
     former = {name: getattr(holder, name) for name in type(holder).__slots__}
 
     def undo() -> None:
@@ -114,10 +106,8 @@ def of_slots(holder: HighPrecisionValues) -> Callable[[], None]:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that restores the attributes, state and groups that an optimizer has now.
-
-    ``load_state_dict`` of torch makes new ones of the last two; others may change the former ones.
-    """
+    """Return a function that restores an optimizer's attributes, state and groups, which ``load_state_dict``
+    replaces."""
     attributes = dict(vars(optimizer))
     groups = [(group, dict(group)) for group in optimizer.param_groups]
     own = not isinstance(optimizer, MasterWeights)  # whose state is that of the inner one

@@ -1,9 +1,4 @@
-"""What ranks agree on before they gather: the recipes, once, and the largest magnitudes, once per
-step.
-
-One MAX all-reduce serves all weights under one root: the first gather that finds a weight written
-since the last reduction reduces for all of them.
-"""
+"""Collectives before a gather: comparing recipes once, and one MAX all-reduce of amaxes per step for a whole root."""
 
 from __future__ import annotations
 
@@ -40,15 +35,8 @@ _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that a
 
 
 def check_recipes(shards: Sequence[Shard]) -> None:
-    """Raise on every rank unless all ranks have the same weights and recipes: gathers of other
-    sizes would hang.
-
-    Args:
-        shards: All weights under one root.
-
-    Raises:
-        RuntimeError: If ranks differ, on all of them.
-    """
+    """Raise RuntimeError on every rank unless all have the same weights and recipes: other sizes would hang
+    all-gathers."""
     facts = {
         f"weight {index} {tuple(shard.sharded.size)}": f"{shard.config} ({shard.config.fingerprint()[:8]})"
         for index, shard in enumerate(shards)
@@ -60,12 +48,7 @@ def check_recipes(shards: Sequence[Shard]) -> None:
 
 
 def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
-    """Reduce the largest magnitudes of all shards of one process group, in one collective.
-
-    Args:
-        pairs: Shards that need it, on every rank in the same order, and the values of this rank's
-            parts.
-    """
+    """All-reduce the amaxes of all shards of one process group in one collective; the same order on every rank."""
     shards, first = [shard for shard, _ in pairs], pairs[0][0]
     if first.exchange is None or not first.exchange.is_of(shards):
         with torch.inference_mode(False):
@@ -74,11 +57,7 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
 
 
 class Exchange:
-    """The largest magnitudes of several shards: one tensor that stays, and what fills it.
-
-    Args:
-        shards: On every rank in the same order.
-    """
+    """One buffer of amaxes for several shards, and the prepared casts that fill it."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self._shards, self._plans = shards, [shard.plan for shard in shards]
@@ -99,14 +78,14 @@ class Exchange:
         )
 
     def is_of(self, shards: list[Shard]) -> bool:
-        """Whether this is for those shards, and as they are gathered now."""
+        """Return whether this exchange was built for those shards and their present local tensors."""
         if len(shards) != len(self._shards):
             return False
         known = zip(shards, self._shards, self._plans, strict=True)
         return all(shard is mine and shard.plan is plan for shard, mine, plan in known)
 
     def reduce(self, parts: list[Tensor]) -> None:
-        """Measure the values of this rank's parts, and reduce over the ranks."""
+        """Compute the amaxes of the local shards, and all-reduce them."""
         self._order.take(self._all)
         self._all.zero_()
         self._measure_tensors(parts)
@@ -118,7 +97,7 @@ class Exchange:
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
 
     def _measure_tensors(self, parts: list[Tensor]) -> None:
-        """Measure the parts of which one amax is wanted, all in one launch."""
+        """Compute the single-amax shards in one launch."""
         chosen = [
             index
             for index, (plan, part) in enumerate(zip(self._plans, parts, strict=True))
@@ -130,7 +109,7 @@ class Exchange:
             torch._foreach_copy_(outs, [amax for amax, _ in found])
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
-        """Measure one part; how that is done is kept for values that lie as these do."""
+        """Compute the amaxes of one shard; the prepared cast is cached by ``place_of``."""
         place, (seen, measure) = place_of(values), self._measures[index]
         if seen != place:
             measure = _prepared(shard.plan, shard.sharded.rank, values)
@@ -139,18 +118,17 @@ class Exchange:
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return where and how a tensor lies: a cast prepared for it serves another one there."""
+    """Return a tensor's address, layout, dtype and device: a prepared cast serves any tensor with the same key."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _measure_nothing(values: Tensor, out: Tensor) -> None:
-    """Stand for a measurement that is not prepared yet."""
+    """Placeholder of a measurement that is not prepared yet."""
 
 
 def _prepared(plan: Plan, rank: int, values: Tensor) -> Measure:
-    """Return a function that writes the amaxes of this rank's values into a part of the exchange,
-    ``plan.amaxes`` flattened.
-    """
+    """Return a function that writes the amaxes of a local shard into a slice of the exchange (``plan.amaxes``,
+    flat)."""
     if plan.reduce == "column":
         return ops.prepare(values, CastRequest(None, Cast(FP8_E4M3_ROW))).measure_into
     return functools.partial(_measure_blocks, plan, rank)
@@ -161,9 +139,7 @@ def _measure_blocks(plan: Plan, rank: int, values: Tensor, out: Tensor) -> None:
 
 
 def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:
-    """Return the largest magnitudes of this rank's square blocks, fp32 of shape ``plan.amaxes``; 0
-    for the others.
-    """
+    """Return the amaxes of this rank's square blocks, fp32 of shape ``plan.amaxes``, with 0 for other ranks' blocks."""
     before, after = around(plan, rank)
     mine = block_amax(F.pad(values, (0, 0, before, after)), (plan.block, plan.block))
     amaxes = mine.new_zeros(plan.amaxes)
@@ -172,6 +148,6 @@ def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:
 
 
 def around(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return the numbers of rows before and after a shard that whole blocks lack."""
+    """Return the numbers of rows before and after a shard that complete its first and last block."""
     begin, end = rank * plan.rows, (rank + 1) * plan.rows
     return begin % plan.block, -end % plan.block

@@ -22,19 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ready:
-    """What one kind of gather has of a payload, which alone keeps it alive.
-
-    Args:
-        payload: What is sent.
-        shards: The weights.
-        wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
-        names: Of each, what is sent.
-        bundle: To which they belong.
-
-    Attributes:
-        answers: Of each weight.
-        buffers: What all ranks sent, with memory during a gather.
-    """
+    """The payload of one kind of gather with views of it, and the buffers that receive all ranks' payloads."""
 
     def __init__(
         self,
@@ -64,7 +52,7 @@ class Ready:
         self._of: tuple[object, ...] = ()
 
     def unpack(self, received: Sequence[Tensor]) -> None:
-        """Fill the faces of all weights from what all ranks sent."""
+        """Write the received bytes into the faces of all weights."""
         of = (
             *(shard.faces for shard in self._shards),
             *(flat.untyped_storage()._cdata for flat in received),
@@ -92,7 +80,7 @@ class Ready:
 
 
 def _known(shard: Shard) -> GatheredFaces:
-    """Return the faces of a weight that was received."""
+    """Return the faces that a received payload contains."""
     if shard.faces is None:
         raise RuntimeError(f"fully_shard: no hook received the weight {shard.sharded.size}")
     return shard.faces
@@ -135,16 +123,8 @@ class Bundle:
     # -- before the gather
 
     def prepare(self, parts: Sequence[Weight], time: int, recorded: bool) -> list[Answer] | None:
-        """Make the bytes of this rank's parts, those that are not as they were made last.
-
-        Args:
-            parts: The parts.
-            time: Changes whenever a weight of the group may have.
-            recorded: Whether something records what runs.
-
-        Returns:
-            What the first hook of each weight returns; None if a copy of the part, which it gets, must be sent.
-        """
+        """Quantize the local shards that changed since the last payload; return each weight's hook result, or None
+        to copy it first."""
         if self._time != time:
             replayed = any(shard.replayed for shard in self._shards)
             self._time, self._may_keep = time, self._keeps and not replayed
@@ -165,12 +145,7 @@ class Bundle:
         return None if comes_later else ready.answers
 
     def send(self, place: int, tensor: Weight) -> Answer:
-        """Make the bytes of one of the weights, and return what its first hook returns.
-
-        Args:
-            place: Which weight.
-            tensor: A copy of this rank's part where it is gathered.
-        """
+        """Quantize a copy of one local shard, and return its ``fsdp_pre_all_gather`` result."""
         payload: Any = self._payload
         shard = self._shards[place]
         shard.order_amaxes()
@@ -181,7 +156,7 @@ class Bundle:
     # -- after the gather
 
     def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
-        """Take what FSDP2 received for one of the weights: fill the faces of all of them, if it is the last one."""
+        """Record one received weight; the last one unpacks the faces of all."""
         if place == self.sender:
             self._received = outputs
         payload = self._payload
@@ -199,7 +174,7 @@ class Bundle:
     # -- what is sent
 
     def _to_pass(self, recorded: bool) -> Payload:
-        """Return a payload that has memory for one gather."""
+        """Return a payload for one gather, without caching."""
         if self._keeps and not recorded:
             self._keeper.kept.pop(self._shards, None)
         if self._passing is None:
@@ -238,7 +213,7 @@ class Bundle:
     def _make(
         self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, keeps: bool
     ) -> None:
-        """Make the bytes of some weights."""
+        """Quantize some weights into the payload."""
         order, casts, values = None, [], []
         for index in chosen:
             shard, share, part = self._shards[index], payload.shares[index], parts[index]
@@ -260,7 +235,7 @@ class Bundle:
                 payload.shares[index].seen = self._shards[index].seen
 
     def _remake(self, shard: Shard, share: Share, part: MasterWeight) -> Remake | None:
-        """Make the bytes of a weight that are kept, or return the cast that makes them of the plain tensor."""
+        """Requantize a cached weight, or return the cast so that one launch does several."""
         state, plain = part.state, part.plain
         others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))
         again = share.again(plain, others)

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """A rank's part of a weight, and the values that it is quantized from.
-
-    Attributes:
-        shard: What FSDP2 shards.
-        part: The part.
-        values: Its values, as the recipe quantizes them.
-    """
+    """A local shard and the high-precision values that it is quantized from."""
 
     shard: Shard
     part: Any
@@ -30,11 +24,7 @@ class Written(NamedTuple):
 
 
 def renew(written: Sequence[Written]) -> None:
-    """Take the common scales of weights, in one collective for each that needs its own.
-
-    Every rank calls it with its parts of the same weights, after the amaxes of those that need them
-    were reduced over the ranks: they are not measured again.
-    """
+    """Update common scales in one collective per process group, after per-weight amaxes were reduced; on every rank."""
     for scale, members in by_scale(written, lambda one: one.part):
         order_of(scale).take(members[0].values)
         known = [

@@ -20,15 +20,7 @@ _DIRECTIONS = (ROW, COLUMN)
 
 
 class GatheredFaces:
-    """The faces of a gathered weight: tensors that stay, with memory that comes and goes.
-
-    Args:
-        plan: How the weight is gathered.
-        size: ``[N, K]``, or ``[E, N, K]`` as linear layers have them.
-        dtype: Of the computation.
-        device: Where it is gathered.
-        transposed: Whether a stack is stored ``[E, K, N]``: then faces are those of that.
-    """
+    """The faces of a gathered weight: persistent tensor objects whose storage is resized for each gather."""
 
     def __init__(
         self,
@@ -73,7 +65,7 @@ class GatheredFaces:
 
     @staticmethod
     def _as_stored(face: FaceTensor) -> FaceTensor:
-        """Return a face of a stack as one of the stack that is stored transposed; values lie so."""
+        """Return a face transposed as the stack is stored."""
         of_values = isinstance(face, IdentityTensor) and not isinstance(
             face.source, QuantizedTensor
         )
@@ -83,7 +75,7 @@ class GatheredFaces:
     def _empty(
         plan: Plan, direction: str, size: tuple[int, ...], device: torch.device
     ) -> list[Tensor]:
-        """Return the tensors of a quantized face, not filled."""
+        """Allocate the tensors of a quantized face, uninitialized."""
         fmt = plan.face(direction).format
         other, contraction = size[-2:] if direction == ROW else size[:-3:-1]
         if plan.matrix is None:
@@ -92,7 +84,7 @@ class GatheredFaces:
 
     @staticmethod
     def _name(plan: Plan, direction: str) -> str:
-        """Return the name of the tensors of a face."""
+        """Return the payload name of a face's tensors."""
         if direction == COLUMN and plan.column.kind == "held":
             return ROW
         return "values" if plan.face(direction).format.is_identity else direction
@@ -112,15 +104,7 @@ class GatheredFaces:
     def add_alike(
         self, copies: Copies, share: Share, names: tuple[str, ...], wanted: tuple[bool, bool]
     ) -> None:
-        """Add copies of what all shards have alike; one tensor is for both faces if one is the transpose of
-        the other.
-
-        Args:
-            copies: Gets them.
-            share: What this rank sends.
-            names: What of it is asked for.
-            wanted: Whether the rowwise face is, and the columnwise one.
-        """
+        """Add copies of the tensors that are equal on all shards; both faces share one if they are transposes."""
         for (direction, index), alike in share.alike.items():
             if direction in names:
                 targets = [direction]
@@ -130,7 +114,6 @@ class GatheredFaces:
                     copies.add(self.tensors[target][index], alike)
 
     def of(self, direction: str) -> list[Tensor]:
-        """Return the tensors of one face."""
         return self.tensors[self._names[direction]]
 
     def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
@@ -149,11 +132,11 @@ class GatheredFaces:
 
     @property
     def values(self) -> Tensor | None:
-        """The values, if forward reads them; there with the rowwise face."""
+        """Return the high-precision weight, if forward reads it; allocated together with the rowwise face."""
         return self.tensors["values"][0] if self._plan.read else None
 
     def take_faces(self, made: Faces) -> None:
-        """Copy faces that were quantized after the gather, the rowwise one and the columnwise one."""
+        """Copy faces that were quantized after the gather."""
         for direction, face in zip(_DIRECTIONS, made, strict=True):
             if face is not None:
                 turned = self.transposed and self._names[direction] == "values"
@@ -161,11 +144,11 @@ class GatheredFaces:
                     target.copy_(new.transpose(-2, -1) if turned else new)
 
     def stored(self, direction: str) -> FaceTensor:
-        """Return a face of the weight as it is stored, which may have no memory now."""
+        """Return a face of the weight as stored, which may have no storage now."""
         return self.row if direction == ROW else self.column
 
     def is_there(self, direction: str) -> bool:
-        """Whether a face of the weight as it is stored has memory."""
+        """Return whether a face of the weight as stored has storage."""
         if self.transposed:  # the plan's directions are those of its transpose
             direction = COLUMN if direction == ROW else ROW
         elements = self.of(direction)[0]

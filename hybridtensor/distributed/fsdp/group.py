@@ -1,4 +1,4 @@
-"""The converted weights that FSDP2 gathers together: what is done once for all of them in every gather."""
+"""The converted weights that FSDP2 gathers together, and the work done once per gather for all of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 
 class Gather:
-    """One kind of gather: which faces of which weights, and with what they are sent.
-
-    Args:
-        group: The weights.
-        wants: Whether FSDP2 wants the rowwise face, and the columnwise one.
-    """
+    """One kind of gather: which faces FSDP2 requests of which weights, and their bundle."""
 
     def __init__(self, group: WeightGroup, wants: tuple[bool, bool]) -> None:
         self._wanted = [shard.wants(*wants) for shard in group.shards]
@@ -46,13 +41,7 @@ class Gather:
         self._needed: list[tuple[Sharded, list[Tensor]]] = []
 
     def begin(self, parts: Sequence[Weight], time: int) -> Sequence[Answer | None]:
-        """Prepare what this rank sends of all weights, and return what their first hooks return; None of those
-        that get there what they need.
-
-        Args:
-            parts: Its parts of them.
-            time: See ``Bundle.prepare``.
-        """
+        """Prepare the payload of all weights; return the hook result of each, or None where it must be copied first."""
         if len(self._needed) < len(self._shards):  # faces are known after the first gather
             pairs = [
                 (s.sharded, s.needed(w)) for s, w in zip(self._shards, self._wanted, strict=True)
@@ -72,7 +61,7 @@ class Gather:
         return answers
 
     def send(self, index: int, tensor: Weight) -> Answer:
-        """Answer ``fsdp_pre_all_gather`` of a weight whose payload was not prepared."""
+        """Return the ``fsdp_pre_all_gather`` result of a weight whose payload was not prepared."""
         place = self._places.get(index)
         if place is not None:
             bundle, number = place
@@ -82,17 +71,7 @@ class Gather:
 
 
 class WeightGroup:
-    """The converted weights that FSDP2 gathers together, from gather to gather.
-
-    FSDP2 calls the first hook of each, in its order: the first call prepares what is sent of all.
-
-    Args:
-        sharded: One of the parameters.
-
-    Attributes:
-        shards: The weights, in FSDP2's order.
-        kept: What was made to be sent, by the weights it is of, until one is no more.
-    """
+    """The converted weights that FSDP2 gathers together, from gather to gather."""
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
@@ -105,12 +84,8 @@ class WeightGroup:
         self._gather: Gather | None = None
 
     def send(self, shard: Shard, tensor: Weight) -> Answer:
-        """Answer ``fsdp_pre_all_gather`` of a weight.
-
-        Args:
-            shard: The weight.
-            tensor: This rank's part, or a copy of it where it is gathered.
-        """
+        """Return the ``fsdp_pre_all_gather`` result of a weight; ``tensor`` is the local shard, or a copy on another
+        device."""
         gather, answer = self._gather, None
         if gather is None or shard.turn is None:
             gather = self._gather = self._begin()
@@ -120,7 +95,7 @@ class WeightGroup:
         return answer or gather.send(self.shards.index(shard), tensor)
 
     def _begin(self) -> Gather:
-        """Agree with the other ranks on what is gathered now, and prepare it."""
+        """Exchange amaxes with the other ranks, and prepare the payload."""
         sharded = self._sharded
         every = sharded.parts_of_the_group()
         kinds = [type(part) for part in every]
@@ -149,7 +124,7 @@ class WeightGroup:
         return gather
 
     def _enroll(self, parts: Sequence[Tensor]) -> None:
-        """Take the weights that are converted now."""
+        """Add the weights that are converted now."""
         self._indices = [i for i, part in enumerate(parts) if isinstance(part, InterceptingTensor)]
         every = self._sharded.of_the_group()
         self.shards = [shard_of(every[index]) for index in self._indices]
@@ -158,21 +133,21 @@ class WeightGroup:
             shard.gathers = self._gathers
 
     def _drop_old_plans(self) -> None:
-        """Let go of what was made by other plans."""
+        """Drop cached payloads of former recipes."""
         for shards, payload in list(self.kept.items()):
             plans = [shard.plan for shard in shards]
             if any(old.plan is not plan for old, plan in zip(payload.sendings, plans, strict=True)):
                 del self.kept[shards]
 
     def forget(self, dead: weakref.ref[Tensor]) -> None:
-        """Let go of what was made of a part that is no more: the model was moved, or loaded anew."""
+        """Drop cached payloads of local shards that no longer exist: the model was moved or reloaded."""
         for shards, payload in list(self.kept.items()):
             if any(share.of is dead for share in payload.shares):
                 self.kept.pop(shards, None)
 
 
 def group_of(sharded: Sharded) -> WeightGroup:
-    """Return the group of a parameter that FSDP2 holds, made at the first call."""
+    """Return the group of an FSDP2 parameter, created at the first call."""
     # An attribute of FSDP2's own record, as for ``shard_of``
     group: WeightGroup | None = getattr(sharded.group, "_hybridtensor_group", None)
     if group is None:

@@ -45,9 +45,7 @@ _DIRECTIONS = (ROW, COLUMN)
 
 
 def part_of(weight: Tensor) -> Any:
-    """Return this rank's part of a weight that FSDP2 shards, gathered or not; any other weight as
-    it is.
-    """
+    """Return the local tensor of a weight that FSDP2 shards; any other weight unchanged."""
     part = local(weight)
     if isinstance(part, HybridTensor) and part.record.gathered is not None:
         return part.record.gathered.sharded.tensor
@@ -55,17 +53,13 @@ def part_of(weight: Tensor) -> Any:
 
 
 def let_go(weight: Tensor) -> None:
-    """Have a gathered weight gathered anew before its next use."""
+    """Free a gathered weight, so that it is gathered again before its next use."""
     if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
         weight.record.gathered.sharded.let_go()
 
 
 def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:
-    """Return the shard whose part ``tensor`` is, a parameter of ``module``.
-
-    Raises:
-        NotImplementedError: If FSDP2 does not know it.
-    """
+    """Return the shard record of a parameter of ``module``; raise NotImplementedError if FSDP2 does not know it."""
     record = tensor.record
     known: Shard | None = None if record.shard is None else record.shard()
     if known is not None and _is_part(known, tensor):
@@ -84,7 +78,7 @@ def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:
 
 
 def _is_part(shard: Shard, tensor: InterceptingTensor) -> bool:
-    """Return whether a tensor is this rank's part, or a copy of it on another device."""
+    """Return whether a tensor is the local shard, or a copy of it on another device."""
     mine = shard.sharded.tensor
     return isinstance(mine, InterceptingTensor) and (
         mine.record is tensor.record or (mine.layer is tensor.layer and mine.shape == tensor.shape)
@@ -92,9 +86,7 @@ def _is_part(shard: Shard, tensor: InterceptingTensor) -> bool:
 
 
 def shard_of_part(part: HybridTensor) -> Shard | None:
-    """Return the shard whose part this is, a persistent weight or an alias of it; None if FSDP2
-    does not shard it.
-    """
+    """Return the shard record of a persistent weight's local shard or an alias of it, or None without FSDP2."""
     if part.taken is not whole:
         return None
     record = part.record
@@ -115,15 +107,11 @@ def _record_of(sharded: Sharded) -> WeightRecord | None:
 
 
 class _Gathering:
-    """The two hooks; see ``InterceptingTensor``.
-
-    FSDP2 calls them through its private extension point, ``fsdp_pre_all_gather`` and
-    ``fsdp_post_all_gather``, and hands what the first returns beside the tensors to the second.
-    """
+    """The two FSDP2 hooks, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; see ``InterceptingTensor``."""
 
     @staticmethod
     def pre_all_gather(tensor: Any, module: nn.Module) -> Answer:
-        """Return the tensors that this rank sends, and the shard and record for the second half."""
+        """Return the payload, and the shard record and plan for ``post_all_gather``."""
         reference = tensor.record.shard
         known: Shard | None = None if reference is None else reference()
         if known is not None and known.turn is not None:
@@ -148,14 +136,14 @@ class _Gathering:
         dtype: torch.dtype,
         out: Any,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gathered weight, and the tensors whose memory it takes."""
+        """Return the gathered weight, and the tensors whose storage FSDP2 manages."""
         shard, sent = metadata
         gathered = None if out is None else local(out)
         return shard.receive(tensor, outputs, sent, dtype, gathered)
 
     @staticmethod
     def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
-        """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
+        """Raise if shards of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
         shape, num_ranks = tuple(weight.shape), -(-weight.shape[dim] // size)
         if num_ranks == 1:
             return
@@ -169,9 +157,8 @@ class _Gathering:
     def refresh(
         pairs: list[tuple[HybridTensor, Tensor]],
     ) -> list[tuple[HybridTensor, Tensor]]:
-        """Quantize new values into parts of persistent weights, with one reduction for all; return
-        those that are none.
-        """
+        """Quantize new values into local shards of persistent weights with one all-reduce; return the pairs without
+        FSDP2."""
         found, others = [], []
         for part, values in pairs:
             shard = shard_of_part(part)
@@ -190,7 +177,7 @@ InterceptingTensor.gathering = _Gathering()
 
 
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
-    """Quantize values into this rank's parts of persistent weights; on every rank the same weights."""
+    """Quantize values into local shards of persistent weights; every rank passes the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
     written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
     for group in {
@@ -227,19 +214,15 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
 
 
 def _tensors(face: FaceTensor) -> list[Tensor]:
-    """Return the plain tensors of a face that holds its own values."""
+    """Return the plain tensors of a face that owns its data."""
     if isinstance(face, IdentityTensor):
         return [face.source]
     return [tensor for tensor in (face.qdata, face.scale, face.tensor_scale) if tensor is not None]
 
 
 def sharded_as(part: HybridTensor, config: HybridConfig) -> Shard | None:
-    """Return the shard whose part ``part`` is, after checking another recipe; None if FSDP2 does
-    not shard it.
-
-    Raises:
-        ValueError: If a persistent weight cannot be sharded with that recipe.
-    """
+    """Return the shard record of a local shard, or None; raise ValueError if it cannot be sharded with recipe
+    ``config``."""
     shard = shard_of_part(part)
     if shard is None:
         return None
@@ -249,9 +232,7 @@ def sharded_as(part: HybridTensor, config: HybridConfig) -> Shard | None:
 
 
 def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
-    """Give a part of a persistent weight the faces of another recipe, all ranks together; False if
-    it is none.
-    """
+    """Requantize a local shard with another recipe on all ranks; return False if FSDP2 does not shard it."""
     shard = sharded_as(part, config)
     if shard is None:
         return False
@@ -274,7 +255,7 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
 
 
 def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
-    """Return the first ``rows`` rows of a face, with memory of their own."""
+    """Copy the first ``rows`` rows of a face."""
     if face is None:
         return None
     if face.dequantized_rowwise is not None:
@@ -284,14 +265,7 @@ def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
 
 
 class Gathers(NamedTuple):
-    """What FSDP2 sends of a weight.
-
-    Attributes:
-        forward: What is sent before forward.
-        backward: What is sent before backward, where the weight is not kept until then.
-        reason: Why values are sent that could have been quantized before, or what is done otherwise
-            than asked; or "".
-    """
+    """What FSDP2 all-gathers before forward and backward, and the reason for high precision, or ``""``."""
 
     forward: str
     backward: str
@@ -299,9 +273,7 @@ class Gathers(NamedTuple):
 
 
 def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
-    """Return in words what FSDP2 sends of a converted weight of ``module``, a rank's part of it; None
-    if nothing.
-    """
+    """Describe what FSDP2 all-gathers of a converted weight; None without FSDP2."""
     for sharded in locate(module):
         tensor = sharded.tensor
         if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
@@ -325,7 +297,7 @@ def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
 
 
 def _sent(plan: Plan, wanted: tuple[bool, bool], dtype: torch.dtype, master: torch.dtype) -> str:
-    """Return the faces and formats, or the dtype of the values, that are sent."""
+    """Describe the all-gathered faces with their formats, or the dtype in high precision."""
     words = {
         "whole": f"values, {_name(plan.whole_dtype(dtype, master))}",
         "values": f"values, {_name(dtype)}",

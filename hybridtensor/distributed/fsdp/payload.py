@@ -35,33 +35,19 @@ _DIRECTIONS = (ROW, COLUMN)
 
 
 class Sending(NamedTuple):
-    """What is sent of one weight.
-
-    Attributes:
-        plan: How the weight is gathered.
-        names: What ``plan.sends`` names, all that may be asked for.
-        dtype: Of the computation.
-    """
+    """How one weight is sent: its plan, the tensors that may be requested, and the dtype of the computation."""
 
     plan: Plan
     names: tuple[str, ...]
     dtype: torch.dtype
 
     def joined(self, other: Sending) -> Sending:
-        """Return the same with the names of another one, too."""
+        """Return the union of two requests for one weight."""
         return self._replace(names=tuple(dict.fromkeys((*other.names, *self.names))))
 
 
 class Slot(NamedTuple):
-    """A tensor in what is sent.
-
-    Attributes:
-        weight: Index of the weight.
-        name: ``"rowwise"``, ``"columnwise"`` or ``"values"``.
-        piece: The tensor.
-        begin: Where it begins, in bytes.
-        end: Where the next one begins.
-    """
+    """A tensor in the payload, from byte ``begin`` to ``end``, where the next one begins."""
 
     weight: int
     name: str
@@ -72,18 +58,13 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """What shards send.
-
-    Attributes:
-        slots: One after the other: of each name those of all weights.
-        nbytes: Bytes of all.
-    """
+    """The layout of a payload: its slots, grouped by name, and its size in bytes."""
 
     slots: tuple[Slot, ...]
     nbytes: int
 
     def stretches(self, asked: Sequence[tuple[str, ...]]) -> list[Stretch]:
-        """Return the stretches of neighbouring slots, of the names asked for of each weight."""
+        """Return contiguous runs of slots for the names requested of each weight."""
         found: list[list[Slot]] = []
         for slot in self.slots:
             if slot.name in asked[slot.weight]:
@@ -94,28 +75,22 @@ class Wire:
 
 
 class Stretch(NamedTuple):
-    """Slots of what is sent, and what lies between them.
-
-    Attributes:
-        slots: The slots, in order.
-    """
+    """A contiguous run of slots."""
 
     slots: tuple[Slot, ...]
 
     @property
     def begin(self) -> int:
-        """Where it begins, in bytes."""
         return self.slots[0].begin
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.slots[-1].end - self.begin
 
 
 @functools.lru_cache(maxsize=1024)
 def wire(sendings: tuple[Sending, ...]) -> Wire:
-    """Lay out what is sent of weights; values have the dtype of the computation."""
+    """Lay out the payload of several weights; high-precision values have the dtype of the computation."""
     slots, begin = [], 0
     for name in (*_DIRECTIONS, "values"):
         for weight, sending in enumerate(sendings):
@@ -127,7 +102,6 @@ def wire(sendings: tuple[Sending, ...]) -> Wire:
 
 
 def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
-    """Return the tensors of a name that are sent."""
     plan = sending.plan
     if name == "values":
         return (Piece(0, (plan.rows, plan.columns), sending.dtype, 0),)
@@ -139,15 +113,8 @@ def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
 def bytes_per_rank(
     plan: Plan, rowwise: bool, columnwise: bool, dtype: torch.dtype, master: torch.dtype
 ) -> int:
-    """Return the bytes that a rank sends for the faces wanted.
-
-    Args:
-        plan: How the weight is gathered.
-        rowwise: Whether the rowwise face is wanted.
-        columnwise: Whether the columnwise face is wanted.
-        dtype: Of the computation.
-        master: Of the weight.
-    """
+    """Return the bytes that a rank sends for the requested faces; ``dtype`` of the computation, ``master`` of the
+    weight."""
     sent = plan.sends(rowwise, columnwise)
     if sent == ("whole",):
         return plan.rows * plan.columns * plan.whole_dtype(dtype, master).itemsize
@@ -155,19 +122,13 @@ def bytes_per_rank(
 
 
 class Remake:
-    """A cast that makes the bytes of a weight.
-
-    Args:
-        cast: The cast.
-        inputs: What it needs beside the part.
-        out: Where it puts them.
-    """
+    """A prepared cast into the payload, with its inputs besides the local shard."""
 
     def __init__(self, cast: PreparedCast, inputs: CastInputs, out: list[Tensor]) -> None:
         self.cast, self.inputs, self.out = cast, inputs, out
 
     def run(self, values: Tensor) -> None:
-        """Make the bytes from values that lie as the first ones did."""
+        """Run the cast for a tensor with the memory layout of the first one."""
         self.cast.run_into(values, self.out, self.inputs)
 
     def kind(self) -> tuple[object, ...]:
@@ -176,21 +137,8 @@ class Remake:
 
 
 class Share:
-    """What is sent of one weight, in the bytes of all: tensors of its faces, also those that are not sent, because
-    all shards have them alike.
-
-    Args:
-        sending: What is sent of it.
-        slots: Where.
-        memory: The bytes of all.
-
-    Attributes:
-        sending: The same.
-        tensors: Of each name; those that are sent are views of the bytes.
-        alike: Those that are not sent, by name and index.
-        seen: What the bytes were made from, or None.
-        of: The tensor that the bytes were made from.
-    """
+    """One weight's tensors in the payload, as views, and those that need not be sent because all shards have them
+    alike."""
 
     def __init__(self, sending: Sending, slots: Sequence[Slot], memory: Tensor) -> None:
         self.sending, self._slots = sending, slots
@@ -212,7 +160,7 @@ class Share:
                 self._add_alike(name, memory.device)
 
     def _add_alike(self, name: str, device: torch.device) -> None:
-        """Put the tensors that are not sent where they belong in a face."""
+        """Add the tensors that are not sent to the faces."""
         plan = self.sending.plan
         matrix = (plan.rows, plan.columns) if name == ROW else (plan.columns, plan.rows)
         sent = {slot.piece.index for slot in self._slots if slot.name == name}
@@ -232,17 +180,11 @@ class Share:
         return self._again if same else None
 
     def keep(self, again: Remake | None, part: Tensor, others: tuple[object, ...]) -> None:
-        """Keep what made the bytes of ``part`` and ``others``.
-
-        The part is not kept alive: it is the rank's high-precision weight, which may be moved to
-        another device.
-        """
+        """Record the cast of ``part`` and ``others``, holding the part by a weak reference."""
         self._again, self._inputs = again, (place_of(part), others)
 
     def fill(self, name: str, face: Face, first: int, rows: int) -> None:
-        """Take a face of ``rows`` rows from ``first`` on, of a face that was made of more; of a stack
-        all of it.
-        """
+        """Copy rows ``first`` to ``first + rows`` of a quantized face into the payload; of a stack all of it."""
         targets, plan = self.tensors[name], self.sending.plan
         if plan.matrix is not None:
             matrix = plan.matrix if name == ROW else plan.matrix[::-1]
@@ -261,19 +203,8 @@ class Share:
 
 
 class Payload:
-    """What a rank sends of weights that are gathered together.
-
-    Args:
-        sendings: What of each.
-        device: Where they are gathered.
-
-    Attributes:
-        sendings: The same.
-        layout: Where everything is.
-        shares: Of each weight.
-        time: Time of the group as of which the bytes are what is to be sent.
-        answers: What was made of the bytes for each kind of gather, which nobody else keeps alive.
-    """
+    """What a rank sends of weights that are gathered together: one byte tensor, its layout, and views for each
+    weight."""
 
     def __init__(self, sendings: tuple[Sending, ...], device: torch.device) -> None:
         self.sendings, self.layout = sendings, wire(sendings)
@@ -290,11 +221,11 @@ class Payload:
         self._all = [self._bytes, *alike]
 
     def sent(self, stretches: Iterable[Stretch]) -> tuple[Tensor, ...]:
-        """Return stretches of the bytes, uint8 ``[bytes]`` each."""
         return tuple(self._bytes[one.begin : one.begin + one.nbytes] for one in stretches)
 
     def cast(self, casts: list[Remake], values: Sequence[Tensor]) -> None:
-        """Make the bytes of weights, those of one kind together, from values that lie as the first ones did."""
+        """Run the casts of weights, those with one key in one launch, for tensors with the memory layout of the
+        first ones."""
         if casts != self._casts[0]:
             by_kind: dict[object, list[int]] = {}
             for index, cast in enumerate(casts):
@@ -307,22 +238,22 @@ class Payload:
             prepared.run([values[index] for index in indices])
 
     def acquire(self) -> None:
-        """Have memory for the bytes."""
+        """Allocate the storage of the bytes."""
         alloc_storage(self._bytes)
 
     def release(self) -> None:
-        """Have none until they are recomputed."""
+        """Free the storage until the bytes are recomputed."""
         free_storage(self._bytes)
 
     def order(self) -> None:
-        """Let what follows on this stream wait for what the last user's stream does with the bytes."""
+        """Make the current stream wait for the last stream that used the bytes."""
         self._order.take(*self._all)
 
 
 def _together(
     indices: Sequence[int], casts: Sequence[Remake], values: Sequence[Tensor]
 ) -> PreparedList:
-    """Return some of the casts as one."""
+    """Return one cast that does several."""
     chosen = [casts[index] for index in indices]
     return PreparedList(
         [values[index] for index in indices],
@@ -333,13 +264,11 @@ def _together(
 
 
 def by_expert(tensor: Tensor) -> Tensor:
-    """Return a tensor of a stack's face as it lies in memory, a row for each expert."""
+    """Return a tensor of a stack's face as it lies in memory, one row per expert."""
     count, elements = tensor.shape[0], math.prod(tensor.shape[1:])
     return tensor.as_strided((count, elements), (elements, 1))
 
 
 def bytewise(tensor: Tensor) -> Tensor:
-    """Return a view as bytes where elements are bytes: not every dtype of one byte can be copied
-    everywhere.
-    """
+    """View one-byte dtypes as uint8, because not every backend copies FP8."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -89,12 +89,11 @@ class Plan:
     matrix: tuple[int, int] | None = None
 
     def face(self, direction: str) -> FacePlan:
-        """Return the plan of one face."""
         return self.row if direction == ROW else self.column
 
     @functools.cached_property
     def reduce(self) -> str | None:
-        """What shards must know of each other to quantize what they send."""
+        """Which amaxes shards exchange before they quantize."""
         needs = (
             {}
             if self.whole
@@ -104,23 +103,20 @@ class Plan:
 
     @property
     def block(self) -> int:
-        """Extent of the square blocks that shards cut."""
+        """Side length of the square blocks that shards cut."""
         face = self.row if self.row.reduce == "blocks" else self.column
         return face.format.block[0] or 1
 
     @functools.cached_property
     def amaxes(self) -> tuple[int, int]:
-        """Shape of the largest magnitudes that are reduced."""
+        """Shape of the amaxes that are reduced."""
         if self.reduce == "blocks":
             return -(-self.rows * self.num_ranks // self.block), -(-self.columns // self.block)
         return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
 
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        """Return the names of what is sent for the faces wanted: ``"whole"`` alone, or some of
-        ``"rowwise"``, ``"columnwise"``, ``"values"``.
-
-        A face in high precision is ``"values"``, whichever it is.
-        """
+        """Return the names of the tensors sent for the requested faces: ``"whole"``, or ``"rowwise"``,
+        ``"columnwise"``, ``"values"``."""
         held = self.column.kind == "held"
         rowwise, columnwise = rowwise or held, columnwise and not held
         if columnwise and self.transposed and self.row.kind == self.column.kind == "bytes":
@@ -136,24 +132,13 @@ class Plan:
         return tuple(dict.fromkeys(sent))
 
     def whole_dtype(self, dtype: torch.dtype, master: torch.dtype) -> torch.dtype:
-        """Return the dtype of values that are sent ``"whole"``: no rounding before they are
-        quantized.
-        """
+        """Return the dtype of a weight sent ``"whole"``: its own where it is quantized after the gather."""
         return dtype if self.row.format.is_identity and self.column.format.is_identity else master
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a face of a shard that is sent.
-
-    Attributes:
-        index: Which tensor of the face: elements, scales, tensor scales.
-        shape: As it is stored.
-        dtype: Its dtype.
-        dim: The stored dimension along which shards follow each other.
-        rows_per_block: Of scales of blocks that shards cut, how many rows share one; else 0.
-        by_block: Whether scales lie block by block, not row by row.
-    """
+    """A tensor of a shard's face that is sent; see ``rows_per_block`` and ``by_block`` for scales of blocks."""
 
     index: int
     shape: tuple[int, int]
@@ -164,20 +149,16 @@ class Piece:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """As casts lay it out."""
         return (1, self.shape[0]) if self.by_block else (self.shape[1], 1)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
 @functools.lru_cache(maxsize=1024)
 def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece, ...]:
-    """Return the pieces of a face of a shard ``[rows, columns]`` that are sent; tensors that all
-    shards share do not.
-    """
+    """Return the tensors that are sent of a shard's face ``[rows, columns]``; those equal on all shards are not."""
     matrix, dim = ((rows, columns), 0) if direction == ROW else ((columns, rows), 1)
     if fmt.storage is None or fmt.scale_dtype is None:
         raise ValueError(f"pieces: a quantized format is required, got {fmt}")
@@ -205,16 +186,8 @@ def make_plan(
     *,
     turned: bool = False,
 ) -> Plan:
-    """Return the plan by which a weight with the recipe ``config`` is gathered.
-
-    Args:
-        config: The recipe.
-        size: ``(N, K)``.
-        num_ranks: ``R``.
-        dim: The dimension that is sharded.
-        reader: What reads the values, beside linear layers; or "".
-        turned: Whether the weight is stored ``[K, N]``: ``dim`` is one of that.
-    """
+    """Return the plan of a weight ``(N, K)`` sharded along ``dim``; ``turned`` if stored ``[K, N]``; ``reader``
+    reads its values."""
     quantizer: Quantizer = config.weight
     row_quantizer, column_quantizer, of_rowwise = by_direction(quantizer)
     whole, rows = "", -(-size[0] // num_ranks)
@@ -244,9 +217,7 @@ def make_plan(
 
 
 def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
-    """Return the quantizers of both faces, and whether the columnwise one works on what the rowwise
-    one made.
-    """
+    """Return the quantizers of both faces, and whether the columnwise one is requantized from the rowwise data."""
     if isinstance(quantizer, HybridQuantizer):
         return (
             quantizer.rowwise,
@@ -257,7 +228,6 @@ def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
 
 
 def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
-    """Return the plan of one face, on its own."""
     fmt = quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
     if isinstance(quantizer, IdentityQuantizer):
         return FacePlan("values", fmt)
@@ -298,9 +268,7 @@ def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -
 
 
 def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
-    """Return both faces so that they need one kind of magnitudes: blocks that are cut need a place
-    of their own.
-    """
+    """Return both face plans with one kind of amaxes; cut blocks need positions of their own."""
     kinds = {
         (face.reduce, face.format.block)
         for face in (row, column)
@@ -319,7 +287,7 @@ def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
 
 
 def of_rowwise_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
-    """Return the plan of a columnwise face that is made of what the rowwise one holds."""
+    """Return the plan of a columnwise face that is requantized from the rowwise data."""
     if column.kind == "values":
         return (
             column if row.kind == "values" else FacePlan("held", column.format, reason=row.reason)
@@ -335,9 +303,7 @@ def of_rowwise_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -
 
 
 def rows_together(plan: Plan) -> int:
-    """Return the number of rows that both faces quantize together: a shard plus what goes with it
-    is a multiple of that.
-    """
+    """Return the row multiple that both faces can quantize independently."""
     extents = [1]
     for face, along_rows in ((plan.row, 0), (plan.column, 1)):
         if not face.format.is_identity:
@@ -346,12 +312,7 @@ def rows_together(plan: Plan) -> int:
 
 
 def check_persistent(plan: Plan, size: tuple[int, ...]) -> None:
-    """Raise unless the faces that a persistent weight keeps can be gathered: it has no values to
-    fall back on.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Raise ValueError unless the faces of a persistent weight can be gathered: there are no values to fall back on."""
     reasons = [
         plan.whole,
         plan.row.reason,

@@ -31,16 +31,7 @@ def matrix_plan(
     dim: int,
     reader: str = "",
 ) -> Plan:
-    """Return the plan by which the weight of a linear layer is gathered.
-
-    Args:
-        weight: The weight, or a rank's part of it: says how it is stored.
-        config: The recipe.
-        size: Of the whole weight, as it is stored.
-        num_ranks: ``R``.
-        dim: The dimension that is sharded.
-        reader: See ``make_plan``.
-    """
+    """Return the plan of a linear weight of ``size`` as stored, sharded along ``dim``."""
     if isinstance(weight, InterceptingTensor) and weight.is_transposed:
         return make_plan(config, (size[1], size[0]), num_ranks, dim, reader, turned=True)
     return make_plan(config, (size[0], size[1]), num_ranks, dim, reader)

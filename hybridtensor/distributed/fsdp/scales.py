@@ -16,20 +16,8 @@ from hybridtensor.state import Context, Section, StateTensors
 
 
 class Part(NamedTuple):
-    """A rank's part of a weight, and what it is quantized by.
-
-    Attributes:
-        values: This rank's rows, ``[n, K]``, or experts ``[e, N, K]``.
-        quantizer: That of the weight.
-        plan: How the weight is gathered.
-        rank: In the shards' order.
-        amaxes: Amaxes of all ranks, fp32 of shape ``plan.amaxes``, or None.
-        state: State of the layer's quantizers, or None.
-        dtype: Dtype of the computation.
-        section: Which part of the layer's matrix is sharded, under tensor parallelism.
-        first: Number of the first expert of what is sharded, under expert parallelism.
-        record: Whether delayed scaling records amaxes.
-    """
+    """A local shard with all that it is quantized by: amaxes of all ranks, quantizer state, and its position in the
+    whole."""
 
     values: Tensor
     quantizer: Quantizer
@@ -43,11 +31,8 @@ class Part(NamedTuple):
     record: bool = True
 
     def faces(self, *, rowwise: bool, columnwise: bool) -> tuple[Faces, int]:
-        """Return the faces asked for, as those of the whole, and where the part's rows begin in
-        them.
-
-        They may have more rows than the part.
-        """
+        """Return the faces with the scales of the whole, maybe with extra rows, and the first row of the shard in
+        them."""
         values, plan, first = self.values, self.plan, 0
         context = self._context()
         amaxes = None if plan.reduce is None else self.amaxes  # those of another recipe
@@ -64,11 +49,8 @@ class Part(NamedTuple):
     def prepare_into(
         self, out: list[Tensor], *, rowwise: bool, columnwise: bool
     ) -> tuple[PreparedCast, CastInputs] | None:
-        """Return the cast that writes the faces into ``out``, and its inputs; None where that takes
-        more than one cast.
-
-        Both may be kept as long as the amaxes and the state's tensors stay where they are.
-        """
+        """Return the cast into ``out`` and its inputs, valid while amaxes and state stay in place; None if one cast
+        is not enough."""
         context, plan = self._context(), self.plan
         if plan.matrix is not None:
             return None
@@ -99,9 +81,7 @@ class Part(NamedTuple):
 
 
 def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the amaxes of each face, of the tensor ``[1]`` or of its rows ``[K]``; None for a face
-    whose scales need no other rank.
-    """
+    """Return the amaxes of each face, of the tensor ``[1]`` or its rows ``[K]``; None where no other rank matters."""
     flat = amaxes.view(-1)
     row, column = (
         None if face.reduce is None else flat if face.reduce == plan.reduce else flat.max()[None]

@@ -24,14 +24,7 @@ _DIRECTIONS = (ROW, COLUMN)
 
 
 class Sent(NamedTuple):
-    """What a gather leaves for its second half.
-
-    Attributes:
-        wanted: Whether the rowwise face was asked for, and the columnwise one.
-        bundle: The weights with which the bytes are sent; None if values are sent whole.
-        place: Which of them this is.
-        acts: Whether its second hook does something for them all.
-    """
+    """What ``pre_all_gather`` passes to ``post_all_gather``."""
 
     wanted: tuple[bool, bool]
     bundle: Bundle | None = None
@@ -44,7 +37,7 @@ Answer: TypeAlias = tuple[tuple[Tensor, ...], tuple[Any, Sent]]
 
 
 def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...]) -> Tensor:
-    """Return the values of this rank's part in ``dtype``, padded as FSDP2 wants them."""
+    """Return the local shard in ``dtype``, padded as FSDP2 requires."""
     values = (
         tensor.plain.to(dtype) if isinstance(tensor, MasterWeight) else tensor.dequantize(dtype)
     ).detach()
@@ -62,15 +55,8 @@ def fill(
     *,
     runs: bool = True,
 ) -> Remake | None:
-    """Make the bytes of this rank's part, but for those that one cast makes of its plain tensor, if that is only to be
-    returned.
-
-    Args:
-        share: Holds the bytes.
-        tensor: This rank's part.
-        part_of: Gives values all that they are quantized by.
-        runs: Make them all.
-    """
+    """Quantize the local shard into the payload; with ``runs=False`` return a single prepared cast instead of
+    running it."""
     names, dtype = share.sending.names, share.sending.dtype
     if "values" in names:
         target = share.tensors["values"][0]
@@ -101,7 +87,7 @@ def fill(
 
 
 def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Return the values of a face in high precision, in ``dtype`` or to be rounded to it."""
+    """Return the high-precision data of a face, in ``dtype`` or to be rounded to it."""
     if isinstance(tensor, MasterWeight):
         return tensor.source
     row = plan.row.kind == "values"

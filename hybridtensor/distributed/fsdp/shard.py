@@ -72,11 +72,10 @@ class Shard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the computation."""
         return self.sharded.dtype
 
     def adopt(self, config: HybridConfig) -> None:
-        """Take a recipe."""
+        """Adopt a recipe, and make its plan."""
         if not self.has_recipe or self.config is not config:
             self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
             self.gathers.clear()
@@ -84,7 +83,7 @@ class Shard:
                 check_persistent(self.plan, self.sharded.size)
 
     def is_measured(self, tensor: object) -> TypeGuard[MasterWeight]:
-        """Return whether a gather quantizes this rank's part with the amaxes of other ranks or weights."""
+        """Return whether quantizing the local shard needs amaxes of other ranks or weights."""
         if not isinstance(tensor, MasterWeight):
             return False
         return self.plan.reduce is not None or common_of(tensor) is not None
@@ -95,25 +94,15 @@ class Shard:
         return common_of(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
-        """Return a key that changes with every counted write to this rank's part, on all ranks
-        alike: they then reduce.
-
-        That memory was handed out does not count: one rank may do that alone, and would wait for
-        the others.
-        """
+        """Return a key that changes with every counted in-place write; aliases do not count, since ranks may differ
+        in them."""
         return part.record, self.sharded.version, part.written, self.config
 
     # -- before the gather
 
     def note(self, part: Weight, *, adopts: bool) -> bool:
-        """Look for changes of this rank's part since the last gather, and agree with the other ranks on it;
-        return whether it was written, or may have been, or has another recipe or other scales.
-
-        Args:
-            part: The part.
-            adopts: Whether this gather takes the recipe that the part has now: a backward finishes with that of its
-                forward.
-        """
+        """Return whether the local shard was, or may have been, written since the last gather; agree on it with
+        other ranks."""
         record, config = part.record, part.config
         layer: Any = record.layer
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
@@ -141,31 +130,29 @@ class Shard:
         return True
 
     def wants(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
-        """Return whether a gather needs the rowwise face, and the columnwise one, if it does of a weight that backward
-        computes with once.
-        """
+        """Return which faces a gather needs, for a weight that backward uses once."""
         found = self._recomputed or self._traced
         return rowwise or (found if self._expected is None else self._expected), columnwise
 
     def expect(self, recompute: bool | None) -> None:
-        """Say whether a backward may run the forward again, which needs the rowwise face: None is to find out."""
+        """Set whether backward may rerun forward, which needs the rowwise face; None finds out."""
         self._expected = recompute
         self.gathers.clear()
 
     def send_whole(self, tensor: Weight) -> Tensor:
-        """Return the ``[n, K]`` values of this rank's part, which are sent whole."""
+        """Return the high-precision local shard ``[n, K]``."""
         self.sharded.gather_into([])
         dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
         return whole_values(tensor, dtype, self.sharded.padded_size)
 
     def needed(self, wanted: tuple[bool, bool]) -> list[Tensor] | None:
-        """Return the tensors of the faces that are wanted, or None if they are not known yet."""
+        """Return the tensors of the requested faces, or None if they do not exist yet."""
         if self.faces is None or self._made_for != (self.plan, self.dtype):
             return None
         return self.faces.needed(*wanted)
 
     def _agree(self, part: Weight, common: Any) -> None:
-        """Reach agreement with the other ranks where this weight was written or has a new recipe."""
+        """Agree with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
             if self.agreed != self.config:
                 check_recipes([shard for shard, _ in self.with_all()])
@@ -174,7 +161,7 @@ class Shard:
             siblings.renew(self, part, common)
 
     def with_all(self) -> list[tuple[Shard, InterceptingTensor]]:
-        """Return all converted weights under the same root, with their present recipes, and this rank's parts."""
+        """Return all converted weights under the same root, with their present recipes, and the local shards."""
         found, adopts = [], not self.sharded.before_backward
         for sharded in self.sharded.under_the_same_root():
             part = sharded.tensor
@@ -186,7 +173,7 @@ class Shard:
         return found
 
     def order_amaxes(self) -> None:
-        """Let this stream wait for the one that reduces magnitudes."""
+        """Make the current stream wait for the one that reduces amaxes."""
         if self.order is not None and self.amaxes is not None:
             self.order.take(self.amaxes)
         common = self.common
@@ -194,7 +181,7 @@ class Shard:
             common_scale.order_of(common).take(common.amax)
 
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
-        """Return values of this rank's part with all that they are quantized by."""
+        """Return the local shard with all that it is quantized by."""
         config, rank = self.config, self.sharded.rank
         tensor: Any = self.sharded.tensor
         section, first = tensor.record.section, tensor.record.first or 0
@@ -205,11 +192,8 @@ class Shard:
         )
 
     def forward_face(self) -> Face | None:
-        """Return the rowwise face of this rank's part, with the scales of the whole, as the next
-        forward gathers it; None of a weight whose values are sent.
-
-        All ranks call it, for the same weights in the same order. Nothing is taken note of.
-        """
+        """Return the rowwise face of the local shard as the next forward gathers it, recording nothing; None in high
+        precision."""
         tensor: Any = self.sharded.tensor
         if not self.sharded.before_backward or not self.has_recipe:
             self.adopt(tensor.recipe)
@@ -237,16 +221,7 @@ class Shard:
         dtype: torch.dtype,
         out: HybridTensor | None,
     ) -> tuple[HybridTensor, list[Tensor]]:
-        """Return the gathered weight, ``out`` if there is one, and the tensors that have memory
-        now.
-
-        Args:
-            tensor: This rank's part.
-            outputs: What all ranks sent.
-            sent: What sending left.
-            dtype: Of the computation.
-            out: The gathered weight of an earlier gather, or None.
-        """
+        """Return the gathered weight, ``out`` if given, and the tensors that are allocated now."""
         faces = self.faces
         if out is None or faces is None or self._made_for != (self.plan, dtype):
             faces, out = self._start(tensor, dtype, out)
@@ -273,7 +248,7 @@ class Shard:
     def _start(
         self, tensor: Weight, dtype: torch.dtype, out: HybridTensor | None
     ) -> tuple[GatheredFaces, HybridTensor]:
-        """Return the faces of the gathered weight as it is gathered now, without memory, and the weight."""
+        """Create the faces of the gathered weight, without storage, and the weight."""
         with torch._C.DisableTorchFunctionSubclass():
             faces = self.faces
             if faces is None or self._made_for != (self.plan, dtype):
@@ -299,7 +274,7 @@ class Shard:
     def _fill_from_values(
         self, faces: GatheredFaces, tensor: Weight, received: Tensor, wanted: tuple[bool, bool]
     ) -> None:
-        """Quantize what was gathered whole."""
+        """Quantize a weight that was gathered in high precision."""
         self.order_amaxes()
         size = self.sharded.size
         stored = received.view(-1)[: math.prod(size)].view(size)
@@ -319,11 +294,8 @@ class Shard:
     # -- in between
 
     def note_traced(self) -> None:
-        """Record that a compiled graph holds the faces.
-
-        Raises:
-            NotImplementedError: If the values are read, too, which a graph would not hold.
-        """
+        """Record that a compiled graph holds the faces; raise NotImplementedError if it reads high-precision values
+        too."""
         if self.plan.read:
             raise NotImplementedError(
                 "fully_shard: compiled code cannot read the values of a weight "
@@ -336,13 +308,11 @@ class Shard:
 
     @property
     def values(self) -> Tensor | None:
-        """The values of the gathered weight in the dtype of the computation, if something reads
-        them.
-        """
+        """The high-precision gathered weight in the dtype of the computation, if something reads it."""
         return None if self.faces is None else self.faces.values
 
     def is_there(self, direction: str) -> bool:
-        """Whether a face of the gathered weight has been gathered."""
+        """Return whether a face of the gathered weight is gathered."""
         return self.faces is not None and self.faces.is_there(direction)
 
     def require(self, direction: str) -> FaceTensor:
@@ -379,7 +349,7 @@ def common_of(tensor: object) -> Any:
 
 
 def shard_of(sharded: Sharded) -> Shard:
-    """Return the shard of a parameter that FSDP2 holds, made at the first call."""
+    """Return the shard record of an FSDP2 parameter, created at the first call."""
     # An attribute of FSDP2's own record, so that both end together: a table of ours, even a weak
     # one, would keep the record alive through ``Shard.sharded``
     shard: Shard | None = getattr(sharded.param, "_hybridtensor_shard", None)

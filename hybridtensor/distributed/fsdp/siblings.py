@@ -1,4 +1,4 @@
-"""The magnitudes of sharded weights, over all ranks, and over the weights that have a common scale."""
+"""Amaxes of sharded weights, reduced over all ranks and over weights with a common scale."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 
 
 def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
-    """Reduce the magnitudes of all weights under the same root, if one was written, or one that it has a common scale
-    with.
-
-    Args:
-        shard: The weight.
-        mine: This rank's part.
-        common: Its common scale, or None.
-    """
+    """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written."""
     # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not all
     # ranks see a write, so that all renew the scale
     if common is None:  # then it is measured for its own sake
@@ -54,7 +47,7 @@ def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
 
 
 def _alike(shard: Shard, mine: MasterWeight) -> list[tuple[Any, MasterWeight]]:
-    """Return the weights that have a common scale with one, itself among them, and this rank's parts of them."""
+    """Return the weights with the same common scale, itself included, and their local shards."""
     common = shard.common
     known = []
     for part in common.parts:

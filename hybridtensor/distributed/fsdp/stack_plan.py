@@ -1,7 +1,4 @@
-"""Which bytes of a stack of experts' weights are sent: whole experts, put one after the other.
-
-Letters as in ``plan``.
-"""
+"""Which bytes of a stack of experts' weights are sent: whole experts, concatenated. Letters as in ``plan``."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ from hybridtensor.recipes.config import HybridConfig
 def stack_pieces(
     fmt: Format, direction: str, count: int, matrix: tuple[int, int]
 ) -> tuple[Piece, ...]:
-    """Return the pieces of a face of ``count`` experts: all its tensors, as they lie in memory, a row
-    for each.
-    """
+    """Return the tensors of a face of ``count`` experts as they lie in memory, a row for each."""
     layouts = stack_layouts(fmt, count, *(matrix if direction == ROW else matrix[::-1]))
     return tuple(
         Piece(i, (count, math.prod(layout.shape[1:])), layout.dtype, 0)
@@ -44,15 +39,7 @@ def _make_stack_plan(
     num_ranks: int,
     dim: int,
 ) -> Plan:
-    """Return the plan by which a stack of experts' weights with the recipe ``config`` is gathered.
-
-    Args:
-        config: The recipe.
-        count: ``E``.
-        matrix: ``(N, K)``, as linear layers have them.
-        num_ranks: ``R``.
-        dim: The dimension that is sharded.
-    """
+    """Return the plan of a stack of ``count`` experts ``(N, K)``, sharded along ``dim``."""
     whole, rows = "", -(-count // num_ranks)
     if dim != 0:
         whole, rows = f"Shard({dim}): parts of every expert", count
@@ -72,14 +59,6 @@ def _make_stack_plan(
 def stack_plan(
     weight: Any, config: HybridConfig, size: tuple[int, ...], num_ranks: int, dim: int
 ) -> Plan:
-    """Return the plan by which a stack of experts' weights is gathered.
-
-    Args:
-        weight: The stack, or a rank's part of it: says how it is stored.
-        config: The recipe.
-        size: Of the whole stack, as it is stored.
-        num_ranks: ``R``.
-        dim: The dimension that is sharded.
-    """
+    """Return the plan of a stack of experts' weights of ``size`` as stored, sharded along ``dim``."""
     rows, columns = size[:0:-1] if weight.is_transposed else size[1:]
     return _make_stack_plan(config, size[0], (rows, columns), num_ranks, dim)

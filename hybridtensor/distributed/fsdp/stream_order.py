@@ -1,4 +1,4 @@
-"""Streams that take turns with tensors that stay."""
+"""Order among streams that use the same persistent tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from torch import Tensor
 
 
 class StreamOrder:
-    """Which stream used some tensors last. They stay while streams come and go: one waits for the
-    one before it.
-    """
+    """The stream that used some persistent tensors last; the next one waits for it."""
 
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
 
     def take(self, *tensors: Tensor) -> None:
-        """Let what follows on this stream wait for what the last user's stream does with the
-        tensors.
-        """
+        """Make the current stream wait for the last stream that used the tensors."""
         device = tensors[0].device
         if device.type != "cuda":
             return

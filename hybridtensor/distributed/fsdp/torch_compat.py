@@ -58,33 +58,29 @@ class Sharded(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """This rank's part."""
         return local(self.param.sharded_param)
 
     @property
     def version(self) -> int:
-        """What changes with every write to the DTensor, or -1 for one of inference mode."""
+        """Version counter of the DTensor, or -1 for an inference tensor."""
         param = self.param.sharded_param
         return -1 if param.is_inference() else param._version
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Shape of the whole parameter (under tensor parallelism: of what FSDP2 shards of it)."""
         return tuple(self.param._orig_size)
 
     @property
     def padded_size(self) -> tuple[int, ...]:
-        """Shape of a part, padded where parts are uneven."""
+        """Shape of a shard, padded where shards are uneven."""
         return tuple(self.param.padded_sharded_param_size)
 
     @property
     def dim(self) -> int:
-        """The dimension that is sharded."""
         return self.param.fsdp_placement.dim
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered."""
         return self.param.device
 
     @property
@@ -94,7 +90,7 @@ class Sharded(NamedTuple):
 
     @property
     def readers(self) -> list[nn.Module]:
-        """The modules whose parameter it is."""
+        """The modules that own the parameter."""
         info = self.param._module_info
         return [info.module, *info.shared_modules]
 
@@ -106,20 +102,16 @@ class Sharded(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """How many parts there are."""
         info = self.param.mesh_info
         return info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
 
     @property
     def rank(self) -> int:
-        """Which part this is."""
         info = self.param.mesh_info
         return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
 
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups whose reductions, one after the other, reach every rank that holds a
-        part.
-        """
+        """Return the groups whose successive reductions reach every rank that holds a shard."""
         info = self.param.mesh_info
         groups = [] if self.process_group is None else [self.process_group]
         if not isinstance(info, FSDPMeshInfo) or isinstance(info, HSDPMeshInfo):
@@ -128,7 +120,7 @@ class Sharded(NamedTuple):
 
     @property
     def context(self) -> FSDPStateContext[FSDPState]:
-        """What all wrapped modules under one root share."""
+        """The state that all wrapped modules under one root share."""
         # Filled by the root's first forward. Without it, weights under one root could not be found
         # in the same order on every rank, and their collectives would hang.
         return self.state._state_ctx
@@ -139,17 +131,17 @@ class Sharded(NamedTuple):
             yield from _parameters(state)
 
     def of_the_group(self) -> list[Sharded]:
-        """Return every parameter that is gathered together with this one, in FSDP2's order."""
+        """Return the parameters of the same FSDP2 group, in its order."""
         return [Sharded(self.state, self.group, param) for param in self.group.fsdp_params]
 
     def parts_of_the_group(self) -> list[Tensor]:
-        """Return this rank's part of each of them."""
+        """Return the local shards of the same FSDP2 group."""
         # As FSDP2 itself reads them: ``sharded_param`` is a DTensor
         return [param.sharded_param._local_tensor for param in self.group.fsdp_params]  # type: ignore[attr-defined]
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its part is on the host, and FSDP2 gathers a copy of it."""
+        """Whether the shard is on the host, and FSDP2 gathers a copy of it."""
         return self.param.offload_to_cpu
 
     # -- what happens to it
@@ -175,7 +167,6 @@ class Sharded(NamedTuple):
 
     @property
     def before_backward(self) -> bool:
-        """Whether the gather that is being prepared is for a backward whose forward has run."""
         in_backward = torch._C._current_graph_task_id() != -1
         return in_backward or self.group._training_state == TrainingState.PRE_BACKWARD
 
@@ -187,9 +178,7 @@ class Sharded(NamedTuple):
         )
 
     def reshard_to_all_ranks(self) -> None:
-        """Give up resharding to fewer ranks after forward: gathering from them is not defined for
-        extensions.
-        """
+        """Set resharding after forward to all ranks: extensions cannot be gathered from fewer."""
         # ``_use_post_forward_mesh`` is whether the two meshes differ: made equal, FSDP2 reshards to
         # all ranks as for ``reshard_after_forward=True``
         # (which compares all that these hold, before every gather: ask first whether they are one)
@@ -210,23 +199,21 @@ class Sharded(NamedTuple):
         self.param.all_gather_outputs = outputs
 
     def free_on_reshard(self, tensors: list[Tensor]) -> None:
-        """Say what takes memory while the parameter is gathered: FSDP2 frees it, and allocates it
-        before a gather.
-        """
+        """Set the tensors whose storage FSDP2 frees on reshard and allocates before a gather."""
         # The list that FSDP2 fills from ``fsdp_post_all_gather`` once; set anew here because the
         # faces wanted change from gather to gather. If torch ignored it, gathered memory would
         # stay.
         self.param._unsharded_inner_tensors = tensors
 
     def let_go(self) -> None:
-        """Undo the gather if nothing is under way: the next use gathers anew."""
+        """Reshard if no gather is pending: the next use gathers again."""
         # What ``FSDPModule.reshard`` does, for one group; in the middle of a forward or backward it
         # would free memory that a layer reads
         if self.group.is_unsharded and self.group._training_state == TrainingState.IDLE:
             self.group._to_sharded()
 
     def gather_again(self) -> None:
-        """Gather the group now, in the middle of a backward, for whatever is needed."""
+        """Gather the group in the middle of a backward, with the faces needed."""
         # FSDP2 gathers only what is sharded, and ``wants`` answers both faces in the state IDLE. A
         # torch whose ``unshard`` checks for a running backward would raise here, on activation
         # checkpointing.

@@ -24,7 +24,7 @@ _WORD = torch.int64
 
 
 class _View(NamedTuple):
-    """Where the parts of all ranks lie in what was gathered, in elements of ``dtype``."""
+    """A strided view of all ranks' parts in the received bytes, in elements of ``dtype``."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -32,12 +32,12 @@ class _View(NamedTuple):
     begin: int
 
     def of(self, received: Tensor) -> Tensor:
-        """Return it as a view of the bytes."""
+        """Return the view of a byte tensor."""
         flat = received.view(self.dtype)
         return flat.as_strided(self.size, self.strides, flat.storage_offset() + self.begin)
 
     def in_words(self) -> _View:
-        """Return the same in words of 64 bits, if bytes lie so."""
+        """Return the same view in 64-bit words, if alignment allows."""
         *outer, step = self.strides
         *sizes, width = self.size
         if (
@@ -52,15 +52,8 @@ class _View(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A tensor in what all ranks sent.
-
-    Attributes:
-        name: ``"rowwise"``, ``"columnwise"`` or ``"values"``.
-        piece: That of one rank.
-        flat: What all ranks sent, uint8 ``[R * stride]``.
-        begin: Where it begins in what one rank sent, in bytes.
-        stride: From rank to rank, in bytes.
-    """
+    """A tensor in what all ranks sent: at ``begin`` bytes of each rank's ``stride``; ``flat`` is uint8 ``[R *
+    stride]``."""
 
     name: str
     piece: Piece
@@ -70,7 +63,7 @@ class Received(NamedTuple):
 
 
 class Copies:
-    """Copies that bring bytes to faces, one after the other."""
+    """Copies from the received bytes to faces, in order."""
 
     def __init__(self) -> None:
         self._targets: list[Tensor] = []
@@ -87,7 +80,6 @@ class Copies:
         self._sources.append(source)
 
     def run(self) -> None:
-        """Copy everything."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
         for other in self._others:
@@ -100,14 +92,8 @@ class Copies:
         tensors: dict[str, list[Tensor]],
         wanted: tuple[bool, bool],
     ) -> None:
-        """Add what fills the faces of a weight from one of the tensors that all ranks sent.
-
-        Args:
-            plan: How the weight is gathered.
-            got: The tensor, with memory; it may lose it afterwards, and get other memory.
-            tensors: Of each face; the same.
-            wanted: Whether the rowwise face is filled, and the columnwise one.
-        """
+        """Add the copies that fill a weight's faces from one received tensor, whose storage may be replaced between
+        gathers."""
         name, piece = got.name, got.piece
         turns = name == ROW and plan.transposed and wanted[1]
         if turns and piece.index == 0:
@@ -133,9 +119,7 @@ class Copies:
 def _transposer(
     plan: Plan, got: Received, tensors: dict[str, list[Tensor]], copied: bool
 ) -> Callable[[], None]:
-    """Return a function that writes the transpose of elements, and the elements themselves if they
-    are ``copied``.
-    """
+    """Return a function that writes transposed elements, and also the elements themselves if ``copied``."""
     rows, width = got.piece.shape
     view = _View(torch.uint8, (plan.num_ranks, rows, width), (got.stride, width, 1), got.begin)
     row, column = (
@@ -147,9 +131,7 @@ def _transposer(
 
 
 def _views(plan: Plan, got: Received, whole: Tensor, turned: bool) -> tuple[_View, Tensor]:
-    """Return a view of the parts in what was gathered, and one of the whole tensor: of one size, in
-    the order of memory.
-    """
+    """Return views of the received parts and of the whole tensor, of one shape, in memory order."""
     whole, ranks = bytewise(whole if plan.matrix is None else by_expert(whole)), plan.num_ranks
     size, piece = whole.itemsize, got.piece
     shape, dim = (piece.shape[::-1], 1 - piece.dim) if piece.by_block else (piece.shape, piece.dim)
@@ -166,9 +148,7 @@ def _views(plan: Plan, got: Received, whole: Tensor, turned: bool) -> tuple[_Vie
 
 
 def _filler_of_blocks(plan: Plan, got: Received, whole: Tensor, turned: bool) -> Callable[[], None]:
-    """Return a function that copies scales of blocks that shards cut, each from the rank of its
-    first row.
-    """
+    """Return a function that copies scales of cut blocks, each from the rank that holds its first row."""
     whole, piece = bytewise(whole.t() if turned else whole), got.piece
     size, (rows, columns) = whole.itemsize, piece.shape
     strides = (got.stride // size, *piece.strides)
@@ -190,9 +170,8 @@ def _filler_of_blocks(plan: Plan, got: Received, whole: Tensor, turned: bool) ->
 
 @functools.lru_cache(maxsize=1024)
 def _positions(rows: int, num_ranks: int, piece: Piece, device: torch.device) -> Tensor:
-    """Return the position of each block's scale among those that all ranks sent; of a cut block all
-    have the same.
-    """
+    """Return the position of each block's scale among the received ones; all copies of a cut block's scale are
+    equal."""
     block, most = piece.rows_per_block, piece.shape[piece.dim]
     ranks = [
         first // rows for first in range(0, rows * num_ranks, block)

@@ -1,4 +1,4 @@
-"""Activations as layers take them: gathered quantized, or in values where bytes do not fit."""
+"""Inputs of layers: gathered quantized, or in high precision where scale blocks do not fit shards."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ def config_of(layers: Sequence[nn.Linear]) -> HybridConfig | None:
 
 
 def takes_faces(layer: nn.Linear) -> bool:
-    """Return whether the product is the last that a layer does, so that its gradient may be
-    quantized.
-    """
+    """Return whether the product is the layer's last operation (no bias), so that its gradient may be quantized."""
     return layer.bias is None and runs_linear(layer)
 
 
 def _require_common_scales(layer: nn.Linear, mesh: DeviceMesh) -> None:
-    """Raise ValueError where ranks that send each other bytes have delayed scales of their own."""
+    """Raise ValueError where ranks that exchange quantized data have separate delayed scales."""
     recipe = None if torch.compiler.is_dynamo_compiling() else recipe_of(layer)
     if recipe is None or recipe.state.encode_scale is None:
         return
@@ -66,13 +64,13 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _is_even(x: DTensor) -> bool:
-    """Return whether all ranks have as many tokens: what a gather of bytes takes."""
+    """Return whether all ranks have equally many tokens, as a gather of bytes requires."""
     (layout,) = x.placements
     return not isinstance(layout, Shard) or x.shape[layout.dim] % x.device_mesh.size() == 0
 
 
 def tokens_of(x: Tensor, layout: Placement | None) -> int | None:
-    """Return how many tokens of a sequence this rank has, or None if no tokens are split."""
+    """Return the number of a sequence's tokens on this rank, or None if tokens are not sharded."""
     if not isinstance(layout, Shard) or not x.is_floating_point():
         return None
     dim = layout.dim % x.dim()
@@ -82,15 +80,8 @@ def tokens_of(x: Tensor, layout: Placement | None) -> int | None:
 def gathered_input(
     x: object, layers: Sequence[nn.Linear], layout: Placement, mesh: DeviceMesh
 ) -> HybridTensor | DTensor | None:
-    """Return the whole of an input: quantized, or in values where scale blocks do not fit the
-    shards; None if it is none of tokens, or the layers need other faces.
-
-    Args:
-        x: This rank's tokens, or a DTensor of all.
-        layers: What reads it.
-        layout: How it is split.
-        mesh: Over which it is.
-    """
+    """Return the whole input, quantized or in high precision; None if it has no tokens or the layers need other
+    faces."""
     if isinstance(x, DTensor):
         if x.placements != (layout,) or not _is_even(x):
             return None
@@ -134,9 +125,7 @@ def _gather_input(
 
 
 def scattered_output(y: object, layer: nn.Linear, layout: Placement) -> Tensor | None:
-    """Return this rank's tokens of a sum over ranks, whose gradient is gathered quantized where one
-    payload has both faces; None if they are no tokens, or the layer needs the gradient's values.
-    """
+    """Reduce-scatter an output with a quantized gradient gather; None without tokens or if values are needed."""
     if not isinstance(y, DTensor) or config_of([layer]) is None or not takes_faces(layer):
         return None
     count = tokens_of(y, layout)
@@ -165,7 +154,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
 
 
 def _tell_once(weight: Weight, role: str, reason: str) -> None:
-    """Log why values are gathered, at the first call."""
+    """Log why tokens are gathered in high precision, at the first call."""
     name = "" if weight.state is None else weight.state.name
     if (name, role, reason) not in _told:
         _told.add((name, role, reason))

@@ -26,17 +26,7 @@ from hybridtensor.subclasses.sharded_face import ShardedFace
 
 
 class SequenceGather(NamedTuple):
-    """How an activation is quantized and gathered.
-
-    Attributes:
-        quantizer: That of its role.
-        context: Which tensor of which layer it is.
-        plan: What is sent.
-        layout: How tokens follow each other.
-        dim: The dimension that is split.
-        columnwise: Whether a columnwise face is needed.
-        rank: Which part this rank has.
-    """
+    """How an activation of one layer is quantized on its shard and gathered along ``dim``."""
 
     quantizer: Quantizer
     context: Context
@@ -47,16 +37,13 @@ class SequenceGather(NamedTuple):
     rank: int
 
     def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """Return the shape of the whole of a rank's part."""
+        """Return the shape of the whole activation."""
         whole = list(shape)
         whole[self.dim] *= self.layout.num_ranks
         return tuple(whole)
 
     def quantized(self, x: Tensor) -> HybridTensor:
-        """Return all tokens, quantized, of this rank's ``x``.
-
-        The columnwise face stays where it is until it is asked for, or is made of the rowwise one.
-        """
+        """Return all tokens, quantized; the columnwise face is gathered when it is first requested."""
         matrix, dtype, layout = tokens(x).detach(), x.dtype, self.layout
         shape = self.whole_shape(x.shape)
         own_column = self.columnwise and self.plan.column == "bytes"
@@ -80,13 +67,13 @@ class SequenceGather(NamedTuple):
         return HybridTensor(rowwise, sharded)
 
     def _column_of(self, row: Face, dtype: torch.dtype) -> Face | None:
-        """Return the columnwise face that is made of the whole rowwise one."""
+        """Return the columnwise face requantized from the whole rowwise one."""
         if self.plan.column == "rowwise" and isinstance(self.quantizer, HybridQuantizer):
             return self.quantizer.of_rowwise(row, dtype, self.context)
         return transposed(row)
 
     def _context(self, matrix: Tensor) -> Context:
-        """Return the context with the amaxes of all ranks, and where the part's rows begin."""
+        """Return the context with the amaxes of all ranks, and the first row of this rank."""
         plan, context = self.plan, self.context
         context = context._replace(first_row=self._first_row(matrix.shape[0]))
         if plan.reduce is None:
@@ -106,7 +93,7 @@ class SequenceGather(NamedTuple):
         return context._replace(amaxes=(row, column))
 
     def _first_row(self, rows: int) -> int:
-        """Return where this rank's rows begin among those of the batch."""
+        """Return this rank's first row within the batch."""
         state = self.context.state
         before = 0 if state is None else state.rank * self.layout.num_ranks
         return (before + self.rank) * rows
@@ -126,17 +113,13 @@ def transposed(row: Face) -> Face:
 
 
 class _Ctx(FunctionCtx):
-    """What forward leaves for backward.
-
-    Attributes:
-        gathering: How the activation is gathered, or its gradient.
-    """
+    """What forward saves for backward: how the activation, or its gradient, is gathered."""
 
     gathering: SequenceGather
 
 
 class GatherInput(torch.autograd.Function):
-    """The tokens of all ranks, quantized; the gradient goes back to where they came from, as a sum."""
+    """Autograd function that all-gathers tokens quantized; the gradient is reduce-scattered."""
 
     @staticmethod
     def forward(ctx: _Ctx, x: Tensor, gathering: SequenceGather) -> HybridTensor:
@@ -152,7 +135,7 @@ class GatherInput(torch.autograd.Function):
 
 
 class ScatterOutput(torch.autograd.Function):
-    """The sum over ranks, of which each keeps its tokens; their gradient is quantized, then gathered."""
+    """Autograd function that reduce-scatters an output; its gradient is quantized, then all-gathered."""
 
     @staticmethod
     def forward(ctx: _Ctx, y: Tensor, gathering: SequenceGather) -> Tensor:

@@ -18,16 +18,7 @@ c10d = torch.ops._c10d_functional
 
 
 class _Piece(NamedTuple):
-    """A tensor of a face that is sent.
-
-    Attributes:
-        which: Its place among the face's tensors.
-        memory: Its elements as they lie in memory, a contiguous matrix, as bytes where backends
-            know no such numbers.
-        axis: Along which axis of that matrix tokens follow each other.
-        by_block: Whether it is the transpose of the tensor.
-        dtype: That of the tensor.
-    """
+    """A tensor of a face that is sent, as a contiguous matrix whose tokens lie along ``axis``."""
 
     which: int
     memory: Tensor
@@ -37,7 +28,7 @@ class _Piece(NamedTuple):
 
 
 def _sent_pieces(face: Face, direction: str) -> list[_Piece]:
-    """Return the tensors of a face that are sent: all but those that all ranks have alike."""
+    """Return the tensors of a face that are sent; those equal on all ranks are not."""
     tensors, along, fmt = face.tensors(), 0 if direction == ROW else 1, face.format
     if face.scale is None:  # values lie as those of the rowwise face, whichever it is
         values = tensors[0].contiguous()
@@ -58,7 +49,7 @@ def _sent_pieces(face: Face, direction: str) -> list[_Piece]:
 
 
 def _as_bytes(tensor: Tensor) -> bool:
-    """Return whether backends know no such numbers: NCCL knows those of FP8, gloo none."""
+    """Return whether a dtype must be sent as bytes: NCCL supports FP8, gloo does not."""
     known = tensor.is_cuda and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     return tensor.itemsize == 1 and not known
 
@@ -78,21 +69,13 @@ class SequenceLayout:
     batched: bool
 
     def start(self, face: Face, direction: str) -> list[Tensor]:
-        """Begin to gather what is sent of a face of this rank's tokens."""
         return [
             c10d.all_gather_into_tensor(piece.memory, self.num_ranks, self.group)
             for piece in _sent_pieces(face, direction)
         ]
 
     def finish(self, face: Face, direction: str, parts: list[Tensor], shape: torch.Size) -> Face:
-        """Return the face of all tokens.
-
-        Args:
-            face: That of this rank's tokens.
-            direction: Which one it is.
-            parts: What ``start`` returned.
-            shape: Of this rank's activation.
-        """
+        """Return the face of all tokens from ``parts`` that ``start`` returned."""
         batch = shape[0] if self.batched else 1
         tensors = list(face.tensors())
         for piece, part in zip(_sent_pieces(face, direction), parts, strict=True):
@@ -105,9 +88,7 @@ class SequenceLayout:
         return Face.of(tensors, face.kind)
 
     def _in_order(self, gathered: Tensor, axis: int, batch: int) -> Tensor:
-        """Return parts ``[R * a, b]``, whose tokens are along ``axis`` of ``[a, b]``, one after the
-        other.
-        """
+        """Return ``[R * a, b]`` with the ranks' tokens along ``axis`` in the order of the sequence."""
         gathered = gathered.view(torch.uint8) if gathered.itemsize == 1 else gathered
         ranks, a, b = self.num_ranks, gathered.shape[0] // self.num_ranks, gathered.shape[1]
         if axis == 0:

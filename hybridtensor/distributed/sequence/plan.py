@@ -36,13 +36,7 @@ class SequencePlan:
 
 
 def sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> SequencePlan:
-    """Return the plan of an activation.
-
-    Args:
-        quantizer: That of its role.
-        tokens: Of one sequence on a rank; in a graph of any size as many as it was traced with.
-        num_ranks: How many ranks have as many.
-    """
+    """Return the plan of an activation with ``tokens`` of one sequence on each of ``num_ranks`` ranks."""
     return _sequence_plan(quantizer, int(tokens), num_ranks)
 
 
@@ -76,7 +70,7 @@ def _cut(face: FacePlan, tokens: int) -> str:
 
 
 def input_plan(quantizer: Quantizer, tokens: int, num_ranks: int, several: bool) -> SequencePlan:
-    """Return the plan of an input, which ``several`` layers read, or one."""
+    """Return the plan of an input that ``several`` layers read, or one."""
     plan = sequence_plan(quantizer, tokens, num_ranks)
     if plan.reason or not several or quantizer.repeatable:
         return plan
@@ -84,7 +78,7 @@ def input_plan(quantizer: Quantizer, tokens: int, num_ranks: int, several: bool)
 
 
 def gradient_plan(config: HybridConfig, tokens: int, num_ranks: int) -> SequencePlan:
-    """Return the plan of a gradient, of which backward needs both faces at once."""
+    """Return the plan of a gradient; backward needs both of its faces at once."""
     plan = sequence_plan(config.grad_output, tokens, num_ranks)
     if plan.reason or plan.column in ("transposed", "rowwise"):
         return plan

@@ -41,7 +41,7 @@ class Sends(NamedTuple):
 
 
 def sends(module: nn.Module) -> list[Sends]:
-    """Return in words what the styles of a module send."""
+    """Describe what the parallel styles of a module send."""
     found = []
     for style, mesh in module.__dict__.get(STYLES, ()):
         if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
@@ -66,7 +66,6 @@ def sends(module: nn.Module) -> list[Sends]:
 
 
 def _gathers(style: PrepareModuleInput) -> bool:
-    """Return whether a style gathers anything."""
     given = [*(style.input_layouts or ()), *style.input_kwarg_layouts.values()]
     wanted = [*(style.desired_input_layouts or ()), *style.desired_input_kwarg_layouts.values()]
     return any(
@@ -110,7 +109,7 @@ def _of_gradient(layer: nn.Linear) -> Sends:
 
 
 def _multiple(quantizer: Quantizer) -> str:
-    """Return the number of tokens that a rank needs a multiple of, in words; or ""."""
+    """Return the multiple of tokens per rank that quantized gathers need, as text, or ""."""
     extents = [quantizer.rowwise_format.block[0], quantizer.columnwise_format.block[1]]
     most = max(extent or 1 for extent in extents)
     return f"where a rank has a multiple of {most} tokens of a sequence" if most > 1 else ""

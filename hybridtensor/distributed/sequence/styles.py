@@ -73,19 +73,12 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
 
 
 class _Preparation:
-    """The hook of a module whose inputs are gathered.
-
-    Args:
-        style: Says how.
-        mesh: Where.
-        names: Of the linear layers in the module.
-    """
+    """The forward pre-hook of a module whose inputs are gathered."""
 
     def __init__(self, style: PrepareModuleInput, mesh: DeviceMesh, names: Sequence[str]) -> None:
         self.style, self.mesh, self.names = style, mesh, names
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Gather the inputs."""
         style = self.style
         layouts, desired = style.input_layouts or (), style.desired_input_layouts or ()
         if layouts and len(args) != len(layouts):
@@ -167,11 +160,7 @@ STYLES = "_hybridtensor_styles"
 
 
 def mark(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Have ``explain`` find the style of a module, and its mesh.
-
-    Raises:
-        RuntimeError: On every rank, if ranks differ in the recipes of the module: gathers of other sizes would hang.
-    """
+    """Let ``explain`` find a module's style and mesh; raise RuntimeError on all ranks where recipes differ."""
     require_contract(
         f"{type(style).__name__} of {type(module).__name__}", module, mesh.get_all_groups()
     )

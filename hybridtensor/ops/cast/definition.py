@@ -19,35 +19,31 @@ def tensors_of(faces: Faces) -> list[Tensor]:
 
 
 class ReferenceCast(PreparedCast):
-    """A cast by its definition."""
+    """A cast by its reference definition."""
 
     def __init__(self, request: CastRequest) -> None:
         check_rules(request)
         self.request = request
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
-        """See ``PreparedCast.run``."""
         return define_faces(x, self.request, inputs)
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        """See ``PreparedCast.run_into``."""
         for target, made in zip(out, tensors_of(self.run(x, inputs)), strict=True):
             target.copy_(made)
         increment_version(out)  # below a tensor's dispatch autograd does not see the copies
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``PreparedCast.measure``."""
         row, column = (_amax_block(cast) for cast in self.request[:2])
         return block_amax(x, row).view(-1), block_amax(x.t(), column).view(-1)
 
     def measure_into(self, x: Tensor, out: Tensor) -> None:
-        """See ``PreparedCast.measure_into``."""
         of_row, of_column = self.measure(x)
         out.copy_(of_row if self.request.column is None else of_column)
 
 
 def _amax_block(cast: Cast | None) -> tuple[int | None, None]:
-    """Return the block that one amax is of: a row, or everything."""
+    """Return the block of one amax: a row, or everything."""
     return (1 if cast is not None and cast.measures else None, None)
 
 

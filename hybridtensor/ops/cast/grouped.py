@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # bytes, and elements from row to row: kernels rely on it
 
 
 class _Key(NamedTuple):
-    """What decides how matrices are cast, but for the addresses."""
+    """Cache key of a grouped cast: everything but addresses."""
 
     request: CastRequest
     shape: torch.Size
@@ -53,7 +53,7 @@ _MOST_CASTS = 4096
 def grouped_cast(
     x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs
 ) -> list[Tensor]:
-    """Return the tensors of both faces of ``x``, not empty: those of ``ops.quantize_groups``."""
+    """Return the tensors of both faces of a non-empty ``x``; see ``ops.quantize_groups``."""
     swapped = groups.ends is None and _is_better_swapped(x, request)
     if swapped:
         x, request = x.transpose(-2, -1), CastRequest(request.column, request.row)
@@ -92,7 +92,7 @@ def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
 
 
 class GroupedCast:
-    """Which kernels run with which arguments for matrices that lie alike."""
+    """The kernels and arguments of a grouped cast."""
 
     def __init__(self, key: _Key) -> None:
         self._copies = not _is_readable(key)
@@ -142,7 +142,6 @@ class GroupedCast:
     def run(
         self, x: Tensor, ends: Tensor | None, inputs: CastInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of the rowwise and of the columnwise face."""
         row, column = (output.empty() for output in self._task.outputs)
         if self._copies:
             wide = x.new_empty(*x.shape[:-1], self._strides[-2])
@@ -174,7 +173,6 @@ def _readable_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) -> KernelTask:
-    """Return what the launches have in common."""
     *_, dtype = key.request
     m, k = key.shape[-2:]
     matrix = Matrix(None, key.strides[-2], key.strides[-1], m, k)
@@ -225,13 +223,7 @@ def _outputs(key: _Key) -> tuple[FaceOutput, FaceOutput]:
 
 
 class _Measurement:
-    """The kernel that measures the amaxes of several matrices.
-
-    Args:
-        task: What is cast.
-        wanted: Whether the rowwise and the columnwise face are scaled by amaxes of the matrices.
-        amaxes: How many each face has.
-    """
+    """The kernel that measures the amaxes of several matrices."""
 
     def __init__(
         self, task: KernelTask, wanted: tuple[bool, bool], amaxes: tuple[int, int]
@@ -263,9 +255,7 @@ class _Measurement:
         )
 
     def __call__(self, x: Tensor, plan: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the amaxes of the rowwise and of the columnwise face, fp32; one tensor where they are
-        one.
-        """
+        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal."""
         new = x.new_zeros(self._sizes[0] if self._one else sum(self._sizes), dtype=torch.float32)
         of_row, of_column = (new, new) if self._one else new.split(self._sizes)
         several, take = _several(self._task), self._launch.take

@@ -14,14 +14,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 class CastInGraph:
-    """Casts the matrices that come by one place of a graph: of one dtype, on one device; of any shape and strides where
-    those are dynamic.
-
-    Attributes:
-        cast: What the last one was cast by, at addresses that are multiples of 16; None before.
-        shape: Its shape.
-        strides: Its strides, which may change alone: of views of a wider matrix.
-    """
+    """The cast at one place of a graph, prepared again when the shape or strides change."""
 
     __slots__ = ("cast", "shape", "strides")
 
@@ -43,7 +36,7 @@ class CastInGraph:
         after: Tensor | None = None,
         notes: int = 0,
     ) -> list[Tensor]:
-        """Cast ``x``, with the arguments and results of the operator; see ``ops.cast.operator``."""
+        """Cast ``x`` as the operator in ``ops.cast.operator`` does."""
         address = x.data_ptr()
         if row_amax is not None:
             address |= row_amax.data_ptr()

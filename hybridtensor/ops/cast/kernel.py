@@ -40,7 +40,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 class _Key(NamedTuple):
-    """What decides how a matrix is cast, but for the addresses."""
+    """Cache key of a cast: everything but addresses."""
 
     request: CastRequest
     shape: torch.Size
@@ -60,9 +60,7 @@ _MOST_CASTS = 4096
 
 
 def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
-    """Return the cast of ``x``, not empty: by kernels, worked out for the first matrix that lies so; by the definition
-    where a format has none.
-    """
+    """Return the cached cast of a non-empty ``x``: by kernels, or by the definition for formats without kernels."""
     matrix = request, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT == 0
     key = matrix if inputs is NO_INPUTS else (*matrix, *_kinds(inputs))
     cast = _CASTS.get(key)
@@ -82,7 +80,7 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
 
 @functools.cache
 def _say_without_kernels(request: CastRequest) -> None:
-    """Log which format has no kernels, once."""
+    """Log once per format that it has no kernels."""
     formats = {cast.format for cast in request[:3] if cast is not None}
     for fmt in sorted(fmt.name for fmt in formats if not fmt.has_kernels):
         _logger.warning(
@@ -92,7 +90,7 @@ def _say_without_kernels(request: CastRequest) -> None:
 
 
 def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
-    """Return the fields of ``_Key`` that depend on the inputs of a cast, in their order."""
+    """Return the fields of ``_Key`` that depend on a cast's inputs."""
     row_amax, column_amax, prologue = inputs.row_amax, inputs.column_amax, inputs.prologue
     return (
         inputs.encode_scale is not None,
@@ -118,13 +116,12 @@ def _is_readable(key: _Key) -> bool:
 
 
 def _readable_copy(x: Tensor) -> Tensor:
-    """Return a copy of ``x`` whose rows begin at multiples of 16 elements."""
     rows, columns = x.shape
     return x.new_empty(rows, -(-columns // 16) * 16)[:, :columns].copy_(x)
 
 
 class KernelCast(PreparedCast):
-    """Which kernels run with which arguments for one kind of matrix."""
+    """The kernels and arguments of one kind of matrix."""
 
     def __init__(self, key: _Key) -> None:
         self.request = request = key.request
@@ -188,7 +185,6 @@ class KernelCast(PreparedCast):
         )
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
-        """See ``PreparedCast.run``."""
         row, column = self.task.outputs
         outs = self.tensors(x, inputs)
         return (
@@ -197,7 +193,6 @@ class KernelCast(PreparedCast):
         )
 
     def tensors(self, x: Tensor, inputs: CastInputs) -> Outs:
-        """Return the tensors of the faces of ``x``; see ``PreparedCast.run``."""
         row, column = self.task.outputs
         outs = row.empty(), column.empty()
         if self._copies:
@@ -210,7 +205,6 @@ class KernelCast(PreparedCast):
         return outs
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        """See ``PreparedCast.run_into``."""
         of_row = len(self.task.outputs[0].layouts)
         if self._copies:
             x, inputs = self._readable(x, inputs)
@@ -219,23 +213,18 @@ class KernelCast(PreparedCast):
         increment_version(out)  # kernels write where autograd does not look
 
     def _readable(self, x: Tensor, inputs: CastInputs) -> tuple[Tensor, CastInputs]:
-        """Return a copy of the matrix that kernels can read, and the inputs that go with it."""
+        """Return a copy of the matrix that kernels can read, with matching inputs."""
         if inputs.prologue is None:
             return _readable_copy(x), inputs
         return _readable_copy(inputs.prologue.matrix(x)), inputs._replace(prologue=None)
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``PreparedCast.measure``.
-
-        Raises:
-            ValueError: If the formats have no amax per tensor or row.
-        """
+        """Measure both faces' amaxes; raise ValueError if the formats have none per tensor or row."""
         x = _readable_copy(x) if self._copies else x
         with on_device(x.device):
             return self._measures.run(x)
 
     def measure_into(self, x: Tensor, out: Tensor) -> None:
-        """See ``PreparedCast.measure_into``."""
         if self._copies:
             of_row, of_column = self.measure(x)
             out.copy_(of_row if self.request.column is None else of_column)
@@ -257,13 +246,11 @@ class KernelCast(PreparedCast):
 
     @functools.cached_property
     def _measures_into(self) -> Measurement:
-        """A second measurement, compiled apart: it writes to addresses of another alignment."""
+        """A second measurement, compiled separately for addresses of another alignment."""
         return self._new_measurement()
 
     def _held_measurement(self, *, reverse: bool) -> CastLaunch:
-        """Return the launch that raises the amaxes that the columnwise face needs of what the
-        rowwise one holds.
-        """
+        """Return the launch that measures the columnwise face's amaxes from the dequantized rowwise face."""
         column = self.task.faces[1]
         face = KernelFace(AMAX_ROW if column.kind in PER_ROW else AMAX, rotated=column.rotated)
         if not self.by_largest:
@@ -278,7 +265,7 @@ class KernelCast(PreparedCast):
         return CastLaunch(task, column=face, store=False)
 
     def _run(self, x: Tensor, outs: Outs, inputs: CastInputs) -> None:
-        """Measure what is not given, and cast."""
+        """Measure missing amaxes, and cast."""
         if inputs is NO_INPUTS and self.measure_held is None:  # most are
             amaxes = (x, x) if self._measurement is None else self._measurement.run(x)
             self.cast(x, outs, amaxes, inputs)
@@ -309,7 +296,7 @@ class KernelCast(PreparedCast):
 
     @functools.cached_property
     def is_one_pow2_scale(self) -> bool:
-        """Whether all is scaled by one power of two, which follows from the amax of the tensor."""
+        """Whether all scales are one power of two, which follows from the tensor's amax."""
         if self.key.row_amax is not None or self.key.column_amax is not None:
             return False
         faces = [face for face in self.task.faces if face.kind != NONE]
@@ -318,18 +305,14 @@ class KernelCast(PreparedCast):
 
     @functools.cached_property
     def _guess_and_check(self) -> tuple[CastLaunch, RecastLaunch]:
-        """A cast by a known amax that raises another one, and one that casts again if that has
-        another scale.
-        """
+        """A cast by a guessed amax that measures the true one, and one that recasts if the scale differs."""
         of_row = self.task.faces[0].kind == TENSOR
         store = self._stores_row
         guess = CastLaunch(self.task, note=(of_row, not of_row), store=store)
         return guess, RecastLaunch(self.task, store=store)
 
     def _run_by(self, hint: Hint, x: Tensor, outs: Outs, prologue: Prologue | None) -> None:
-        """Cast in one pass if the tensor has the scale of the hint's amax; the faces are those of
-        ``_run``.
-        """
+        """Cast in one pass if the hint's amax gives the right scale, with the bits of ``_run``."""
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
         last = hint.last(x.device, stream)
         if last is not None:

@@ -37,18 +37,7 @@ _FP32 = 3  # also for wider dtypes: no value of a face needs them
 
 
 class FaceOutput:
-    """The tensors of one face that a kernel writes.
-
-    Args:
-        kind: What they mean, or None of a face that is not asked for.
-        layouts: How they lie.
-        device: Where ``empty`` makes them.
-
-    Attributes:
-        kind: The same.
-        layouts: The same.
-        scale_strides: Strides of the scales, the last two.
-    """
+    """The tensors of one face that a kernel writes: their format and layouts."""
 
     def __init__(
         self,
@@ -67,35 +56,25 @@ class FaceOutput:
     def of(
         cls, cast: Cast | None, other: int, contraction: int, device: torch.device | None = None
     ) -> FaceOutput:
-        """Return the output of a cast to an ``[other, contraction]`` face."""
         if cast is None:
             return cls(None, ())
         layouts = numeric_layouts(cast.format, other, contraction)
         return cls(FaceKind(cast.format), layouts, device)
 
     def sizes(self, measured: int) -> Sizes:
-        """Return how far the parts of several matrices are from each other, where amaxes are ``measured``
-        apart.
-        """
+        """Return the strides between several matrices' parts of a face; amaxes are ``measured`` apart."""
         apart = [layout.strides[0] if len(layout.shape) == 3 else 0 for layout in self.layouts]
         codes, scales, levels = (*apart, 0, 0, 0)[:3]
         return Sizes(codes, scales, levels, measured)
 
     def empty(self) -> list[Tensor]:
-        """Make the tensors, not filled."""
         return [make() for make in self._makers]
 
     def arguments(
         self, tensors: list[Tensor], amax: Address, nothing: Address, take: Take
     ) -> tuple[Address, Address, int, int, Address, Address]:
-        """Return the parts of ``Output``: the tensors as a kernel takes them.
-
-        Args:
-            tensors: What is written.
-            amax: What it is scaled by, taken.
-            nothing: Stands for tensors that are not there, taken.
-            take: What makes an argument of a tensor.
-        """
+        """Return the fields of ``Output``; ``nothing`` replaces absent tensors, ``take`` converts tensors to
+        arguments."""
         count = len(tensors)
         if not count:
             return nothing, nothing, 0, 0, nothing, amax
@@ -106,15 +85,7 @@ class FaceOutput:
 
 
 class Several(NamedTuple):
-    """How several matrices that are cast together lie.
-
-    Attributes:
-        tokens: Whether they are groups of rows of one matrix; else they are a stack's.
-        stride: From matrix to matrix of a stack.
-        pitch: Padded rows of all groups.
-        row_sizes: How far their rowwise faces are from each other.
-        column_sizes: The same of the columnwise ones.
-    """
+    """Strides between matrices that are cast together: groups of rows, or a stack."""
 
     tokens: bool
     stride: int
@@ -123,24 +94,11 @@ class Several(NamedTuple):
     column_sizes: Sizes
 
     def parts(self, plan: Address) -> Parts:
-        """Return it as kernels take it."""
         return Parts(plan, self.stride, self.pitch)
 
 
 class KernelTask(NamedTuple):
-    """What the launches of one cast have in common.
-
-    Attributes:
-        matrix: How the matrix lies; its address is not used.
-        dtype: Its dtype.
-        device: Where it is.
-        tiling: How tiles cover it.
-        faces: The rowwise and the columnwise face.
-        outputs: What is written of them.
-        held: Dtype of what the rowwise face holds, where the columnwise one is made of it; None is
-            of the matrix.
-        several: How the matrices lie, where there are several; ``matrix`` is one of them then.
-    """
+    """What the launches of one cast share: the matrix, its tiling, both faces and their outputs."""
 
     matrix: Matrix
     dtype: torch.dtype
@@ -154,13 +112,7 @@ class KernelTask(NamedTuple):
     def constants(
         self, column: KernelFace, note: tuple[bool, bool], *, store: bool
     ) -> dict[str, FaceConstants | TileConstants | int]:
-        """Return the compile-time constants of the kernels, by name, but for how they begin.
-
-        Args:
-            column: The columnwise face.
-            note: Of which faces amaxes are noted.
-            store: Whether the rowwise face is written.
-        """
+        """Return the kernels' compile-time constants by name; ``store`` is whether the rowwise face is written."""
         m, k, row = self.matrix.M, self.matrix.K, self.faces[0]
         if self.several is not None and self.several.tokens:
             m = self.several.pitch
@@ -180,15 +132,7 @@ class KernelTask(NamedTuple):
         launch: Launch,
         prologue: Prologue | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Return the matrix and both faces as the kernels take them.
-
-        Args:
-            x: The matrix, which stands for tensors that are not there, too.
-            outs: Tensors of the rowwise and of the columnwise face.
-            amaxes: What these are scaled by.
-            launch: The kernel.
-            prologue: What is made of the matrix while it is read.
-        """
+        """Return the matrix and both faces as kernel arguments; ``x`` also replaces absent tensors."""
         take, (row, column) = launch.take, self.outputs
         taken, (row_amax, column_amax) = take(x), amaxes
         of_row = row.arguments(outs[0], taken if row_amax is x else take(row_amax), taken, take)
@@ -210,7 +154,7 @@ class KernelTask(NamedTuple):
 def _plain_output(
     tensors: list[Tensor], strides: tuple[int, ...], nothing: int, amax: int
 ) -> tuple[int, ...]:
-    """Return the parts of ``Output`` of elements and scales, or of a face that is not asked for; see ``FaceOutput``."""
+    """Return the fields of ``Output`` of elements and scales, or of a face that is not requested."""
     if not tensors:
         return nothing, nothing, 0, 0, nothing, amax
     codes, scales = tensors
@@ -218,15 +162,7 @@ def _plain_output(
 
 
 class CastLaunch:
-    """The kernel that casts.
-
-    Args:
-        task: What it casts.
-        column: The columnwise face, if not the task's.
-        note: Of which faces amaxes are noted.
-        store: Whether the rowwise face is written.
-        reverse: Whether to begin at the end, where the pass before this one ended.
-    """
+    """The kernel that casts; ``reverse`` starts at the end, where the pass before it ended and the cache is warm."""
 
     def __init__(
         self,
@@ -267,15 +203,7 @@ class CastLaunch:
         inputs: CastInputs,
         plan: Tensor | None = None,
     ) -> None:
-        """Cast.
-
-        Args:
-            x: The matrix, which stands for tensors that are not there, too.
-            outs: Tensors of the rowwise and of the columnwise face.
-            amaxes: What these are scaled by.
-            inputs: What else is needed.
-            plan: Which rows each row of tiles has, where groups of rows are cast.
-        """
+        """Launch the cast of ``x``; ``plan`` says which rows each row of tiles has, for groups of rows."""
         launch = self._launch
         if inputs is NO_INPUTS and self._is_plain and launch.is_compiled:  # most casts
             at, (row_amax, column_amax) = x.data_ptr(), amaxes
@@ -309,12 +237,7 @@ class CastLaunch:
 
 
 class RecastLaunch:
-    """The kernel that casts again what was scaled by an amax of another scale.
-
-    Args:
-        task: What it casts.
-        store: Whether the rowwise face is written.
-    """
+    """The kernel that recasts with the true amax."""
 
     def __init__(self, task: KernelTask, *, store: bool) -> None:
         programs = 2

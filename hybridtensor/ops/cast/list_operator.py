@@ -22,7 +22,7 @@ _ALIGNED = 4  # numbers of four bytes: kernels are compiled for records at multi
 
 
 def measured(xs: list[Tensor], request: str) -> list[Tensor]:
-    """Return the amaxes of both faces of each matrix, fp32, or the one that they share."""
+    """Return the fp32 amaxes of both faces of each matrix, or the shared one."""
     parsed = parse_request(request)
     pairs = measure_all(xs, parsed)
     return [amax for pair in pairs for amax in pair[: _count(parsed)]]
@@ -40,7 +40,7 @@ MEASURE_ALL = define(
 
 
 def _distinct(made: list[Tensor]) -> list[Tensor]:
-    """Return tensors that share no memory."""
+    """Remove tensors that are in the list twice."""
     return [
         tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
         for tensor in made
@@ -57,7 +57,7 @@ def quantized(
     after: Tensor | None = None,
     notes: int = 0,
 ) -> list[Tensor]:
-    """Quantize each matrix as ``quantize`` does; lists of inputs that no matrix has are empty."""
+    """Quantize each matrix as ``quantize`` does; input lists without entries are empty."""
     parsed = parse_request(request)
     measures = [cast is not None and cast.measures is not None for cast in parsed[:2]]
     if (measures[0] and not row_amaxes) or (measures[1] and not column_amaxes):
@@ -81,23 +81,20 @@ def quantized(
 
 
 def _zeros(count: int, size: int, device: torch.device) -> list[Tensor]:
-    """Return as many records of so many amaxes."""
     pitch = -(-size // _ALIGNED) * _ALIGNED
     records = torch.zeros(count, pitch, dtype=torch.float32, device=device)
     return list(records[:, :size].unbind())
 
 
 def _together(amaxes: list[Tensor]) -> list[Tensor]:
-    """Return amaxes in one buffer, as those are that were measured together: the table of a launch knows their
-    distances, and would be written anew for others.
-    """
+    """Copy amaxes into one buffer, as if measured together: a launch's table contains their distances."""
     if len({amax.untyped_storage().data_ptr() for amax in amaxes}) <= 1:
         return amaxes
     return list(torch.cat(amaxes).split([len(amax) for amax in amaxes]))
 
 
 def _in_order(made: Sequence[Sequence[Tensor]], noted: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of each matrix, and behind them its record, as ``quantize`` does."""
+    """Return each matrix's tensors followed by its record, as ``quantize`` does."""
     ends = [[record] for record in noted] or [[]] * len(made)
     return [
         tensor for of_matrix, end in zip(made, ends, strict=True) for tensor in (*of_matrix, *end)

@@ -35,18 +35,7 @@ Amaxes = tuple[Tensor, Tensor]
 
 
 class Distances(NamedTuple):
-    """How far the tensors of each matrix are from those of the first, in entries; None where there are no such tensors.
-
-    Attributes:
-        matrices: The matrices.
-        strides: From row to row of each.
-        first_rows: ``CastInputs.first_row`` of each.
-        scales: Delayed encode scales.
-        records: Where amaxes are recorded.
-        counters: Key and step of random rounding.
-        row_amaxes: What the rowwise faces are scaled by.
-        column_amaxes: What the columnwise faces are scaled by.
-    """
+    """Offsets of each matrix's tensors from those of the first, in entries; None for absent inputs."""
 
     matrices: tuple[int, ...]
     strides: tuple[int, ...]
@@ -59,22 +48,14 @@ class Distances(NamedTuple):
 
     @classmethod
     def of(cls, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> Distances:
-        """Return the distances of matrices and their inputs, if there are any.
-
-        Raises:
-            ValueError: If some matrices have an input that others have not.
-        """
+        """Return the offsets of matrices and their inputs; raise ValueError if only some have an input."""
         begin, size = xs[0].data_ptr(), xs[0].itemsize
         matrices = tuple([(x.data_ptr() - begin) // size for x in xs])
         return cls(matrices, tuple([x.stride(0) for x in xs]), *of_inputs(inputs))
 
 
 def of_inputs(inputs: Sequence[CastInputs]) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the fields of ``Distances`` that are those of inputs; none without inputs.
-
-    Raises:
-        ValueError: See ``Distances.of``.
-    """
+    """Return the fields of ``Distances`` that describe inputs; see ``Distances.of``."""
     if not inputs:
         return ()
     scales, noted, counters, first_rows, row_amaxes, column_amaxes, *_ = zip(*inputs, strict=True)
@@ -83,7 +64,6 @@ def of_inputs(inputs: Sequence[CastInputs]) -> tuple[tuple[int, ...] | None, ...
 
 
 def _apart(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
-    """Return how far tensors of one dtype are from the first, in entries."""
     first = tensors[0]
     if first is None:
         if any([tensor is not None for tensor in tensors]):
@@ -102,13 +82,7 @@ _NOT_ALIKE = (
 
 
 class List:
-    """What the launches for matrices at such distances have in common.
-
-    Args:
-        xs: The matrices; ``is_whole``, of one dtype, on one device.
-        request: Which faces, and how.
-        distances: Of the matrices, and of what they need beside.
-    """
+    """The table and tiles that launches for matrices at these distances share."""
 
     def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
         first = xs[0]
@@ -139,14 +113,7 @@ class List:
         of_column: list[list[int]],
         device: torch.device,
     ) -> None:
-        """Write the table of the kernels, and the matrix of each tile, to the device.
-
-        Args:
-            distances: As above.
-            of_row: What the table says of each rowwise face.
-            of_column: The same of each columnwise one.
-            device: The device.
-        """
+        """Copy the kernels' table, and the matrix of each tile, to the device."""
         count = len(self.shapes)
         given = [(0,) * count if known is None else known for known in distances[2:6]]
         firsts = list(itertools.accumulate(self.tiles, initial=0))[:count]
@@ -208,7 +175,6 @@ class ListMeasurement(List):
         )
 
     def run(self, xs: Sequence[Tensor]) -> list[Amaxes]:
-        """Return the amaxes of the rowwise and of the columnwise face of each matrix, fp32."""
         amaxes = torch.zeros(self._size, dtype=torch.float32, device=xs[0].device)
         with on_device(xs[0].device):
             self._launch(xs[0], amaxes, amaxes, self.table, self.owners)
@@ -222,14 +188,7 @@ class ListMeasurement(List):
 
 
 class ListCast(List):
-    """The launch that casts; see ``quantize_all``.
-
-    Args:
-        xs: See ``List``.
-        request: See ``List``.
-        distances: See ``List``.
-        outs: Where the faces of each matrix go, as for ``PreparedCast.run_into``; None makes memory for them.
-    """
+    """The launch that casts; see ``quantize_all``. ``outs`` None allocates."""
 
     def __init__(
         self,
@@ -274,7 +233,7 @@ class ListCast(List):
         )
 
     def run(self, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> list[Faces]:
-        """Return the faces of each matrix, in memory of their own."""
+        """Return the faces of each matrix, newly allocated."""
         row, column = (buffers.empty(xs[0].device) for buffers in (self._row, self._column))
         self._start(xs[0], inputs[0], row, column)
         return list(zip(self._row.faces(row), self._column.faces(column), strict=True))
@@ -282,7 +241,7 @@ class ListCast(List):
     def run_into(
         self, xs: Sequence[Tensor], inputs: Sequence[CastInputs], outs: Sequence[list[Tensor]]
     ) -> None:
-        """Write the faces of each matrix, into tensors that are where those were that this is made for."""
+        """Write the faces into tensors at the addresses that this was prepared for."""
         of_row = self._row.count
         self._start(xs[0], inputs[0], outs[0][:of_row], outs[0][of_row:])
         increment_version([tensor for out in outs for tensor in out])
@@ -290,7 +249,7 @@ class ListCast(List):
     def _start(
         self, first: Tensor, given: CastInputs, row: list[Tensor], column: list[Tensor]
     ) -> None:
-        """Launch the cast, with the first matrix, its inputs, and the buffers of the faces."""
+        """Launch the cast."""
         launch = self._launch
         take, device = launch.take, first.device
         taken = take(first)
@@ -311,28 +270,19 @@ class ListCast(List):
 def _arguments(
     buffers: list[Tensor], amax: Tensor | None, nothing: Address, launch: Launch
 ) -> tuple[Address, Address, int, int, Address, Address]:
-    """Return the parts of ``Output``: the buffers of all matrices, and the amaxes of the first."""
+    """Return the fields of ``Output``: the buffers of all matrices, and the first one's amaxes."""
     parts = [launch.take(buffer) for buffer in buffers]
     codes, scales, levels = (*parts, nothing, nothing, nothing)[:3]
     return codes, scales, 0, 0, levels, nothing if amax is None else launch.take(amax)
 
 
 def _partial(contractions: list[int], step: int) -> int:
-    """Return a contraction that is no whole number of steps, if one is: constants are those of all matrices."""
+    """Return a contraction that is not a whole number of steps, if any: compile-time constants are shared."""
     return next((size for size in contractions if size % step), contractions[0])
 
 
 class _Buffers:
-    """The memory of one face of all matrices: a buffer of elements, one of scales, one of tensor scales.
-
-    Args:
-        cast: How the face is made, or None if it is not.
-        shapes: ``[other, contraction]`` of each matrix.
-        outs: Of each matrix, the tensors that are the face, and maybe more; None if they are to be made.
-
-    Attributes:
-        count: How many buffers there are.
-    """
+    """The memory of one face of all matrices: buffers of elements, scales and tensor scales."""
 
     def __init__(
         self,
@@ -360,11 +310,7 @@ class _Buffers:
         ]
 
     def entries(self, amaxes: tuple[int, ...] | None) -> list[list[int]]:
-        """Return what the table says of the face of each matrix.
-
-        Args:
-            amaxes: How far the amaxes that it is scaled by are from the first.
-        """
+        """Return the table entries of each matrix's face; ``amaxes`` are offsets of its amaxes."""
         measured = (0,) * len(self._places) if amaxes is None else amaxes
         lines = []
         for places, amax in zip(self._places, measured, strict=True):
@@ -374,11 +320,9 @@ class _Buffers:
         return lines
 
     def empty(self, device: torch.device) -> list[Tensor]:
-        """Return the buffers, not filled."""
         return [torch.empty(size, dtype=dtype, device=device) for size, dtype in self._buffers]
 
     def faces(self, buffers: list[Tensor]) -> list[Face | None]:
-        """Return the face of each matrix, or None if it is not made."""
         kind = self._kind
         if kind is None:
             return [None] * len(self._places)
@@ -389,5 +333,5 @@ class _Buffers:
 
 
 def _room(layout: TensorLayout) -> int:
-    """Return how many entries of a buffer a tensor takes."""
+    """Return the entries of a buffer that a tensor occupies."""
     return -(-layout.shape[0] * layout.shape[1] // _ALIGNED) * _ALIGNED

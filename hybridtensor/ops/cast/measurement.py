@@ -23,15 +23,7 @@ _FLAT_BLOCK, _FLAT_STEPS = 8192, 4
 
 
 class Measurement:
-    """The kernel that measures the amaxes of matrices that lie alike.
-
-    Args:
-        faces: The rowwise and the columnwise face.
-        wanted: Which of them are scaled by an amax that is to be measured.
-        matrix: How the matrix lies; its address is not used.
-        device: Where it is.
-        tiling: How tiles cover it.
-    """
+    """The kernel that measures the amaxes of matrices with one layout, for ``wanted`` faces."""
 
     def __init__(
         self,
@@ -86,9 +78,7 @@ class Measurement:
         )
 
     def run(self, x: Tensor, prologue: Prologue | None = None) -> tuple[Tensor, Tensor]:
-        """Return the amaxes of the rowwise and of the columnwise face, fp32; one tensor for both
-        where they are one.
-        """
+        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal."""
         if self._one:
             amax = _zero(x.device)
             self._start(x, amax, amax, prologue)
@@ -99,7 +89,7 @@ class Measurement:
         return of_row, of_column
 
     def run_into(self, x: Tensor, out: Tensor) -> None:
-        """Write the amaxes of the one face that is measured into ``out``, which holds zeros."""
+        """Write the amaxes of the one measured face into ``out``, which holds zeros."""
         self._start(x, out, out)
 
     def _start(
@@ -120,17 +110,15 @@ _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that a
 
 
 def _zero(device: torch.device) -> Tensor:
-    """Return a zero, fp32 ``[1]``, for a kernel that raises it: one of many that were filled at once.
-
-    A CUDA graph fills its own, as each replay raises it again.
-    """
+    """Return an fp32 zero ``[1]`` from a pool; under CUDA-graph capture a new one, since every replay raises it
+    again."""
     if device.type != "cuda" or is_captured():
         return torch.zeros(1, dtype=torch.float32, device=device)
     return _one_of(device, torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def _one_of(device: torch.device, stream: int) -> Tensor:
-    """Return a zero that nobody else gets, filled on a stream, which the next use is on, too."""
+    """Return an unused zero that was filled on the current stream."""
     ready = _ZEROS.setdefault((device.index, stream), [])
     while True:
         try:

@@ -31,12 +31,7 @@ _MOST_LISTS = 1024
 
 
 def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
-    """Return the amaxes that the faces of each matrix are scaled by; see ``PreparedCast.measure``.
-
-    Args:
-        xs: ``[M, K]`` each, plain, not empty, on one device.
-        request: Which faces, and how; a columnwise one is made of the matrix.
-    """
+    """Return the amaxes of each plain, non-empty matrix ``[M, K]`` on one device; see ``PreparedCast.measure``."""
     how = _split_and_launch(ListMeasurement, xs, request)
     found: dict[int, Amaxes] = {}
     if how.launch is not None:
@@ -51,13 +46,7 @@ def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
 def quantize_all(
     xs: Sequence[Tensor], request: CastRequest, inputs: Sequence[CastInputs]
 ) -> list[Faces]:
-    """Return the faces of each matrix, with the bits of ``ops.quantize``.
-
-    Args:
-        xs: As for ``measure_all``.
-        request: Which faces, and how; a columnwise one is made of the matrix.
-        inputs: Of each matrix, all of the same kinds; with the amaxes that it is scaled by, if it is.
-    """
+    """Return the faces of each matrix, with the bits of ``ops.quantize``; all inputs are of the same kinds."""
     how = _split_and_launch(ListCast, xs, request, inputs)
     found: dict[int, Faces] = {}
     if how.launch is not None:
@@ -72,17 +61,7 @@ def quantize_all(
 
 
 class PreparedList:
-    """Casts matrices that lie where some did into tensors that stay, each with the bits that its own cast makes.
-
-    Those that kernels read are measured in one launch, where their amaxes are not given, and cast in one. No matrix is
-    kept alive.
-
-    Args:
-        xs: ``[M, K]`` each, plain, on one device.
-        casts: Of each matrix, all of one request.
-        outs: Where the faces of each go, see ``PreparedCast.run_into``; they share no memory.
-        inputs: Of each, all of the same kinds.
-    """
+    """A cast of matrices into persistent tensors, prepared by address, with one launch where kernels can read them."""
 
     def __init__(
         self,
@@ -103,7 +82,6 @@ class PreparedList:
         self._cast: ListCast | None = None
 
     def run(self, xs: Sequence[Tensor]) -> None:
-        """Write the faces of each matrix."""
         for i, cast, out, inputs in self._alone:
             cast.run_into(xs[i], out, inputs)
         if self._together:
@@ -115,7 +93,7 @@ class PreparedList:
             self._cast.run_into(chosen, given, self._outs)
 
     def _with_amaxes(self, xs: Sequence[Tensor]) -> list[CastInputs]:
-        """Return the inputs with the amaxes that were not given."""
+        """Measure the missing amaxes, and return the inputs with them."""
         row, column, *_ = request = self._measured or CastRequest(None)
         if self._measurement is None:
             self._measurement = ListMeasurement(xs, request, Distances.of(xs, ()))
@@ -130,7 +108,7 @@ class PreparedList:
 
 
 def _to_measure(request: CastRequest, given: CastInputs) -> CastRequest | None:
-    """Return the request of which the faces are those whose amaxes are not given; None if there are none."""
+    """Return the request for the faces whose amaxes are missing, or None."""
     row, column = (
         cast if cast is not None and cast.measures is not None and amax is None else None
         for cast, amax in zip(request[:2], (given.row_amax, given.column_amax), strict=True)
@@ -142,13 +120,7 @@ L = TypeVar("L", bound=List)
 
 
 class _Split(NamedTuple, Generic[L]):
-    """How a list of matrices is cast.
-
-    Attributes:
-        together: Which matrices one launch casts.
-        alone: Which are cast one by one.
-        launch: The launch, or None if there are none together.
-    """
+    """Which matrices one launch casts (``together``), and which are cast one by one."""
 
     together: list[int]
     alone: list[int]
@@ -164,7 +136,7 @@ def _split_and_launch(
     request: CastRequest,
     inputs: Sequence[CastInputs] = (),
 ) -> _Split[L]:
-    """Look up how matrices that lie so are cast, with inputs at such distances from the first; worked out once."""
+    """Return the cached split and launch of matrices at these distances."""
     first = xs[0]
     begin = first.data_ptr()
     lie = [(x.data_ptr() - begin, x.shape, x.stride(), x.dtype) for x in xs]
@@ -186,7 +158,6 @@ def _split_and_launch(
 
 
 def _split(xs: Sequence[Tensor], request: CastRequest) -> tuple[list[int], list[int]]:
-    """Return which matrices are cast together, and which one by one."""
     every = list(range(len(xs)))
     if len(xs) < 2 or not xs[0].is_cuda or not request.has_kernels or request.source is not None:
         return [], every
@@ -197,7 +168,7 @@ def _split(xs: Sequence[Tensor], request: CastRequest) -> tuple[list[int], list[
 
 
 def is_whole(x: Tensor) -> bool:
-    """Return whether the kernels read a matrix: extents, strides and addresses are multiples of 16."""
+    """Return whether the list kernels can read a matrix: extents, strides and addresses are multiples of 16."""
     m, k = x.shape
     lies_well = x.stride(1) == 1 and x.stride(0) % _WHOLE == 0
     return lies_well and m % _WHOLE == 0 == k % _WHOLE and x.data_ptr() % (_WHOLE * x.itemsize) == 0

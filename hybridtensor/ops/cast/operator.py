@@ -36,7 +36,7 @@ def _reference(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
 
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
-    """Return the inputs of a cast from the operator's arguments, and the amaxes that it returns, if any."""
+    """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
     taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
     notes = of_graph[1] if len(of_graph) > 1 else 0  # torch leaves out what is as by default
     noted = [x.new_zeros(notes, dtype=torch.float32)] if notes else []
@@ -56,7 +56,7 @@ def _fake(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
 
 
 def faces_like(x: Tensor, request: CastRequest, notes: int = 0) -> list[Tensor]:
-    """Return empty tensors as those that the operator returns of ``x``, the amaxes of ``notes`` scales among them."""
+    """Return empty tensors like the operator's results, including ``notes`` amaxes."""
     (rows, columns), (row, column, _source, _dtype) = x.shape, request
     layouts = () if row is None else face_layouts(row.format, rows, columns)
     if column is not None:
@@ -83,9 +83,7 @@ def _measure_on_a_gpu(x: Tensor, request: str) -> list[Tensor]:
 
 
 def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tensor]:
-    """Return the amaxes of both faces, or the one that they share: what an operator returns shares no
-    memory.
-    """
+    """Return the amaxes of both faces, or the shared one once: an operator's results may not alias."""
     row, column = amaxes
     if not share_amax(request):
         return [row, column.clone()]
@@ -98,7 +96,7 @@ def share_amax(request: CastRequest) -> bool:
 
 
 def amaxes_of(x: Tensor, request: CastRequest) -> list[Tensor]:
-    """Return empty tensors as the amaxes that the operator returns of ``x``."""
+    """Return empty tensors like the amaxes that the operator returns."""
     per_row = (cast is not None and cast.measures for cast in request[:2])
     sizes = [extent if of_rows else 1 for extent, of_rows in zip(x.shape, per_row, strict=True)]
     count = 1 if share_amax(request) else 2
@@ -136,7 +134,7 @@ implement("quantize_into", _into_on_a_gpu)
 
 
 class OperatorCast(ReferenceCast):
-    """A cast by the registered operators, for whoever watches or records them."""
+    """A cast by the registered operators, for dispatch modes and tracing."""
 
     def __init__(self, request: CastRequest) -> None:
         super().__init__(request)
@@ -145,7 +143,6 @@ class OperatorCast(ReferenceCast):
         self._row_size = 0 if request.row is None else request.row.format.num_tensors
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
-        """See ``PreparedCast.run``."""
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
         noted = inputs.noted_amax
@@ -162,12 +159,10 @@ class OperatorCast(ReferenceCast):
         )
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        """See ``PreparedCast.run_into``."""
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
         _QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``PreparedCast.measure``."""
         amaxes = MEASURE(x, self._text)
         return amaxes[0], amaxes[-1]

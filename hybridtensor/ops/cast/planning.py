@@ -16,31 +16,14 @@ _PLANNED = 32  # rows of tiles that one program plans
 
 
 def aligned(ends: Tensor | None) -> Tensor:
-    """Return offsets that begin at a multiple of 16 bytes and lie one after the other, as kernels rely on.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Return contiguous offsets at a 16-byte boundary, as kernels require; raise ValueError for None."""
     if ends is None:
         raise ValueError("grouped_mm: offsets are required, got a stack of matrices")
     return ends if ends.is_contiguous() and ends.data_ptr() % 16 == 0 else ends.clone()
 
 
 class Planning:
-    """The kernel that works it out, where the device knows how groups end.
-
-    Args:
-        groups: How many groups there are, and their step.
-        rows: How many tokens there are.
-        height: Rows of a tile.
-
-    Raises:
-        ValueError: If the step is no multiple of 16, which kernels rely on.
-
-    Attributes:
-        pitch: Padded rows of all groups.
-        tiles: Rows of tiles that there are at most.
-    """
+    """The kernel that maps rows of tiles to groups, whose ends only the device knows; the step is a multiple of 16."""
 
     def __init__(self, groups: Groups, rows: int, height: int) -> None:
         if groups.step % 16:
@@ -62,7 +45,7 @@ class Planning:
         )
 
     def __call__(self, ends: Tensor) -> Tensor:
-        """Return the plan of groups that end at ``ends``: int32 ``[tiles, 8]``; see ``plan_kernel``."""
+        """Return the plan for groups that end at ``ends``: int32 ``[tiles, 8]``; see ``plan_kernel``."""
         plan = ends.new_empty(self.tiles, _ENTRY)
         with on_device(ends.device):
             self._launch(aligned(ends), plan, *self._numbers)
@@ -71,5 +54,5 @@ class Planning:
 
 @functools.lru_cache(maxsize=1024)
 def planning(num_groups: int, step: int, rows: int, height: int, device: torch.device) -> Planning:
-    """Return the planning for tokens on a device: launches are kept for what is launched again."""
+    """Return the cached planning for tokens on a device."""
     return Planning(Groups(num_groups, None, step), rows, height)

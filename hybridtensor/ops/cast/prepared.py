@@ -60,9 +60,7 @@ class PreparedCast(ABC):
 
 
 def request_layouts(request: CastRequest, rows: int, columns: int) -> tuple[TensorLayout, ...]:
-    """Return how the tensors of the faces of a ``[rows, columns]`` matrix lie, the rowwise face's
-    first.
-    """
+    """Return the layouts of the tensors of both faces of a ``[rows, columns]`` matrix, rowwise first."""
     layouts: tuple[TensorLayout, ...] = ()
     if request.row is not None:
         layouts = numeric_layouts(request.row.format, rows, columns)
@@ -72,11 +70,7 @@ def request_layouts(request: CastRequest, rows: int, columns: int) -> tuple[Tens
 
 
 def can_hold(out: list[Tensor], x: Tensor, request: CastRequest) -> bool:
-    """Return whether the faces of ``x`` can be written straight into ``out``.
-
-    That takes plain tensors that lie as kernels want them, and share no memory with each other, nor
-    with ``x``, which is read while they are written.
-    """
+    """Return whether faces can be written into ``out``: plain tensors as kernels require, without aliasing."""
     layouts = request_layouts(request, x.shape[0], x.shape[1])
     if len(out) != len(layouts):
         return False
@@ -89,7 +83,7 @@ def can_hold(out: list[Tensor], x: Tensor, request: CastRequest) -> bool:
 
 
 def _overlap(tensors: list[Tensor]) -> bool:
-    """Return whether the stretches of memory that tensors lie in overlap."""
+    """Return whether the memory ranges of tensors overlap."""
     stretches = []
     for tensor in tensors:
         if tensor.numel():

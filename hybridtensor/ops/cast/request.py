@@ -35,9 +35,7 @@ class Cast(NamedTuple):
 
     @property
     def measures(self) -> bool | None:
-        """Whether scales follow from an amax per row; False is one amax of the tensor, None is no
-        amax.
-        """
+        """Whether scales follow from an amax per row (True), of the tensor (False), or no amax (None)."""
         fmt = self.format.base
         if fmt.tensor_block is not None:
             return fmt.tensor_block[0] is not None
@@ -46,13 +44,11 @@ class Cast(NamedTuple):
         return fmt.block[0] is not None
 
     def for_columnwise(self) -> Cast:
-        """Return the cast of the columnwise face, which never shares random numbers with the
-        rowwise one.
-        """
+        """Return the cast of the columnwise face, with random numbers of its own."""
         return self if self.stream < 0 else self._replace(stream=self.stream + 1)
 
     def for_values(self) -> Cast:
-        """Return the cast of a face of values; the same if there are none of this format."""
+        """Return the cast to the format's dequantized ``values``; unchanged if it has none."""
         return self if self.format.values is None else self._replace(format=self.format.values)
 
     def for_codes(self) -> Cast:
@@ -86,7 +82,7 @@ class CastRequest(NamedTuple):
 
     @property
     def suits_lists(self) -> bool:
-        """Whether matrices of a list can be cast so: from themselves, by amaxes of what is not rotated."""
+        """Whether a list of matrices can be cast so: from the matrix itself, by amaxes without rotation."""
         return self.source is None and not any(
             cast.measures is not None and cast.format.hadamard
             for cast in (self.row, self.column)
@@ -101,7 +97,7 @@ class CastRequest(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def parse_request(text: str) -> CastRequest:
-    """Return the request that ``str`` wrote."""
+    """Return the request with a given ``str``."""
     row, column, source, dtype = text.split("|")
     return CastRequest(
         _parse(row), _parse(column), _parse(source), getattr(torch, dtype) if dtype else None
@@ -133,7 +129,7 @@ class Hint:
         self.stream = 0
 
     def last(self, device: torch.device, stream: int) -> Tensor | None:
-        """Return the amax if it is known on that device and stream, else None."""
+        """Return the amax if it is valid on that device and stream, else None."""
         amax = self.amax
         return (
             amax if amax is not None and amax.device == device and self.stream == stream else None
@@ -171,7 +167,7 @@ class CastInputs(NamedTuple):
 
     @property
     def record(self) -> Tensor | None:
-        """``noted_amax``, where a kernel or a definition writes it."""
+        """``noted_amax`` as a kernel or the definition writes it."""
         return None if isinstance(self.noted_amax, Notes) else self.noted_amax
 
 
@@ -179,7 +175,7 @@ NO_INPUTS = CastInputs()
 
 
 def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
-    """Raise ValueError unless the inputs are those that the request needs."""
+    """Raise ValueError unless the inputs match the request."""
     row, column, source, _ = request
     if source is not None and row is not None and row.for_codes() != source:
         raise ValueError(
@@ -198,7 +194,7 @@ def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
 
 
 def check_rules(request: CastRequest) -> None:
-    """Raise ValueError unless formats have scales to choose from by the rules that are asked for."""
+    """Raise ValueError unless the requested rules exist for the formats."""
     for cast in request[:3]:
         if cast is not None and cast.rule:
             _check_rule(cast)

@@ -72,7 +72,6 @@ class KernelFace(NamedTuple):
 
     @classmethod
     def of(cls, cast: Cast | None) -> KernelFace:
-        """Return the face that a cast makes."""
         if cast is None:
             return cls(NONE)
         fmt = cast.format.base
@@ -93,14 +92,7 @@ class KernelFace(NamedTuple):
     def constants(
         self, dtype: torch.dtype, contraction: int, *, note: bool, store: bool
     ) -> FaceConstants:
-        """Return the compile-time constants of the cast of values in ``dtype``.
-
-        Args:
-            dtype: Dtype of what is cast.
-            contraction: Entries along the contraction of what is cast.
-            note: Whether amaxes are noted.
-            store: Whether the face is wanted, not only what it holds.
-        """
+        """Return the compile-time constants; ``store`` is whether the face is wanted, not only its values."""
         packs, whole = self.kind in _FP4, contraction % self.step == 0
         return FaceConstants(
             kind=self.kind,
@@ -168,12 +160,7 @@ _HELD_REGISTERS = (
 
 
 def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
-    """Return the tile that suits the formats, and whether the columnwise face is made of what the
-    rowwise one holds.
-
-    Scale blocks of every format lie in one tile, so that values are quantized, dequantized and
-    quantized again there.
-    """
+    """Return the tile that suits the formats, such that all scale blocks lie in one tile."""
     tile = _tile_of(row, column, of_rowwise)
     if {row.rule, column.rule} & {LEAST_ABSOLUTE, LEAST_SQUARED}:
         # two candidates at once, and errors that are compared to the last bit
@@ -201,18 +188,12 @@ def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
 
 
 def computed(tile: Tile) -> Tile:
-    """Return the tile for a matrix that is computed while it is read: twice as many threads of half the elements."""
+    """Return the tile for a computed matrix: twice as many threads with half the elements each."""
     return tile._replace(vector=8, warps=2 * tile.warps, registers=None)
 
 
 class Tiling(NamedTuple):
-    """How the tiles cover matrices that lie alike.
-
-    Attributes:
-        constants: Compile-time constants of a tile.
-        number: How many there are.
-        options: Triton's options of a launch.
-    """
+    """How tiles cover matrices with one layout: constants, number of tiles, and launch options."""
 
     constants: TileConstants
     number: int
@@ -220,14 +201,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, tile: Tile, matrix: Matrix, dtype: torch.dtype, *, draws: bool) -> Tiling:
-        """Return the tiling of a matrix.
-
-        Args:
-            tile: Its tile.
-            matrix: How it lies.
-            dtype: Its dtype.
-            draws: Whether elements are rounded at random.
-        """
+        """Return the tiling of a matrix; ``draws`` is whether elements are rounded at random."""
         m, k = matrix.M, matrix.K
         reach = max(tile.rows, tile.columns) * max(matrix[1:])
         constants = TileConstants(
@@ -246,7 +220,7 @@ class Tiling(NamedTuple):
         return cls(constants, number, options)
 
     def of_prologue(self, kind: int, device: torch.device) -> Tiling:
-        """Return the tiling, of ``computed`` tiles, of a matrix that is computed while it is read."""
+        """Return the tiling, of ``computed`` tiles, of a matrix with a prologue."""
         on_gpu = device.type == "cuda"
         return self._replace(constants=self.constants._replace(prologue=kind, gpu=on_gpu))
 
@@ -257,13 +231,11 @@ def converts_to_fp8(device: torch.device) -> bool:
 
 
 def overlaps_kernels(device: torch.device) -> bool:
-    """Return whether a kernel can start while the one before it ends: programmatic dependent
-    launch.
-    """
+    """Return whether the device has programmatic dependent launch."""
     return _nvidia(device) >= (9, 0)
 
 
 def _nvidia(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU, of anything else zeros."""
+    """Return the compute capability of an NVIDIA GPU, zeros for anything else."""
     ours = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if ours else (0, 0)

@@ -21,22 +21,13 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 
 
 
 def check_folder(path: Path) -> None:
-    """Raise ValueError unless ``path`` is a folder itself, and not a link to one.
-
-    Raises:
-        OSError: If it cannot be looked at.
-    """
+    """Raise ValueError unless ``path`` is a folder, and not a link to one."""
     if not stat.S_ISDIR(path.lstat().st_mode):
         raise ValueError(f"{path.name} is no folder but a link or a file; it is not followed")
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
-    """Open the file ``name`` in ``folder``.
-
-    Raises:
-        ValueError: If it is not in the folder, or no regular file: a link, a pipe, a device.
-        OSError: If it cannot be opened.
-    """
+    """Open a regular file in ``folder``; raise ValueError for links, pipes, devices and files elsewhere."""
     if Path(name).name != name or "\0" in name:
         raise ValueError(f"{folder.name}: {name!r} is no name of a file in it")
     check_folder(folder)
@@ -51,12 +42,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def read_file(folder: Path, name: str, limit: int) -> bytes:
-    """Return the bytes of a file of ``limit`` bytes at most.
-
-    Raises:
-        ValueError: If it is larger, or no regular file in the folder.
-        OSError: If it cannot be read.
-    """
+    """Return the bytes of a regular file; raise ValueError if it is larger than ``limit``."""
     with open_file(folder, name) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > limit:
@@ -109,7 +95,7 @@ def read_json(
 
 
 def digest_stream(stream: BinaryIO, size: int | None = None) -> tuple[int, str]:
-    """Return the number of bytes of a stream, and their SHA-256; of ``size`` + 1 bytes at most."""
+    """Return the length and SHA-256 of a stream, reading at most ``size`` + 1 bytes."""
     digest, seen = hashlib.sha256(), 0
     while chunk := stream.read(_CHUNK):
         digest.update(chunk)
@@ -120,17 +106,6 @@ def digest_stream(stream: BinaryIO, size: int | None = None) -> tuple[int, str]:
 
 
 def digest_file(path: Path, *, size: int | None = None, sync: bool = False) -> tuple[int, str]:
-    """Return size and SHA-256 of a file.
-
-    Args:
-        path: The file.
-        size: What it should have; a file of another size is not read, and has the digest ``""``.
-        sync: Bring it to the disk first.
-
-    Raises:
-        ValueError: If it is no regular file.
-        OSError: If it cannot be read.
-    """
     with open_file(path.parent, path.name) as stream:
         found = os.fstat(stream.fileno()).st_size, ""
         if size is None or size == found[0]:
@@ -142,10 +117,7 @@ def digest_file(path: Path, *, size: int | None = None, sync: bool = False) -> t
 
 @contextlib.contextmanager
 def own_folder(target: Path) -> Iterator[Path]:
-    """Make a hidden folder beside ``target`` whose name nobody else has, and remove it in the end.
-
-    What becomes ``target`` is made in it, with permissions of its own.
-    """
+    """Create a hidden folder with a unique name beside ``target``, and remove it at the end."""
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         yield own
@@ -154,7 +126,7 @@ def own_folder(target: Path) -> Iterator[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync the names in a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,7 +135,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on the disk on return."""
+    """Write a file and sync it to disk."""
     with path.open("w") as stream:
         stream.write(text)
         stream.flush()

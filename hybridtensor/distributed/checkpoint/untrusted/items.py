@@ -1,6 +1,5 @@
-"""What a step stores of one entry: the bytes that ``torch.save`` makes of a tensor or a value, checked
-before torch unpacks them, and read without running what they say.
-"""
+"""Stored tensors and values as ``torch.save`` writes them, checked before torch unpacks them and read without
+running code."""
 
 from __future__ import annotations
 
@@ -20,20 +19,12 @@ _DEEPEST = 100
 
 
 def read_value(stream: IO[bytes]) -> Any:
-    """Return a stored value that is no tensor; its tensors are on the host.
-
-    Raises:
-        ValueError: If it is damaged, or holds what cannot be read without running code.
-    """
+    """Return a stored non-tensor with its tensors on the host; raise ValueError if it is damaged or not safe."""
     return _load(stream, NumpyReader())
 
 
 def read_tensor(stream: IO[bytes]) -> Tensor:
-    """Return a tensor that was stored, on the host.
-
-    Raises:
-        ValueError: If it is damaged, or no tensor.
-    """
+    """Return a stored tensor on the host; raise ValueError if it is damaged or no tensor."""
     loaded = _load(stream)
     if type(loaded) is not Tensor or loaded.layout != torch.strided or not loaded.is_cpu:
         raise ValueError(f"a plain tensor is required, got {type(loaded).__name__}")
@@ -52,11 +43,8 @@ def _load(stream: IO[bytes], arrays: NumpyReader | None = None) -> Any:
 
 
 def pickled(value: object, name: str, who: str) -> io.BytesIO:
-    """Return the bytes to store of a value, which ``read_value`` reads back.
-
-    Raises:
-        ValueError: If there are none; told as the fault of the part of ``name`` that has it.
-    """
+    """Pickle a value so that ``read_value`` can read it back; raise ValueError with the part of ``name`` that cannot
+    be."""
     try:
         return _round_trip(value)
     except ValueError as error:
@@ -105,7 +93,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the reason that torch's reader of pickles gives, without its advice to read them otherwise."""
+    """Return the first line of an error from torch's unpickler, without its advice to disable the checks."""
     text, _, reason = str(error).partition("WeightsUnpickler error: ")
     told = f"Weights only load failed: {reason.partition('. Please')[0]}" if reason else text
     return f"{type(error).__name__}: {told}".partition("\n")[0]

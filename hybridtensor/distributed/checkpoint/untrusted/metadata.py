@@ -55,17 +55,7 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
 
 
 def read_metadata(path: Path, files: Mapping[str, tuple[int, str]] | None = None) -> dcp.Metadata:
-    """Read the metadata of the checkpoint in the folder ``path``.
-
-    Args:
-        path: The folder.
-        files: Size and digest of the files that it may point to; None is any inside the folder.
-
-    Raises:
-        ValueError: If it asks for anything that metadata is not made of, is no metadata, or points
-            elsewhere.
-        OSError: If it cannot be read.
-    """
+    """Read the metadata of the checkpoint in the folder ``path``."""
     try:
         metadata = _read_records(read_file(path, METADATA, _LIMIT))
         for info in metadata.storage_data.values():
@@ -111,12 +101,11 @@ class Writer(filesystem.FileSystemWriter):
     """``FileSystemWriter`` whose metadata does not say where it was written: the folder is renamed."""
 
     def storage_meta(self) -> dcp.StorageMeta | None:
-        """See ``StorageWriter``."""
         return dcp.StorageMeta(save_id=self.save_id)
 
 
 def _is_count(value: object) -> bool:
-    """Whether a value is a number of things."""
+    """Return whether a value is a non-negative integer."""
     return type(value) is int and 0 <= value < 2**62
 
 
@@ -170,7 +159,6 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str, /) -> object:
-        """See ``pickle.Unpickler``."""
         found = f"{module}.{name}"
         if found not in _ALLOWED:
             raise ValueError(f"{found[:200]} is not on the list of names of a checkpoint")
@@ -178,12 +166,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_records(data: bytes) -> dcp.Metadata:
-    """Read the metadata that a pickle of any protocol is of.
-
-    Raises:
-        ValueError: If it is of anything else, damaged, or not complete.
-        NotImplementedError: If this torch lacks the records that it is made of.
-    """
+    """Read metadata from a pickle of any protocol; raise ValueError if it is anything else, damaged or incomplete."""
     if object in (_StorageInfo, _MemoryFormat):
         raise NotImplementedError(
             f"checkpoint: torch 2.11 to 2.13 is required to read metadata, torch {torch.__version__} "
@@ -203,7 +186,7 @@ def _read_records(data: bytes) -> dcp.Metadata:
 
 
 def _check_record(record: Any, kind: type, what: str) -> None:
-    """Raise ValueError unless a record is of ``kind`` and has its own fields, of their types."""
+    """Raise ValueError unless a record is of ``kind`` and has its fields with their types."""
     _require(type(record) is kind, f"{kind.__name__} as {what}")
     given = vars(record)
     _require(given.keys() <= _names(kind), f"{kind.__name__} with its own fields")
@@ -219,7 +202,7 @@ def _names(kind: type) -> set[str]:
 
 
 def _check_metadata(metadata: dcp.Metadata) -> None:
-    """Raise ValueError unless all of it has its types, and every part of a tensor its place."""
+    """Raise ValueError unless all fields have their types, and every chunk a file that stores it."""
     _check_record(metadata, dcp.Metadata, "the checkpoint")
     if metadata.storage_meta is not None:
         _check_record(metadata.storage_meta, dcp.StorageMeta, "the storage")
@@ -248,9 +231,8 @@ def _check_metadata(metadata: dcp.Metadata) -> None:
 def _check_tensor(
     name: str, entry: Any, places: dict[dcp.MetadataIndex, Any], chunks: set[int]
 ) -> None:
-    """Raise ValueError unless a tensor's chunks cover it, and lie where there is room for them: who
-    reserves memory for the tensor has read no less than it.
-    """
+    """Raise ValueError unless a tensor's chunks cover it and fit in their files, so that files bound what is
+    allocated."""
     _check_record(entry, dcp.TensorStorageMetadata, name)
     _check_record(entry.properties, dcp.TensorProperties, name)
     _require(id(entry.chunks) not in chunks, f"chunks of {name} alone")

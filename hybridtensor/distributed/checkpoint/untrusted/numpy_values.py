@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")
 
 
 class _DType:
-    """What a pickle says of a dtype of numbers."""
+    """A numeric dtype named by a pickle."""
 
     def __init__(self, code: object, align: object = False, copy: object = True) -> None:
         if type(code) is not str or not _NUMBERS.fullmatch(code):
@@ -31,7 +31,7 @@ class _DType:
         self.order = state[1]
 
     def take(self, data: object, shape: tuple[int, ...], order: str = "C") -> Any:
-        """Return the array of ``shape`` that bytes hold."""
+        """Return the array of ``shape`` stored in bytes."""
         import numpy as np
 
         dtype = np.dtype(self.order + self.code)
@@ -41,7 +41,7 @@ class _DType:
 
 
 class _Array:
-    """Stands for an array until all of a pickle is read."""
+    """Placeholder of an array until the whole pickle is read."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -57,7 +57,7 @@ class _Array:
 
 
 class _ArrayType:
-    """Stands for numpy's class of arrays, which a pickle names and nothing calls."""
+    """Placeholder of numpy's array class, which pickles name but never call."""
 
 
 def _scalar(dtype: object, data: object = None) -> Any:
@@ -73,13 +73,13 @@ def _no_bytes(*arguments: object) -> bytes:
 
 
 class NumpyReader:
-    """Reads numpy's values in one pickle; the arrays are there when all of it is read."""
+    """Reads numpy's values in one pickle; arrays are complete once all of it is read."""
 
     def __init__(self) -> None:
         self._made: list[_Array] = []
 
     def stand_ins(self) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-        """Return what reads numpy's values, each with the name that pickles have for numpy's own."""
+        """Return the functions that replace numpy's own, by the name in pickles."""
         return [
             (_DType, "numpy.dtype"),
             (_ArrayType, "numpy.ndarray"),
@@ -96,11 +96,8 @@ class NumpyReader:
         return self._made[-1]
 
     def with_arrays(self, value: Any) -> Any:
-        """Return ``value`` with the arrays for what stands for them, in the same containers.
-
-        Raises:
-            ValueError: If one is anywhere else, or has no values.
-        """
+        """Replace placeholders by their arrays in nested containers; raise ValueError for one elsewhere or without
+        data."""
         known: dict[int, Any] = {}
         found = _replaced(value, known)
         if not all(id(made) in known for made in self._made):

@@ -1,4 +1,4 @@
-"""Reading tensors and values of ``torch.distributed.checkpoint``: all of them first, then into place."""
+"""Reads tensors and values of ``torch.distributed.checkpoint`` to the host first, and then writes them in place."""
 
 from __future__ import annotations
 
@@ -24,17 +24,11 @@ from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
 
 
 class UnreadableError(ValueError):
-    """What a step stores cannot be read, whatever the digests of its files say."""
+    """A stored entry cannot be read although the digests of its files match."""
 
 
 class Staged:
-    """What a rank has read and not put into place yet: on the host, as much as it loads.
-
-    Args:
-        planner: Knows the places.
-        tensors: What to load into each place.
-        values: Bytes of what is no tensor.
-    """
+    """What a rank has read to the host and not yet written: tensors by place, and bytes of other values."""
 
     def __init__(
         self,
@@ -47,7 +41,7 @@ class Staged:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Write everything; what was there before takes the place of what is written."""
+        """Swap the read tensors with those in place."""
         for item, data in self._values:
             self._planner.load_bytes(item, io.BytesIO(data))
         for at, (item, new) in enumerate(self._tensors):
@@ -59,7 +53,7 @@ class Staged:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Undo ``put``, of as much as was written; what reads values has them still."""
+        """Undo ``put``, as far as it got."""
         while self._former:
             place, former = self._former.pop()
             place.copy_(former)
@@ -75,7 +69,6 @@ class SafeReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """See ``StorageReader``."""
         # torch's reader unpickles here; ``path`` and ``load_id`` are what it sets up
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -84,12 +77,10 @@ class SafeReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
-        """See ``StorageReader``."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._entries = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See ``StorageReader``."""
         self.stage(plan, planner).put()
         done: Future[None] = Future()
         done.set_result(None)
@@ -111,7 +102,7 @@ class SafeReader(FileSystemReader):
         return Staged(planner, tensors, values)
 
     def unreadable(self) -> list[str]:
-        """Return a text for the first entry of each file that cannot be read; set the reader up before."""
+        """Return a text for the first unreadable entry of each file."""
         files: dict[str, list[MetadataIndex]] = {}
         for index, place in self.storage_data.items():
             files.setdefault(place.relative_path, []).append(index)
@@ -127,7 +118,7 @@ class SafeReader(FileSystemReader):
     def _stored(
         self, indices: list[MetadataIndex]
     ) -> Iterator[tuple[MetadataIndex, Tensor | bytes]]:
-        """Yield what is stored of entries: tensors, and the bytes of values, which can be read."""
+        """Yield the stored entries: tensors, and the bytes of other values."""
         files: dict[str, list[MetadataIndex]] = {}
         for index in indices:
             files.setdefault(self.storage_data[index].relative_path, []).append(index)
@@ -144,7 +135,7 @@ class SafeReader(FileSystemReader):
                         raise UnreadableError(f"{where} cannot be read: {error}") from error
 
     def _read(self, data: bytes, index: MetadataIndex) -> Tensor | bytes:
-        """Return a stored tensor, or the bytes of a value, if it is what metadata says."""
+        """Return a stored tensor, or the bytes of another value, if they match the metadata."""
         entry = self._entries[index.fqn]
         if not isinstance(entry, TensorStorageMetadata):
             read_value(io.BytesIO(data))
@@ -159,7 +150,7 @@ class SafeReader(FileSystemReader):
 
 
 def _part(tensor: Tensor, item: ReadItem) -> Tensor:
-    """Return the part of a stored tensor that is asked for."""
+    """Slice the requested part out of a stored tensor."""
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize

@@ -36,15 +36,8 @@ _ITEMSIZES = {
 
 
 class _Part:
-    """Stands for anything but numbers and text.
-
-    Args:
-        made_by: The opcode.
-        parts: What it is made of; ``extent`` counts those that are in it several times as often,
-            ``depth`` their levels.
-        limit: Of ``extent``.
-        name: Of a class or function.
-    """
+    """A symbolic value on the scanned stack: the opcode that made it, its parts, their total ``extent`` and
+    ``depth``."""
 
     __slots__ = ("depth", "extent", "held", "made_by", "name", "parts")
 
@@ -55,7 +48,7 @@ class _Part:
             self.take(parts, limit)
 
     def take(self, parts: Sequence[Any], limit: int) -> None:
-        """Add parts. What is a part already is complete: no genuine pickle adds to it."""
+        """Add parts; no genuine pickle adds to a value that is already part of another."""
         self.extent += len(parts)
         for part in parts:
             if type(part) is _Part:
@@ -88,11 +81,7 @@ class Scan:
         self._frame = 0  # where the last one ends
 
     def run(self, data: bytes) -> None:
-        """Look through a pickle.
-
-        Raises:
-            ValueError: If it is not harmless to read. A damaged pickle raises whatever it likes.
-        """
+        """Scan a pickle; raise ValueError if it is not harmless. A damaged one may raise anything."""
         stream, limit = io.BytesIO(data), _LARGEST + len(data)
         # Nearly all that is in a memo is never fetched: it would be thousands of objects for Python's
         # collector of garbage, which then looks at all of the process
