@@ -86,9 +86,7 @@ class MasterWeights(torch.optim.Optimizer):
     @overload
     def _stepped(self, parameter: tuple[str, Tensor]) -> tuple[str, Tensor]: ...
     def _stepped(self, parameter: Tensor | tuple[str, Tensor]) -> Tensor | tuple[str, Tensor]:
-        """Return the master of a persistent parameter, any other parameter as it is; with its name
-        if that is given.
-        """
+        """Return the master of a persistent parameter, any other parameter unchanged; with its name if given."""
         if isinstance(parameter, tuple):
             return (*parameter[:-1], self._stepped(parameter[-1]))
         part = local(parameter)
@@ -118,13 +116,11 @@ class MasterWeights(torch.optim.Optimizer):
         """Ignore ``value``: torch's base class sets an empty state."""
 
     def _own(self, parameter: Tensor, master: Tensor) -> StateDict:
-        """Return the entries of a parameter in a state dict beside the inner optimizer's."""
+        """Return a parameter's entries in a state dict besides the inner optimizer's."""
         return {"master": master.detach(), "follows": follows_from_master(parameter)}
 
     def _share_groups(self) -> None:
-        """Let schedulers, which write ``param_groups``, reach the inner optimizer: all options live
-        in its groups.
-        """
+        """Share the inner optimizer's ``param_groups``, so that schedulers write its options."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
@@ -135,12 +131,11 @@ class MasterWeights(torch.optim.Optimizer):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
     def __getstate__(self) -> StateDict:
-        """Return the state of copies and pickles, with the masters and the inner optimizer."""
+        """Return the state for copies and pickles, with the masters and the inner optimizer."""
         state = {name: value for name, value in super().__getstate__().items() if name != "state"}
         return {**state, "inner": self.inner, "_pairs": self._pairs}
 
     def __setstate__(self, state: StateDict) -> None:
-        """Undo ``__getstate__``."""
         super().__setstate__(state)
         for parameter, master in self._pairs:
             persistent_part(parameter).high_precision.give_to(local(master), follows=False)
@@ -178,7 +173,7 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _following(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """Wrap a closure so that each evaluation sees parameters quantized from the present masters."""
+        """Wrap a closure so that each evaluation quantizes the parameters from the present masters."""
         evaluations = itertools.count()
 
         def evaluate() -> float:
@@ -192,13 +187,13 @@ class MasterWeights(torch.optim.Optimizer):
         return evaluate
 
     def _take_gradients(self) -> None:
-        """Give the masters their parameters' gradients, and the inner optimizer the present options."""
+        """Assign the parameters' gradients to the masters, and pass the present options to the inner optimizer."""
         self._push_options()
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
 
     def _stepped_pairs(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Return the pairs that have a gradient, and a rate that is not zero."""
+        """Return the pairs that have a gradient and a nonzero learning rate."""
         still = {
             id(p)
             for group in self.inner.param_groups
@@ -211,7 +206,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Take masters anew of parameters that became other tensors, or that another optimizer steps."""
+        """Recreate the masters of parameters that were replaced, or that another optimizer steps."""
         for parameter, master in self._pairs:
             part, own = persistent_part(parameter), local(master)
             if part.high_precision.is_of(own):
@@ -221,7 +216,7 @@ class MasterWeights(torch.optim.Optimizer):
             part.high_precision.give_to(own, follows=part.high_precision.follows)
 
     def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
-        """Quantize masters into their parameters; all together, because ranks exchange scales."""
+        """Quantize masters into their parameters, all at once, because ranks exchange scales."""
         refresh_all_([(persistent_part(p), local(master.detach())) for p, master in pairs])
         for parameter, master in pairs:
             persistent_part(parameter).high_precision.give_to(local(master), follows=True)
@@ -257,9 +252,7 @@ class MasterWeights(torch.optim.Optimizer):
         return packed
 
     def _keys(self, packed: StateDict) -> list[int | str | None]:
-        """Return the keys of the parameters with masters in a state dict: numbers, or names, in our
-        order.
-        """
+        """Return the keys of parameters with masters in a state dict (indices or names), in this optimizer's order."""
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         every = [id(p) for group in self.inner.param_groups for p in group["params"]]
         of = dict(zip(every, keys, strict=False))
@@ -308,7 +301,7 @@ class MasterWeights(torch.optim.Optimizer):
             after(self)
 
     def _check_groups(self, state_dict: object) -> None:
-        """Raise unless a state dict has the groups of this optimizer."""
+        """Raise ValueError unless a state dict has this optimizer's groups."""
         who, groups = "MasterWeights.load_state_dict", None
         if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
             groups = state_dict.get("param_groups")
@@ -340,7 +333,7 @@ _RATES_OF_THEIR_OWN = (torch.optim.Rprop, torch.optim.ASGD)
 
 
 def _is_zero(rate: float | Tensor | None) -> bool:
-    """Whether a learning rate is known to be zero, without asking the device."""
+    """Return whether a learning rate is zero, without synchronizing: a tensor on a GPU counts as nonzero."""
     if rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu"):
         return False
     return float(rate) == 0
@@ -351,7 +344,7 @@ def _or(new: T | None, old: T) -> T:
 
 
 def _checked_group(who: str, group: object) -> dict[str, Any]:
-    """Return a parameter group with a list of parameters, or of pairs of names and parameters."""
+    """Return a parameter group with a list of parameters, or of named ones."""
     if not isinstance(group, dict) or "params" not in group:
         raise wrong(who, "a dictionary with params", group)
     params = group["params"]
@@ -368,9 +361,8 @@ _hooks: list[object] = []
 
 
 def watch_plain_optimizers() -> None:
-    """Have the first step of an optimizer warn if it steps persistent weights in a narrow dtype, where small updates
-    are rounded away. Called when persistent weights are made.
-    """
+    """Warn at an optimizer's first step if it steps persistent weights in a narrow dtype, which rounds small updates
+    away."""
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_warn_of_narrow_values))
 

@@ -64,7 +64,7 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Raise ValueError for a gradient that a weight in ``dtype`` cannot have."""
+    """Raise ValueError for a gradient whose dtype is not the weight's new one."""
     gradient = parameter.grad
     if gradient is not None and gradient.dtype != dtype:
         raise ValueError(
@@ -103,7 +103,7 @@ def _plain(value: object) -> object:
 
 
 def high_precision_values(weight: Tensor) -> Tensor:
-    """Return the best values that there are of a weight, or of a rank's part of it, plain."""
+    """Return the highest-precision values available of a weight, or of its local shard, as a plain tensor."""
     if isinstance(weight, MasterWeight):
         return weight.plain.detach()
     if not isinstance(weight, HybridTensor):
@@ -113,7 +113,7 @@ def high_precision_values(weight: Tensor) -> Tensor:
 
 
 def _forget(module: nn.Module) -> None:
-    """Take this library's hooks and attributes off a module."""
+    """Remove this library's hooks and attributes from a module."""
     layer_forward.drop_recipe(module)
     for name, state in list(module._modules.items()):
         if isinstance(state, LayerState):

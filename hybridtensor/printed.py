@@ -16,7 +16,6 @@ class Printed:
     """Results that ``print``, a prompt and notebooks show as tables; ``rich`` is imported only then."""
 
     def __rich__(self) -> RenderableType:
-        """Render for terminals that ``rich`` knows."""
         raise NotImplementedError(f"{type(self).__name__}: __rich__ is required")
 
     def __str__(self) -> str:

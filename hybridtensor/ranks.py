@@ -84,7 +84,7 @@ class Ranks:
             self._group = self._known[timeout] = self._new_group(members)
 
     def _new_group(self, members: list[int]) -> dist.ProcessGroup:
-        """Make the gloo group, once every rank has come: who is missing is then known by number."""
+        """Create the gloo group after every rank has arrived, so that a missing rank is reported by number."""
         _meet(self.who, members, self._timeout)
         # gloo tries five times to reach a rank that is gone, each time for as long as its timeout.
         # All ranks are here, so that it is short while they connect; ``_set_pg_timeout`` is private
@@ -100,15 +100,8 @@ class Ranks:
         return made
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Do ``work`` on every rank and return what it gave on each; small things, because they are
-        sent.
-
-        Raises:
-            ValueError: If ``work`` raised one on the first rank that raised anything, on every
-                rank.
-            TypeError: Likewise.
-            RuntimeError: If it raised anything else, or a rank is gone.
-        """
+        """Run ``work`` on every rank and return all results, which should be small; an exception is raised on every
+        rank."""
         mine: Answer
         raised: BaseException | None = None
         try:
@@ -130,20 +123,18 @@ class Ranks:
         return [result for _, _, result in answers]
 
     def each(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank and return what it gave on this one; nothing is sent but
-        errors.
-        """
+        """Run ``work`` on every rank and return this rank's result; only errors are sent."""
         done: list[T] = []
         self.gather(lambda: done.append(work()))
         return done[0]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on the first rank and return what it gave, on every rank."""
+        """Run ``work`` on the first rank and return its result on every rank."""
         results = self.gather(lambda: [work()] if self.rank == 0 else [])
         return results[0][0]
 
     def _summary(self, failed: list[tuple[int, str, str]]) -> str:
-        """Return one text of what the ranks that failed said."""
+        """Join the messages of the failed ranks."""
         texts: dict[str, list[int]] = {}
         for rank, kind, text in failed:
             known = kind in _KINDS or text.startswith("checkpoint.")
@@ -166,18 +157,14 @@ class Ranks:
 
 
 def _world() -> dist.ProcessGroup:
-    """Return the process group of all ranks, which has to be there."""
+    """Return the process group of all ranks, which must be initialized."""
     if dist.group.WORLD is None:
         raise RuntimeError("a process group is required; call torch.distributed.init_process_group")
     return dist.group.WORLD
 
 
 def _meet(who: str, members: list[int], timeout: datetime.timedelta) -> None:
-    """Wait until every rank of a group is here.
-
-    Raises:
-        RuntimeError: If one does not come in time, or has left, with its number.
-    """
+    """Wait until every rank of a group has arrived; raise RuntimeError with the number of a missing one."""
     # Private to torch: the store that ranks found each other by. Groups are made of it too, which
     # takes part after part and waits for each anew, and does not tell for whom.
     default, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
@@ -213,7 +200,7 @@ def _meet(who: str, members: list[int], timeout: datetime.timedelta) -> None:
 
 
 def _say_left() -> None:
-    """Tell ranks that wait for this one that its process has ended."""
+    """Publish at exit that this process has left, for ranks that wait for it."""
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # the store may have ended before
             store = dist.distributed_c10d._get_default_store()
@@ -231,18 +218,7 @@ def require_alike(
     groups: Iterable[dist.ProcessGroup | None] = (None,),
     timeout: datetime.timedelta = TIMEOUT,
 ) -> None:
-    """Raise on every rank unless all ranks of some groups have the same facts.
-
-    Args:
-        who: Begins the message.
-        facts: By name, such as that of a layer. What is sent first is a digest of them.
-        advice: What to do where they differ.
-        groups: Process groups, one after the other, as dimensions of a mesh; None is all ranks.
-        timeout: How long to wait for a rank.
-
-    Raises:
-        RuntimeError: If they differ, with ranks and names; or if a rank does not come.
-    """
+    """Raise RuntimeError on every rank unless all have the same facts, by name; ``advice`` ends the message."""
     digest, found = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest(), ""
     for group in groups:
         ranks = Ranks(who, group, timeout)
@@ -259,7 +235,7 @@ def require_alike(
 
 
 def _difference(every: list[dict[str, str]], group: dist.ProcessGroup | None) -> str:
-    """Return in which facts the first rank and another one differ."""
+    """Describe in which facts the first rank and another one differ."""
     index = next(i for i, one in enumerate(every) if one != every[0])
     first, other = every[0], every[index]
     ranks = [i if group is None else dist.get_global_rank(group, i) for i in (0, index)]

@@ -29,7 +29,7 @@ from hybridtensor.torchao_compat import FqnToConfig
 
 
 class ByName(Protocol):
-    """What type checkers know of torchao's ``FqnToConfig``, which tells them nothing itself."""
+    """Type of torchao's ``FqnToConfig``, which has no annotations."""
 
     fqn_to_config: Any
 
@@ -50,19 +50,7 @@ def choose(
     keep_bf16: Iterable[str] = (),
     root: str = "",
 ) -> Plan:
-    """Return the layers of ``model`` that a recipe is for.
-
-    Args:
-        model: As for ``quantize_``.
-        recipe: As for ``quantize_``.
-        filter_fn: As for ``quantize_``.
-        keep_bf16: As for ``quantize_``.
-        root: The model's own name.
-
-    Raises:
-        ValueError: If there is both a filter and ``FqnToConfig``, or a name matches no layer.
-        TypeError: If an argument is of the wrong kind.
-    """
+    """Return the layers that a recipe applies to, with arguments as for ``quantize_``; ``root`` is the model's name."""
     if filter_fn is not None and isinstance(recipe, FqnToConfig):
         raise ValueError(
             "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
@@ -74,7 +62,6 @@ def choose(
 def _plan(
     model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str
 ) -> Iterator[tuple[Layer, HybridConfig]]:
-    """Yield the layers to convert with their configs."""
     if isinstance(recipe, FqnToConfig):
         yield from _plan_by_name(model, recipe, root)
         return
@@ -88,7 +75,7 @@ def _plan(
 
 
 def _without(plan: Plan, patterns: Iterable[str], every: list[str]) -> Plan:
-    """Return the plan without the layers that ``patterns`` name; each must name one of ``every``."""
+    """Return the plan without the layers that ``patterns`` match; each pattern must match one."""
     if isinstance(patterns, str):
         raise TypeError(
             f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
@@ -105,7 +92,7 @@ def _without(plan: Plan, patterns: Iterable[str], every: list[str]) -> Plan:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Return whether a pattern names a layer, or a module that holds it."""
+    """Return whether a pattern matches a layer, or a module that contains it."""
     return any(fnmatch.fnmatchcase(name, p) for p in (pattern, f"{pattern}.*"))
 
 
@@ -113,7 +100,7 @@ _LEFT_ALONE = "_hybridtensor_left_alone"
 
 
 def with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
-    """Return the plan with the experts that ``patterns`` name stored the other way; each must name one."""
+    """Return the plan with the experts that ``patterns`` match marked as transposed; each must match one."""
     for pattern in require_items("quantize_", "a list of names as transposed", patterns):
         require_text("quantize_", **{"a name in transposed": pattern})
         named = [
@@ -134,7 +121,7 @@ def with_layouts(plan: Plan, patterns: Iterable[str]) -> Plan:
 
 
 def keeping(plan: Plan, keep_faces: str | None) -> Plan:
-    """Return the plan with recipes that keep faces of weights so, where they make any; None leaves it to them."""
+    """Return the plan with ``keep_faces`` set in recipes that quantize weights; None changes nothing."""
     if keep_faces is None:
         return plan
     require_choice("quantize_", "keep_faces", keep_faces, KEEP_FACES)
@@ -147,12 +134,7 @@ def keeping(plan: Plan, keep_faces: str | None) -> Plan:
 
 
 def note_left_alone(layers: Iterable[Layer], plan: Plan) -> None:
-    """Note at their modules which layers a plan leaves alone though they could be converted: someone said so.
-
-    Args:
-        layers: All that there are.
-        plan: Those that are converted.
-    """
+    """Record on modules which convertible ``layers`` the caller left out of the plan."""
     chosen = {layer.name for layer, _ in plan}
     for layer in layers:
         if layer.name not in chosen and layer.why_skipped() is None:
@@ -161,12 +143,12 @@ def note_left_alone(layers: Iterable[Layer], plan: Plan) -> None:
 
 
 def is_left_alone(layer: Layer) -> bool:
-    """Return whether ``quantize_`` left a layer alone because someone said so."""
+    """Return whether the caller of ``quantize_`` left out a layer."""
     return layer.parameter in layer.module.__dict__.get(_LEFT_ALONE, ())
 
 
 def _config_source(recipe: Recipe) -> Callable[[Layer], HybridConfig | None]:
-    """Turn any recipe but one by names into a function from a layer to its config."""
+    """Return a function from a layer to its config, for any recipe but ``FqnToConfig``."""
     if isinstance(recipe, (str, HybridConfig)):
         config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
         return lambda layer: config
@@ -182,11 +164,7 @@ def _config_source(recipe: Recipe) -> Callable[[Layer], HybridConfig | None]:
 
 
 def _of_factory(factory: Factory, layer: Layer) -> HybridConfig:
-    """Ask a factory, for experts once for each.
-
-    Raises:
-        ValueError: If it gives experts of one stack recipes of their own.
-    """
+    """Call a factory, once per expert; raise ValueError if experts of one stack get different recipes."""
     if not layer.is_stack:
         return from_factory(factory, layer.name)
     count = layer.weight.shape[0]
@@ -204,9 +182,7 @@ def _of_factory(factory: Factory, layer: Layer) -> HybridConfig:
 def _plan_by_name(
     model: nn.Module, recipe: FqnToConfig, root: str
 ) -> Iterator[tuple[Layer, HybridConfig]]:
-    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern,
-    ``_default``.
-    """
+    """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern, ``_default``."""
     rules: dict[str, object] = dict(recipe.fqn_to_config)
     used = set()
     for layer in layers_of(model, root):
@@ -229,7 +205,7 @@ def _plan_by_name(
 
 
 def matching(rules: Iterable[str], *names: str) -> list[str]:
-    """Return the keys of ``FqnToConfig`` that match one of several names, in their precedence."""
+    """Return the matching keys of ``FqnToConfig``, by precedence."""
     keys = list(rules)
     patterns = {key: _pattern(key) for key in keys if key.startswith("re:")}
     exact = [name for name in names if name in keys and name not in patterns]
@@ -238,11 +214,7 @@ def matching(rules: Iterable[str], *names: str) -> list[str]:
 
 @functools.cache
 def _pattern(key: str) -> re.Pattern[str]:
-    """Return the regular expression after ``re:``.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Compile the regular expression after ``re:``; raise ValueError if it is invalid."""
     try:
         return re.compile(key[3:])
     except re.error as error:
@@ -253,14 +225,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 class PlainMatrix(NamedTuple):
-    """A large matrix that is left in high precision.
-
-    Attributes:
-        name: Fully qualified name of the parameter.
-        shape: Its shape.
-        why: Why it is left.
-        deliberate: Whether someone decided so: ``quantize_``'s defaults, or its caller.
-    """
+    """A large matrix left in high precision; ``deliberate`` if by ``quantize_``'s defaults or its caller."""
 
     name: str
     shape: tuple[int, ...]
@@ -269,14 +234,7 @@ class PlainMatrix(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How much of a model is quantized.
-
-    Attributes:
-        parameters: Share of the parameters: those whose layer's output is computed in low precision.
-        products: Share of the multiplications of a token in the three products of each matrix, if it meets every
-            matrix once (lookups in embeddings are none).
-        plain: Matrices with a thousandth of the parameters or more that are not converted.
-    """
+    """How much of a model is quantized."""
 
     parameters: float
     products: float
@@ -293,7 +251,7 @@ _LARGE = 1000  # a matrix with this part of the parameters, or more
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """Return how much of a model is quantized, and which large matrices are not."""
+    """Return the quantized share of a model, and the large plain matrices."""
     sizes: dict[int, int] = {}
     matrices: dict[int, tuple[int, HybridConfig | None, PlainMatrix]] = {}
     stacks = {id(layer.weight): layer for layer in layers_of(model) if layer.is_stack}
@@ -328,19 +286,18 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 def is_quantized(formats: tuple[Format, Format]) -> bool:
-    """Return whether a product of two formats is one in low precision."""
+    """Return whether either format of a product is quantized."""
     return not all(fmt.is_identity for fmt in formats)
 
 
 def _config_of(module: nn.Module, parameter: Tensor) -> HybridConfig | None:
-    """Return the recipe of a matrix; None before ``quantize_``."""
     part = local(parameter)
     recipe = part if is_converted(part) else recipe_of(module)
     return None if recipe is None else recipe.config
 
 
 def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
-    """Return whose weights are computed of what a module holds, by name and as a module."""
+    """Return the owners of parametrized weights, by name and as modules."""
     return {
         module.parametrizations["weight"]: (name, module)
         for name, module in model.named_modules()
@@ -351,15 +308,7 @@ def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
 def _why_plain(
     name: str, module: nn.Module, stack: Layer | None, matrix_name: str, shape: tuple[int, ...]
 ) -> tuple[str, bool]:
-    """Return why a matrix of ``module`` is not quantized, and whether someone decided so.
-
-    Args:
-        name: Of the module.
-        module: What holds the matrix.
-        stack: The matrix, if it has three dimensions.
-        matrix_name: What the module calls it.
-        shape: Of the matrix.
-    """
+    """Return why a matrix is not quantized, and whether that was decided deliberately."""
     if stack is not None:
         reason = stack.why_skipped()
         return reason or "not chosen", reason is None

@@ -24,9 +24,7 @@ def give_plain_values_(module: nn.Module) -> None:
 def plain_values(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, object]
 ) -> None:
-    """Replace master weights by their plain tensors, so that no way of saving knows of
-    quantization; have persistent ones give their values to savers that ask for memory.
-    """
+    """Replace master weights by their plain tensors in a state dict; persistent ones give values to savers."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if value is not None and not isinstance(
@@ -39,14 +37,14 @@ def plain_values(
 
 
 def keep_recipe_(module: nn.Module) -> None:
-    """Have ``load_state_dict(assign=True)`` keep the recipes of a module's weights."""
+    """Preserve the recipes of a module's weights in ``load_state_dict(assign=True)``."""
     if not getattr(module, "_hybridtensor_load_hook", False):
         module.register_load_state_dict_pre_hook(keep_recipe_on_assign)
         module.__dict__["_hybridtensor_load_hook"] = True
 
 
 def drop_hooks(module: nn.Module) -> None:
-    """Take both hooks off a module."""
+    """Remove both hooks from a module."""
     # torch's private tables: a handle of each hook would be one more thing that is copied with it
     for table in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key, hook in list(table.items()):
@@ -63,11 +61,7 @@ def keep_recipe_on_assign(
     local_metadata: dict[str, object],
     *_: object,
 ) -> None:
-    """Keep the recipe when ``load_state_dict(assign=True)`` would put a plain tensor in a weight's
-    place.
-
-    The values belong to the checkpoint, the recipe to the model.
-    """
+    """Give loaded tensors the model's recipes in ``load_state_dict(assign=True)``."""
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module._parameters.items():
@@ -77,7 +71,7 @@ def keep_recipe_on_assign(
 
 
 def _assign(weight: Any, state_dict: dict[str, Tensor], key: str) -> None:
-    """Give the entry at ``key`` the recipe of the weight that it takes the place of."""
+    """Give the entry at ``key`` the recipe of the weight that it replaces."""
     value = state_dict[key].detach()
     part: Any = part_of(value)
     config = weight.config

@@ -22,13 +22,13 @@ _REFERENCED = (
 
 
 def require_swappable(who: str, parameter: nn.Parameter) -> None:
-    """Raise RuntimeError if a graph or a weak reference refers to a parameter, which ``swap`` would refuse."""
+    """Raise RuntimeError if a graph or a weak reference refers to a parameter, which blocks ``swap``."""
     if not _is_swappable(parameter):
         raise RuntimeError(f"{who}: {_REFERENCED}")
 
 
 def swap_all(who: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Make several parameters be other tensors, all of them or none; see ``swap``."""
+    """Replace several parameters in place, all or none; see ``swap``."""
     # before anything changes: swapping back does not mend the graphs of others
     for parameter, _ in pairs:
         require_swappable(who, parameter)
@@ -71,7 +71,7 @@ def swap(who: str, parameter: nn.Parameter, new: Tensor) -> Callable[[], None]:
 
 
 def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Have two parameters be each other; gradient and hooks of the first one stay, unless that fails."""
+    """Swap two parameters, keeping gradient and hooks of the first."""
     hooks = {
         name: getattr(parameter, name)
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -93,7 +93,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def _register(parameter: nn.Parameter, hooks: dict[str, object]) -> None:
-    """Give a parameter its hooks again, which went with what it was."""
+    """Register a parameter's hooks again after a swap."""
     for name, registered in hooks.items():
         if registered:
             setattr(parameter, name, None)
@@ -101,7 +101,7 @@ def _register(parameter: nn.Parameter, hooks: dict[str, object]) -> None:
 
 
 def _is_swappable(parameter: Any) -> bool:
-    """Return whether ``torch.utils.swap_tensors`` takes a parameter, which marks the graph of one that it takes."""
+    """Return whether ``torch.utils.swap_tensors`` accepts a parameter; marks its graph."""
     if weakref.getweakrefs(parameter):
         return False
     count = parameter._use_count()  # private to torch, which goes by it
@@ -130,7 +130,6 @@ class ApplyInPlace:
         self._module = weakref.ref(module)
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> nn.Module:
-        """Convert the parameters and buffers of the module, and of those inside."""
         module = self._required()
         own = {name: p for name, p in module._parameters.items() if _is_own(p)}
         module._parameters.update(dict.fromkeys(own))  # torch passes over what is None
@@ -159,12 +158,12 @@ class ApplyInPlace:
 
 
 def _is_own(parameter: object) -> bool:
-    """Return whether this is a weight of ours whose memory is its own: FSDP2 converts what it gathered."""
+    """Return whether this is a converted weight with memory of its own; FSDP2 converts gathered ones."""
     return isinstance(parameter, InterceptingTensor) and parameter.record.gathered is None
 
 
 def _convert(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """Have a parameter, and its gradient, be what ``fn`` makes of them."""
+    """Apply ``fn`` to a parameter and its gradient in place."""
     with torch.no_grad():
         converted = fn(parameter)
         gradient = parameter.grad
@@ -182,7 +181,7 @@ def _convert(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def apply_in_place_(module: nn.Module) -> None:
-    """Have ``to``, ``cpu`` and ``half`` convert a module's weights of this library in place."""
+    """Make ``to``, ``cpu`` and ``half`` convert a module's weights in place."""
     module.__dict__.setdefault("_apply", ApplyInPlace(module))
 
 

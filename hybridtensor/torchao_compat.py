@@ -7,9 +7,7 @@ import warnings
 
 
 def _silently() -> None:
-    """Import torchao while its notes about its own code and optional binaries, which nothing here
-    uses, are muted.
-    """
+    """Import torchao without its messages about optional binaries."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -22,15 +22,7 @@ Undo: TypeAlias = Callable[[], object]
 
 @contextlib.contextmanager
 def all_or_nothing(model: nn.Module, layers: Iterable[Layer]) -> Iterator[list[Undo]]:
-    """Restore modules, parameters, hooks, forwards and states of quantizers if the block raises.
-
-    Args:
-        model: The model.
-        layers: Its layers that the block converts.
-
-    Yields:
-        A list to which the block appends what undoes its swaps of parameters.
-    """
+    """Restore the model if the block raises; yields a list for functions that undo its swaps."""
     undo = [back for holder in _holders(model, layers) for back in _former(holder)]
     swaps: list[Undo] = []
     try:
@@ -45,7 +37,7 @@ def all_or_nothing(model: nn.Module, layers: Iterable[Layer]) -> Iterator[list[U
 
 
 def _holders(model: nn.Module, layers: Iterable[Layer]) -> list[Any]:
-    """List the objects that a conversion changes: modules, states, common scales, converted weights."""
+    """Return the objects that a conversion changes: modules, states, common scales, weights."""
     parts = [part_of(layer.weight) for layer in layers]
     recipes = [recipe for layer in layers if (recipe := layer.recipe) is not None]
     scales = [recipe.state.common for recipe in recipes if recipe.state.common is not None]
@@ -59,7 +51,7 @@ def _holders(model: nn.Module, layers: Iterable[Layer]) -> list[Any]:
 
 
 def _former(holder: Any) -> Iterator[Undo]:
-    """Yield what gives an object its attributes again, with what is in their dictionaries and sets."""
+    """Yield functions that restore an object's attributes, dictionaries and sets."""
     own = vars(holder)
     yield functools.partial(_refill, own, dict(own))
     for value in own.values():

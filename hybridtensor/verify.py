@@ -12,7 +12,6 @@ from hybridtensor.__main__ import main as _main
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
     return _main(["verify", *(sys.argv[1:] if arguments is None else arguments)])
 
 

@@ -26,7 +26,7 @@ ALONE = Context()
 def require_rounding(
     who: str, rounding: object, seed: object, known: tuple[str, ...] = ("nearest", "stochastic")
 ) -> None:
-    """Raise unless elements can be rounded so: by a word, and with a seed of random rounding."""
+    """Raise unless ``rounding`` is a known word and the seed is valid."""
     require_choice(who, "rounding", rounding, known)
     require_int(who, seed=seed)
     if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
@@ -65,7 +65,7 @@ class Quantizer(ABC):
         )  # weights of ours name their quantizers in checkpoints
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the fields only: pickles do not hold what was worked out from them."""
+        """Return the fields only, without cached plans."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, fields: dict[str, object]) -> None:
@@ -110,15 +110,11 @@ class Quantizer(ABC):
     def request(
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> CastRequest | None:
-        """Return the one cast that makes just the faces that ``faces`` makes, or None if one cast
-        does not.
-        """
+        """Return the one cast that makes exactly the faces of ``faces``, or None if one cast is not enough."""
         return None
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
-        """Return the delayed scales that this quantizer needs for the tensor called ``slot``, by
-        slot.
-        """
+        """Return the delayed scales that this quantizer needs for the tensor ``slot``, by slot."""
         return {}
 
     def check_matrix(
@@ -130,15 +126,8 @@ class Quantizer(ABC):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
-        """Raise ValueError if faces of a ``[rows, columns]`` matrix are not of whole blocks.
-
-        Args:
-            rows: None is any number.
-            columns: None is any number.
-            who: Begins the message.
-            rowwise: Check the rowwise face.
-            columnwise: Check the columnwise face.
-        """
+        """Raise ValueError if faces of a ``[rows, columns]`` matrix do not consist of whole blocks; None is any
+        number."""
         if rowwise:
             check_blocks(self.rowwise_format, (rows, columns), who, "rowwise")
         if columnwise:
@@ -157,7 +146,6 @@ class CastQuantizer(Quantizer):
         dtype: torch.dtype,
         context: Context = ALONE,
     ) -> Faces:
-        """See ``Quantizer.faces``."""
         plan = cast_plan(self, rowwise, columnwise, dtype, context, x.device)
         if plan is None:
             return self.faces_apart(x, rowwise, columnwise, dtype, context)
@@ -166,7 +154,7 @@ class CastQuantizer(Quantizer):
     def faces_apart(
         self, x: Tensor, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> Faces:
-        """Return the faces asked for, where one cast does not make them; see ``faces``."""
+        """Return the requested faces where one cast does not make them; see ``faces``."""
         raise NotImplementedError(
             f"{type(self).__name__}: request() gives no cast that makes the faces; define faces_apart()"
         )
@@ -182,12 +170,10 @@ class OneFormatQuantizer(CastQuantizer):
 
     @property
     def rowwise_format(self) -> Format:
-        """The one format."""
         return self.format
 
     @property
     def columnwise_format(self) -> Format:
-        """The one format."""
         return self.format
 
     @abstractmethod
@@ -197,7 +183,6 @@ class OneFormatQuantizer(CastQuantizer):
     def request(
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> CastRequest:
-        """See ``Quantizer.request``."""
         cast = self.cast(context)
         column = cast if cast.stream < 0 else cast.for_columnwise()
         return CastRequest(cast if rowwise else None, column if columnwise else None)

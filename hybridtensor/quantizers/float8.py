@@ -62,7 +62,6 @@ class Float8Quantizer(OneFormatQuantizer):
         return get_format(f"fp8_{self.dtype}_{self.block or self.granularity}{suffix}")
 
     def cast(self, context: Context) -> Cast:
-        """See ``OneFormatQuantizer.cast``."""
         return self._cast
 
     @functools.cached_property
@@ -118,21 +117,15 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
 
     @functools.cached_property
     def format(self) -> Format:
-        """``fp8_<dtype>_tensor``."""
         return get_format(f"fp8_{self.dtype}_tensor")
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
-        """See ``Quantizer.delayed_rules``."""
         return {
             slot: DelayedRule(self.format.max, self.margin, self.history_length, self.algorithm)
         }
 
     def cast(self, context: Context) -> Cast:
-        """See ``OneFormatQuantizer.cast``.
-
-        Raises:
-            ValueError: If there is no state to take the scale from.
-        """
+        """Return the cast; raise ValueError without a state that holds the scale."""
         state = context.state
         if state is None or state.encode_scale is None:
             raise ValueError(

@@ -26,7 +26,6 @@ class IdentityQuantizer(Quantizer):
 
     @property
     def rowwise_format(self) -> Format:
-        """The identity format, as for the columnwise face."""
         return IDENTITY
 
     columnwise_format = rowwise_format
@@ -40,7 +39,6 @@ class IdentityQuantizer(Quantizer):
         dtype: torch.dtype,
         context: Context = ALONE,
     ) -> Faces:
-        """See ``Quantizer.faces``; both share one tensor, ``x`` itself where the dtype fits."""
         values = tokens(x) if context.groups is None else x
         face = high_precision(values.to(dtype))._replace(groups=context.tokens_groups)
         return face if rowwise else None, columnwise_of(face, dtype) if columnwise else None
@@ -80,7 +78,7 @@ class HybridQuantizer(CastQuantizer):
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether both directions repeat themselves."""
+        """Whether the same input always gives the same bits."""
         return self.rowwise.repeatable and self.columnwise.repeatable
 
     @property
@@ -99,9 +97,8 @@ class HybridQuantizer(CastQuantizer):
         return self.columnwise.columnwise_format
 
     def simplified(self) -> Quantizer:
-        """Return the plain quantizer that makes the same faces, or this one without a source that
-        means nothing.
-        """
+        """Return the simplest quantizer of the same faces: a plain one, or a hybrid with ``columnwise_source``
+        normalized."""
         if isinstance(self.rowwise, IdentityQuantizer):  # what the forward saw is the original
             return (
                 self.rowwise
@@ -111,9 +108,6 @@ class HybridQuantizer(CastQuantizer):
         return self.rowwise if self._is_plain else self
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
-        """See ``Quantizer.delayed_rules``: one scale per direction, unless both directions are the
-        same quantizer.
-        """
         if self._is_plain:
             return self.rowwise.delayed_rules(slot)
         return self.rowwise.delayed_rules(f"{slot}_rowwise") | self.columnwise.delayed_rules(
@@ -122,13 +116,12 @@ class HybridQuantizer(CastQuantizer):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether this is the plain quantizer of both directions."""
+        """Whether both directions are this plain quantizer."""
         return self.columnwise_source == "original" and self.rowwise == self.columnwise
 
     def request(
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> CastRequest | None:
-        """See ``Quantizer.request``: there is none where a face is in high precision."""
         if self._is_plain:
             return self.rowwise.request(
                 rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
@@ -151,7 +144,6 @@ class HybridQuantizer(CastQuantizer):
     def faces_apart(
         self, x: Tensor, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> Faces:
-        """See ``CastQuantizer.faces_apart``."""
         if self._is_plain:
             return self.rowwise.faces(
                 x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
@@ -175,7 +167,7 @@ class HybridQuantizer(CastQuantizer):
         return row if rowwise else None, column
 
     def of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face | None:
-        """Return the columnwise face that is made from what the rowwise one holds."""
+        """Return the columnwise face requantized from the rowwise data."""
         if isinstance(self.columnwise, IdentityQuantizer):
             return columnwise_of(row, dtype)
         values, context = rowwise_values(row, dtype), context._replace(direction="columnwise")

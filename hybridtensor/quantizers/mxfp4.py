@@ -55,7 +55,7 @@ class MXFP4Quantizer(OneFormatQuantizer):
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether elements are rounded to nearest."""
+        """Whether the same input always gives the same bits."""
         return not self.stochastic
 
     @property
@@ -65,7 +65,7 @@ class MXFP4Quantizer(OneFormatQuantizer):
 
     @property
     def rule(self) -> str:  # type: ignore[override]
-        """How exponents are rounded, if not up."""
+        """The rule that rounds exponents, ``""`` for rounding up."""
         return "" if self.scale_rounding == "rceil" else self.scale_rounding
 
     @functools.cached_property
@@ -75,6 +75,5 @@ class MXFP4Quantizer(OneFormatQuantizer):
         return get_format("mxfp4" + "".join(name for name, chosen in options.items() if chosen))
 
     def cast(self, context: Context) -> Cast:
-        """See ``OneFormatQuantizer.cast``."""
         stream = context.stream(self.seed) if self.stochastic else -1
         return Cast(self.format, stream=stream, rule=self.rule)

@@ -42,5 +42,4 @@ class MXFP8Quantizer(OneFormatQuantizer):
         return get_format(f"mxfp8_{self.dtype}{'_32x32' if self.two_d else ''}")
 
     def cast(self, context: Context) -> Cast:
-        """See ``OneFormatQuantizer.cast``."""
         return Cast(self.format)

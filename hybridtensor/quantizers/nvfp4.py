@@ -68,7 +68,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
         work_out(self)
 
     def _check_scales(self) -> None:
-        """Raise unless the options that block scales follow from go together; fill in ``scale_max``."""
+        """Raise ValueError for contradicting options of block scales; fill in ``scale_max``."""
         who = "NVFP4Quantizer"
         if self.four_over_six is not None:
             require_choice(who, "four_over_six", self.four_over_six, ("mae", "mse"))
@@ -102,7 +102,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether nothing is rounded at random."""
+        """Whether the same input always gives the same bits."""
         return not self.stochastic
 
     @property
@@ -112,7 +112,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     @property
     def rule(self) -> str:  # type: ignore[override]
-        """By which errors the two scales of a block are compared, if there are two."""
+        """The error that selects one of two block scales, ``""`` without four over six."""
         return self.four_over_six or ""
 
     @functools.cached_property
@@ -129,11 +129,7 @@ class NVFP4Quantizer(OneFormatQuantizer):
         return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
 
     def cast(self, context: Context) -> Cast:
-        """See ``OneFormatQuantizer.cast``.
-
-        Raises:
-            NotImplementedError: If rows belong to several experts, and are rounded through their scales.
-        """
+        """Return the cast; raise NotImplementedError for rows of several experts with ``"eden"``."""
         if self.rounding == EDEN and context.groups is not None:
             raise NotImplementedError(
                 f"{context}: rounding='eden' is for matrices, got groups of rows, or a stack of weights; use "

@@ -25,9 +25,7 @@ Amaxes = tuple[Tensor | None, Tensor | None]
 
 
 def tokens(x: Tensor) -> Tensor:
-    """Return ``x`` as a matrix ``[tokens, features]``; ``reshape`` could not infer -1 for an empty
-    tensor.
-    """
+    """Return ``x`` as a matrix ``[tokens, features]``; ``reshape`` could not infer -1 for an empty tensor."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -58,7 +56,7 @@ class CastPlan:
         self._whole: set[object] = set()  # extents that are whole blocks
 
     def run(self, x: Tensor, context: Context) -> Faces:
-        """Return the faces of ``x``, of each group if it has groups."""
+        """Return the faces of ``x``, per group if it has groups."""
         if context.groups is not None:
             inputs = self.inputs(x, context)
             return ops.quantize_groups(x, context.groups, self.request, inputs)
@@ -70,24 +68,20 @@ class CastPlan:
         return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
 
     def of_measured(self, of_row: Tensor, of_column: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return those of two amaxes that the faces are scaled by."""
+        """Return the amaxes that the faces are scaled by, of two."""
         row, column = self.measured
         return of_row if row else None, of_column if column else None
 
     @property
     def scales_by_amax(self) -> bool:
-        """Whether the faces of a matrix are all scaled by its amax, which a cast does not know from before."""
+        """Whether all faces of a matrix are scaled by its amax, which must be measured."""
         needs = self.needs
         wanted = needs.row == needs.row_of_tensor and needs.column == needs.column_of_tensor
         return wanted and not needs.hint and not needs.delayed
 
     def gains_by_fusing(self, device: torch.device) -> bool:
-        """Return whether a cast takes less time if the matrix is computed or measured on the way: where that saves a
-        pass, and nothing makes values of faces again.
-
-        Casts that measure rows read twice, and those of blocks of 128 and of NVFP4 compute most of their time: there
-        values that are stored first are as fast, measured on an H200.
-        """
+        """Return whether fusing a computation or measurement into the cast saves a pass (measured on an H200): not
+        for rows, 128-blocks, NVFP4."""
         casts = [cast for cast in self.request[:3] if cast is not None]
         if not self.request.has_kernels or any(
             ops.multiplies_values(cast.format, device) for cast in casts
@@ -163,16 +157,7 @@ def cast_plan(
     context: Context,
     device: torch.device,
 ) -> CastPlan | None:
-    """Return the one cast that makes faces of a tensor, or None if that takes several.
-
-    Args:
-        quantizer: Says how.
-        rowwise: Make the rowwise face.
-        columnwise: Make the columnwise face.
-        dtype: Dtype of the computation.
-        context: Which tensor it is.
-        device: Where it is.
-    """
+    """Return the one cast that makes the requested faces of a tensor, or None if one cast is not enough."""
     state, groups = context.state, context.groups
     # A plan holds no tensor: only Dynamo, which would guard the table, must not see it.
     traced = torch.compiler.is_dynamo_compiling()
@@ -204,9 +189,7 @@ def cast_plan(
 def _as_values(
     request: CastRequest, wanted: tuple[bool, bool], device: torch.device
 ) -> CastRequest:
-    """Return the request for values instead, of those faces that products read at once and whose elements the device
-    does not multiply.
-    """
+    """Return the request for dequantized ``values`` of faces whose elements the device cannot multiply."""
     if not any(wanted):
         return request
     row, column = (
@@ -241,12 +224,7 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
 
 
 def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: Context) -> Context:
-    """Return the context with the amaxes that both faces of a matrix are scaled by, measured in one
-    pass, so that neither of two casts measures again.
-
-    It is the same where none is scaled by an amax that one pass finds, or casts know better: from a
-    common scale, or by what the layer remembers.
-    """
+    """Return the context with the amaxes of both faces, measured in one pass; unchanged where no pass is needed."""
     if context.groups is not None or not matrix.numel():
         return context
     plan = measuring_plan(quantizer, dtype, context, matrix.device)
@@ -260,9 +238,7 @@ def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: 
 def measuring_plan(
     quantizer: Quantizer, dtype: torch.dtype, context: Context, device: torch.device
 ) -> CastPlan | None:
-    """Return the cast whose measurement finds the amaxes that both faces are scaled by, or None if none is scaled by an
-    amax that one pass over the tensor finds, or that is not known already.
-    """
+    """Return the cast whose one measurement finds both faces' amaxes, or None if none must be measured."""
     if context.state is not None and context.state.common_amax is not None:
         return None
     plan = cast_plan(quantizer, True, True, dtype, context, device)
@@ -272,9 +248,8 @@ def measuring_plan(
 
 
 def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
-    """Return the context of a cast in forward whose tensor backward casts columnwise: in a graph it records no amax
-    if backward measures the same one, as forward would have to save it.
-    """
+    """Return the context of a forward cast; in a graph it records no amax that backward measures again, which would
+    be saved."""
     state = context.state
     if state is None or not isinstance(state.amax, Notes):
         return context
@@ -284,25 +259,13 @@ def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
 
 
 def _reads_once(cast: Cast) -> bool:
-    """Return whether a cast measures nothing, or only if the last scale does not hold, and computes little."""
+    """Return whether a cast reads the matrix once: it measures nothing, or relies on the last scale."""
     by_last = cast.pow2_scale and cast.measures is False
     return cast.slot >= 0 or by_last or cast.format.scale_dtype == torch.float8_e8m0fnu
 
 
 class _Needs:
-    """What a request needs beside the matrix.
-
-    Attributes:
-        whole_blocks: Whether a format has no partial blocks.
-        draws: Whether elements are rounded at random.
-        delayed: Whether a scale is a delayed one.
-        row: Whether there is a rowwise face, or what the columnwise one is made from.
-        column: Whether there is a columnwise face.
-        row_of_tensor: Whether the rowwise face has a scale from the amax of the tensor.
-        column_of_tensor: The same of a columnwise face that is made of the tensor.
-        hint: Whether a cast can go by what it was scaled by before.
-        state: Whether any of that is in the layer's state.
-    """
+    """What a request needs besides the matrix."""
 
     def __init__(self, request: CastRequest) -> None:
         casts = [cast for cast in request[:3] if cast is not None]
@@ -319,19 +282,17 @@ class _Needs:
 
 
 def _is_measured(cast: Cast | None) -> bool:
-    """Return whether a cast scales by amaxes of the matrix as it is, not after a rotation."""
+    """Return whether a cast scales by amaxes of the matrix itself, without rotation."""
     return cast is not None and cast.measures is not None and not cast.format.hadamard
 
 
 def _is_of_tensor(cast: Cast | None) -> bool:
-    """Return whether a cast scales by the amax of the tensor as it is, not after a rotation."""
+    """Return whether a cast scales by the amax of the tensor itself, without rotation."""
     return cast is not None and cast.measures is False and not cast.format.hadamard
 
 
 def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> None:
-    """Raise ValueError unless the faces of the matrix are whole blocks, but for tokens: there may
-    be any number of them.
-    """
+    """Raise ValueError unless the faces of the matrix consist of whole blocks; the number of tokens is arbitrary."""
     columns, who = matrix.shape[-1], str(context)
     rows = matrix.shape[-2] if context.role == "weight" else None
     row, column, source, _ = request
@@ -343,7 +304,6 @@ def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> Non
 
 
 def _hint(context: Context) -> Hint | None:
-    """Return the layer's hint for tensors of this slot, or None without a layer."""
     hints = None if context.state is None else context.state.hints
     return None if hints is None else hints.setdefault(context.slot, Hint())
 
@@ -351,9 +311,7 @@ def _hint(context: Context) -> Hint | None:
 def check_blocks(
     fmt: Format, shape: tuple[int | None, int | None], who: str, direction: str
 ) -> None:
-    """Raise ValueError unless a face ``[other, contraction]`` is whole blocks of ``fmt``; None is
-    any extent.
-    """
+    """Raise ValueError unless a face ``[other, contraction]`` consists of whole blocks; None is any extent."""
     try:
         fmt.check_shape(*(0 if extent is None else extent for extent in shape))
     except ValueError as error:

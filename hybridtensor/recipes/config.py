@@ -140,7 +140,7 @@ class HybridConfig(AOBaseConfig):
                 )
 
     def _apply_override(self) -> None:
-        """Rewrite the roles as ``backward_override`` says; doing it twice changes nothing."""
+        """Rewrite the roles by ``backward_override``; idempotent."""
         override = self.backward_override
         if override is None:
             return
@@ -160,7 +160,7 @@ class HybridConfig(AOBaseConfig):
         object.__setattr__(self, "save_original_input", override == "high_precision")
 
     def _check_repeatable(self) -> None:
-        """Refuse or drop ``save_original_input`` where the input's face cannot be recomputed."""
+        """Reject or drop ``save_original_input`` where the input's face cannot be recomputed."""
         if not self.save_original_input or _columnwise_repeatable(self.input):
             return
         if self.input.stochastic:
@@ -177,7 +177,7 @@ class HybridConfig(AOBaseConfig):
         object.__setattr__(self, "save_original_input", False)
 
     def _check_signs(self, gemm: Gemm) -> None:
-        """Refuse operands that are rotated under different signs, which would not cancel."""
+        """Reject operands rotated under different signs, which would not cancel."""
         if not self.formats(gemm)[0].drawn_signs:
             return
         faces = Faces.of_roles({role: getattr(self, role) for role in ROLES}).quantizers
@@ -190,7 +190,7 @@ class HybridConfig(AOBaseConfig):
             )
 
     def _check_fast_accum(self) -> None:
-        """Refuse ``fast_accum`` where no product of backward has it."""
+        """Reject ``fast_accum`` where no product of backward supports it."""
         if self.fast_accum and not any(has_fast_accum(*self.formats(gemm)) for gemm in GEMMS[1:]):
             raise ValueError(
                 "HybridConfig: fast_accum is for products of backward in FP8 per tensor or per "
@@ -283,7 +283,6 @@ class HybridConfig(AOBaseConfig):
 
     @classmethod
     def _meant_by(cls, spec: Spec) -> HybridConfig | None:
-        """Return the config of a spec, or None if there is none."""
         try:
             with warnings.catch_warnings(action="ignore"):
                 return cls(**spec.arguments())
@@ -330,7 +329,7 @@ class HybridConfig(AOBaseConfig):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _stable_hash_for_caching(self) -> str:
-        """Let torch.compile's caches key on the value of this config."""
+        """Return a stable hash for torch.compile's caches."""
         return self.fingerprint()
 
 
@@ -342,7 +341,6 @@ _ADDED: dict[str, dict[str, object]] = {
 
 
 def _without_added(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``config_to_dict`` gave as before fields were added, where they say nothing new."""
     added = _ADDED.get(content["_type"], {})
     data = {
         name: _without_added(value) if isinstance(value, dict) and "_type" in value else value
@@ -353,7 +351,7 @@ def _without_added(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_values(config: HybridConfig, values: Tensor) -> Tensor:
-    """Return the values of a weight that are quantized: ``values``, or what they are in bf16."""
+    """Return the weight values that are quantized: ``values``, or their rounding to bf16."""
     return values.to(torch.bfloat16) if config.bf16_weight_values else values
 
 
@@ -362,7 +360,7 @@ def _told_formats(config: HybridConfig, gemm: Gemm) -> str:
 
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:
-    """Whether the columnwise face can be recomputed with the same bits."""
+    """Return whether the columnwise face can be recomputed with the same bits."""
     if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "original":
         return quantizer.columnwise.repeatable
     return quantizer.repeatable
@@ -370,7 +368,7 @@ def _columnwise_repeatable(quantizer: Quantizer) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _spec_of(config: HybridConfig) -> str | None:
-    """Return the shortest spec that ``parse`` turns into ``config``, or None."""
+    """Return the shortest spec that parses to ``config``, or None."""
     quantizers = {role: getattr(config, role) for role in ROLES}
     flags = {name: getattr(config, field) == value for name, (field, value) in FLAGS.items()}
     spec = derive(quantizers, config.backward_override, flags)
@@ -385,12 +383,7 @@ def _spec_of(config: HybridConfig) -> str | None:
 def from_factory(
     factory: Callable[[QuantizerRole], Quantizer], name: str, kind: str = "linear"
 ) -> HybridConfig:
-    """Ask a factory for the three quantizers of the layer called ``name``, of a ``kind``.
-
-    Raises:
-        TypeError: If it returns anything but a quantizer.
-        RuntimeError: If it raises, with the role that it raised for.
-    """
+    """Call a factory for a layer's three quantizers; raise TypeError or RuntimeError naming the role."""
     made: dict[str, Any] = {}
     for role in (QuantizerRole(kind, tensor_type, name) for tensor_type in ROLES):
         try:

@@ -194,7 +194,7 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def _recipe(function: Recipe) -> Recipe:
-    """Return ``function``, one of ``RECIPES``, its docstring after what the table says."""
+    """Return a function of ``RECIPES`` with its docstring extended by the table's text."""
     row, options = _ROWS[function.__name__], function.__doc__
     parts = [row.promise, *([options] if options else []), f"Spec: ``{row.spec}``."]
     function.__doc__ = "\n\n".join([*parts, f"Source: {row.source}"])
@@ -215,7 +215,7 @@ def _without_options(name: str) -> Callable[[], HybridConfig]:
 def _with_options(
     name: str, concerned: Callable[[Quantizer], bool], **options: object
 ) -> HybridConfig:
-    """Return a recipe after setting ``options`` of its quantizers that are ``concerned``."""
+    """Return a recipe with ``options`` set on its ``concerned`` quantizers."""
     config = HybridConfig.parse(_ROWS[name].spec)
     faces = Faces.of_roles({role: getattr(config, role) for role in ROLES})
     for operand, quantizer in faces.quantizers.items():

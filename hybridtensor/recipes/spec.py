@@ -37,7 +37,7 @@ OF_ROWWISE = "rowwise_dequantized"
 
 
 class Gemm(NamedTuple):
-    """One matrix product of a linear layer: its name, and role and direction of both operands."""
+    """A matrix product of a linear layer: name, and role and direction of both operands."""
 
     name: str
     left: tuple[str, str]
@@ -56,7 +56,7 @@ Word = Callable[[str, str], Quantizer]
 
 
 def _nvfp4(role: str, gemm: str) -> Quantizer:
-    """Apply NVIDIA's recipe: 2-D weights, rotation in grad_weight, gradients rounded at random."""
+    """Apply NVIDIA's recipe: 2-D weights, rotation in grad_weight, stochastically rounded gradients."""
     return NVFP4Quantizer(
         two_d=role == "weight",
         hadamard=gemm == "grad_weight",
@@ -65,7 +65,7 @@ def _nvfp4(role: str, gemm: str) -> Quantizer:
 
 
 def _mxfp4(role: str, gemm: str) -> Quantizer:
-    """Rotate in grad_weight and round gradients at random, as in NVFP4."""
+    """Rotate in grad_weight and round gradients stochastically, as for NVFP4."""
     return MXFP4Quantizer(
         hadamard=gemm == "grad_weight",
         rounding="stochastic" if role == "grad_output" else "nearest",
@@ -104,19 +104,14 @@ FLAGS = {name: to for name, to in POLICIES.items() if to[0] != "backward_overrid
 
 @dataclass
 class Faces:
-    """The quantizer of each face of a recipe, by role and direction, and the roles whose columnwise
-    face is made of what the rowwise one holds."""
+    """The quantizer of each face by role and direction, and the roles whose columnwise face is requantized."""
 
     quantizers: dict[tuple[str, str], Quantizer]
     of_rowwise: set[str] = field(default_factory=set)
 
     @classmethod
     def of_words(cls, words: Iterable[str | Quantizer]) -> Faces:
-        """Return the faces that three words mean; a quantizer in a word's place means itself.
-
-        Raises:
-            ValueError: If a word is unknown.
-        """
+        """Return the faces of three words (or quantizers); raise ValueError for an unknown word."""
         quantizers = {}
         for gemm, word in zip(GEMMS, words, strict=True):
             for role, direction in gemm[1:]:
@@ -125,7 +120,7 @@ class Faces:
 
     @classmethod
     def of_roles(cls, quantizers: dict[str, Quantizer]) -> Faces:
-        """Return the faces that a quantizer per role makes."""
+        """Return the faces of a quantizer per role."""
         faces = cls({})
         for role, quantizer in quantizers.items():
             for direction in DIRECTIONS:
@@ -137,7 +132,7 @@ class Faces:
         return faces
 
     def by_role(self) -> dict[str, Any]:
-        """Return the quantizer of each role, a plain one where its faces need no hybrid."""
+        """Return the quantizer of each role, plain where both faces agree."""
         made = {}
         for role in ROLES:
             row, column = (self.quantizers[role, direction] for direction in DIRECTIONS)
@@ -188,19 +183,18 @@ class Option:
     products: tuple[str, ...] = tuple(gemm.name for gemm in GEMMS)
 
     def concerns(self, role: str, direction: str, quantizer: Quantizer) -> bool:
-        """Return whether this option sets a field of the quantizer of that face."""
+        """Return whether this option applies to a face's quantizer."""
         in_scope = role in self.roles and direction in self.directions
         in_scope = in_scope and _GEMM_OF[role, direction] in self.products
         return in_scope and type(quantizer) in self.kinds
 
     def apply(self, faces: Faces) -> None:
-        """See ``Modifier.apply``."""
         for (role, direction), quantizer in faces.quantizers.items():
             if self.concerns(role, direction, quantizer):
                 faces.quantizers[role, direction] = self.changed(quantizer)
 
     def changed(self, quantizer: Quantizer) -> Quantizer:
-        """Return the quantizer with the field set, or as it is if it has not what this refines."""
+        """Return the quantizer with the field set, or unchanged if it lacks the value that this refines."""
         if self.refines is not None and getattr(quantizer, self.field) != self.refines:
             return quantizer
         defaults = {known.name: known.default for known in dataclasses.fields(quantizer)}
@@ -210,12 +204,11 @@ class Option:
 
 @dataclass(frozen=True)
 class OfRowwise:
-    """A modifier that makes columnwise faces of what the forward saw, in some roles."""
+    """A modifier that requantizes columnwise faces from the rowwise data, in some roles."""
 
     roles: tuple[str, ...]
 
     def apply(self, faces: Faces) -> None:
-        """See ``Modifier.apply``."""
         faces.of_rowwise.update(self.roles)
 
 
@@ -257,13 +250,7 @@ MODIFIERS: dict[str, Modifier] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec taken apart.
-
-    Attributes:
-        words: One per product.
-        modifiers: In the order in which they apply, but for those that refine others.
-        policies: Their names.
-    """
+    """A parsed spec: a word per product, modifiers in the order of application, and policies."""
 
     words: tuple[str, str, str]
     modifiers: tuple[str, ...]
@@ -271,13 +258,6 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """Return the parts of ``text``; formats are looked up by ``arguments``.
-
-        Raises:
-            TypeError: If ``text`` is not a string.
-            ValueError: If a modifier is unknown, with the nearest known one, or parts contradict
-                each other.
-        """
         require_kind("HybridConfig.parse", "a string", text, str)
         products, *after = (part.strip() for part in text.split("+"))
         words = [word.strip() for word in products.split("/")]
@@ -298,18 +278,14 @@ class Spec:
         return cls((output, grad_input, grad_weight), modifiers, policies)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``HybridConfig`` that the spec means.
-
-        Raises:
-            ValueError: If a format is unknown, with the nearest known one.
-        """
+        """Return the arguments of ``HybridConfig``; raise ValueError for an unknown format."""
         faces = Faces.of_words(self.words)
         for name in sorted(self.modifiers, key=_turn):
             MODIFIERS[name].apply(faces)
         return {**faces.by_role(), **dict(POLICIES[policy] for policy in self.policies)}
 
     def without(self, modifier: int) -> Spec:
-        """Return the spec without one of its modifiers."""
+        """Return the spec without one modifier."""
         kept = self.modifiers[:modifier] + self.modifiers[modifier + 1 :]
         return dataclasses.replace(self, modifiers=kept)
 
@@ -319,9 +295,7 @@ class Spec:
 
 
 def _turn(modifier: str) -> int:
-    """Return when a modifier applies, wherever it is written: one that changes what others set after them, and one
-    that takes the place of several options last.
-    """
+    """Return a modifier's position in the order of application, independent of where it is written."""
     option = MODIFIERS[modifier]
     if not isinstance(option, Option):
         return 0
@@ -329,7 +303,7 @@ def _turn(modifier: str) -> int:
 
 
 def _policies(names: list[str], text: str) -> tuple[str, ...]:
-    """Return the names that are policies, after checking that all are known."""
+    """Return the policies among modifiers, after checking that all are known."""
     policies: dict[str, str] = {}
     for name in names:
         if name in MODIFIERS:
@@ -351,11 +325,7 @@ def _policies(names: list[str], text: str) -> tuple[str, ...]:
 def derive(
     quantizers: dict[str, Quantizer], backward_override: str | None, flags: dict[str, bool]
 ) -> Spec | None:
-    """Return the only spec that may mean a config of these fields, or None if there is none.
-
-    It is for the caller to check that the spec means the config: modifiers that the faces name may
-    contradict each other.
-    """
+    """Return the only candidate spec of a config's fields, or None; the caller checks that it parses to the config."""
     faces = Faces.of_roles(quantizers)
     gemms = GEMMS if backward_override is None else GEMMS[:1]  # the override replaced the others
     words, named = [], set()
@@ -379,7 +349,7 @@ def derive(
 
 
 def _word_for(gemm: Gemm, faces: Faces) -> tuple[str, set[str]] | None:
-    """Return the word for a product, and the modifiers by which the faces differ from it."""
+    """Return a product's word, and the modifiers by which its faces differ from it."""
     for word in WORDS:
         named: set[str] = set()
         for operand in gemm[1:]:
@@ -393,7 +363,7 @@ def _word_for(gemm: Gemm, faces: Faces) -> tuple[str, set[str]] | None:
 
 
 def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[str] | None:
-    """Return the modifiers that make ``face`` of what ``word`` means there; None if none do."""
+    """Return the modifiers that change a face from ``word`` to ``face``; None if there are none."""
     meant: Any = WORDS[word](role, _GEMM_OF[role, direction])
     if type(meant) is not type(face):
         return None
@@ -423,7 +393,7 @@ _DECIDING = {
 def _options(
     role: str, direction: str, meant: Quantizer, name: str, value: object
 ) -> list[tuple[str, Option]] | None:
-    """Return the modifiers that set a field of that face to ``value``, one after the other, or None."""
+    """Return the modifiers that set a face's field to ``value``, or None."""
     for modifier, option in MODIFIERS.items():
         if not isinstance(option, Option) or not option.concerns(role, direction, meant):
             continue
@@ -438,7 +408,7 @@ def _options(
 
 
 def _widened(named: set[str]) -> set[str]:
-    """Return modifiers of which one that has the roles of several others stands for these."""
+    """Replace several modifiers by one that has all their roles."""
     for name, wide in MODIFIERS.items():
         if not isinstance(wide, Option):
             continue
@@ -456,7 +426,7 @@ def _widened(named: set[str]) -> set[str]:
 
 
 def _sources(faces: Faces) -> set[str]:
-    """Return the modifier after which the same roles are made of their rowwise faces, if any."""
+    """Return the modifier that requantizes the columnwise faces of these roles, if any."""
     for name, modifier in MODIFIERS.items():
         if isinstance(modifier, OfRowwise) and faces.of_rowwise == set(modifier.roles):
             return {name}

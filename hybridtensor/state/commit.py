@@ -13,14 +13,14 @@ from hybridtensor.state.layer import LayerState, required
 
 
 def fold_amaxes(states: Iterable[LayerState]) -> None:
-    """Have ``amax`` of all layers at once, in few launches for each device, at the end of a step."""
+    """Fold the committed amaxes of all layers into ``amax``, in few launches per device, at the end of a step."""
     records = [state.record for state in states if state.record is not None]
     for device in dict.fromkeys(record.total.device for record in records):
         fold([record for record in records if record.total.device == device], reuse=True)
 
 
 def forget_amaxes(states: Iterable[LayerState]) -> None:
-    """Drop the amaxes of a step that was left out, and have faces of weights measured again."""
+    """Drop the amaxes of a skipped step, so that faces of weights are measured again."""
     kept = [state for state in states if state.record is not None]
     fold_amaxes(kept)
     if kept:
@@ -33,11 +33,7 @@ def forget_amaxes(states: Iterable[LayerState]) -> None:
 
 
 def _measured_inputs(state: LayerState) -> frozenset[int] | None:
-    """Collect the ids of the amax tensors of a layer's inputs since the last step, and forget them.
-
-    Returns:
-        None if an input's amax was recorded together with others, so that it does not identify the input.
-    """
+    """Return and clear the ids of the input amax tensors since the last step; None if one was recorded with others."""
     if state.record is None:
         return frozenset()
     of_inputs, state.record.of_inputs = state.record.of_inputs, []
@@ -46,7 +42,7 @@ def _measured_inputs(state: LayerState) -> frozenset[int] | None:
 
 
 def share_amaxes(states: list[LayerState]) -> None:
-    """Give layers whose weights have a common scale the largest of their amaxes of the step."""
+    """Set the amaxes of layers with a common weight scale to their maximum."""
     by_scale: dict[int, list[LayerState]] = {}
     for state in states:
         if state.common is not None:
@@ -77,14 +73,8 @@ def next_lineages(states: list[LayerState]) -> dict[LayerState, object | None]:
 def as_siblings(
     states: list[LayerState], lineages: dict[LayerState, object | None], amaxes: Tensor
 ) -> Tensor:
-    """Give the inputs of layers with the same scales the largest of their amaxes: they may differ where the layers read
-    other inputs on another rank.
-
-    Args:
-        states: The layers, all on one device.
-        lineages: What their scales follow from.
-        amaxes: Their amaxes one after the other, fp32, reduced over ranks.
-    """
+    """Set input amaxes of layers with equal scales to their maximum, as inputs may differ on another rank; fp32,
+    reduced."""
     leaders, first = list[int](), dict[tuple[object, str], int]()
     for state in states:
         for slot in state.slots:

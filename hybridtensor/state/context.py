@@ -57,15 +57,14 @@ class Context(NamedTuple):
         )
 
     def in_backward(self) -> Context:
-        """Return this for what backward quantizes; see ``StateTensors.in_backward``."""
+        """Return the context of what backward quantizes; see ``StateTensors.in_backward``."""
         return self if self.state is None else self._replace(state=self.state.in_backward())
 
     def with_values(self, values: tuple[bool, bool]) -> Context:
-        """Return this with other ``values``."""
         return tuple.__new__(Context, (*self[:9], values, self.direct))  # faster than _replace
 
     def of_gradient(self, after: Tensor | None, values: tuple[bool, bool], direct: bool) -> Context:
-        """Return that of the output's gradient of the layer whose input this is of; see the attributes."""
+        """Return the context of the output's gradient, from that of the input."""
         _, state, direction, record, first_row, section, amaxes, groups, *_ = self
         if state is not None:
             state = state.in_backward()
@@ -74,26 +73,21 @@ class Context(NamedTuple):
 
     @property
     def slot(self) -> str:
-        """Name of the delayed scale of this tensor, or of the first of its groups."""
+        """Name of this tensor's delayed scale, or its first group's."""
         of_direction = self.role if self.direction is None else f"{self.role}_{self.direction}"
         return of_direction if self.groups is None else f"{of_direction}[{self.groups.first}]"
 
     @property
     def tokens_groups(self) -> Groups | None:
-        """The groups of tokens; None for a matrix, and a stack of weights."""
+        """The groups of tokens; None for a matrix or a stack of weights."""
         return None if self.groups is None or self.groups.ends is None else self.groups
 
     def stream(self, seed: int) -> int:
-        """Return the random stream of the rowwise face; the columnwise one has the next."""
+        """Return the random stream of the rowwise face; the columnwise face uses the next one."""
         return seed * _STREAMS_PER_SEED + 2 * ROLES.index(self.role)
 
     def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return key and step of random rounding, int64 ``[2]``, and the index of the first of ``rows``.
-
-        The ranks of a data-parallel group hold the rows of one batch in order, as many each. Parts
-        of rows, which ranks of a tensor-parallel group have, draw as if they came one after the
-        other. On its own, without a layer, a tensor draws key and step from torch's generator.
-        """
+        """Return key and step of random rounding, int64 ``[2]``, and the index of the first of ``rows``."""
         if self.state is None:
             return torch.randint(2**63 - 1, (2,), device=device), 0
         if self.state.rounding is None:
@@ -112,10 +106,7 @@ class Context(NamedTuple):
 
 
 def require_context(who: str, context: object) -> None:
-    """Raise unless ``context`` is a ``Context`` that names a tensor of a layer.
-
-    Asked where users hand one in: layers make theirs on every product.
-    """
+    """Raise unless ``context`` is a ``Context`` that names a tensor of a layer."""
     if not isinstance(context, Context):
         raise wrong(who, "a Context", context, "pass Context(role, state)")
     require_choice(who, "role", context.role, ROLES)

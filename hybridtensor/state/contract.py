@@ -27,25 +27,13 @@ def require_contract(
     groups: Iterable[Group],
     timeout: datetime.timedelta = TIMEOUT,
 ) -> None:
-    """Raise on every rank unless the ranks of each group have the same recipes, persistence and frozen weights.
-
-    Args:
-        who: Begins the message.
-        model: The model, or this rank's part of each of its weights.
-        groups: Process groups; None is all ranks.
-        timeout: How long to wait for a rank.
-
-    Raises:
-        RuntimeError: If they differ, with layers and ranks; or if a rank does not come.
-    """
+    """Raise RuntimeError on every rank unless all in each group have equal recipes, persistence and frozen weights."""
     distinct = list(dict.fromkeys(None if group is dist.group.WORLD else group for group in groups))
     require_alike(who, _facts(model), advice=ADVICE, groups=distinct, timeout=timeout)
 
 
 def require_contract_once(model: nn.Module) -> None:
-    """Raise as ``require_contract``, in the first step of a model that several ranks are known to train: by
-    DistributedDataParallel, or because they hold parts of its weights.
-    """
+    """Call ``require_contract`` in the first step of a model that DDP, or sharding, trains on several ranks."""
     training = training_of(model)
     if training.is_compared or not (dist.is_available() and dist.is_initialized()):
         return
@@ -55,7 +43,7 @@ def require_contract_once(model: nn.Module) -> None:
 
 
 def _facts(model: nn.Module) -> dict[str, str]:
-    """Return recipe, persistence and whether it is trained, of each weight by name."""
+    """Return recipe, persistence and ``requires_grad`` of each weight by name."""
     facts = {}
     for name, parameter in model.named_parameters():
         part: Any = local(parameter)
@@ -68,7 +56,7 @@ def _facts(model: nn.Module) -> dict[str, str]:
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """Return the process groups whose ranks train a model together, as far as torch knows."""
+    """Return the process groups that train a model, as far as torch knows."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     parameters = list(model.parameters())
@@ -85,12 +73,7 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:
-    """Return the largest amaxes of the ranks of a group, in one collective that also says at which step each rank is.
-
-    Raises:
-        RuntimeError: On every rank, if ranks are at other steps; or if a rank does not come (on a GPU the host
-            waits for nothing, and torch's own timeout of the group counts).
-    """
+    """Reduce amaxes over a group in one MAX collective that also compares steps; raise RuntimeError on every rank."""
     if is_captured():  # replays would send the numbers of the step that was captured
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
         return amaxes
@@ -125,7 +108,7 @@ def _wait(work: Any, steps: int, size: int) -> None:
 
 
 def _look_later(training: Training, places: Tensor) -> None:
-    """Compare in one of the next steps: the host does not wait for the device."""
+    """Schedule the comparison for a later step, so that the host does not synchronize."""
     before = training.places
     if before is not None and before[1].query():
         _require_same_place(before[0])
@@ -137,7 +120,7 @@ def _look_later(training: Training, places: Tensor) -> None:
 
 
 def _require_same_place(places: Tensor) -> None:
-    """Raise RuntimeError unless all ranks took as many steps."""
+    """Raise RuntimeError unless all ranks took equally many steps."""
     for numbers, what in zip(places.tolist(), ("step_", "step of the optimizer"), strict=True):
         if len(set(numbers)) > 1:
             told = ", ".join(

@@ -22,11 +22,7 @@ _OF_STAGES = (  # of a stage of a pipeline, by the version of torch that has it
 
 
 def is_dry_run() -> bool:
-    """Return whether this forward is one by which torch learns shapes, or warms up a CUDA graph.
-
-    Of ``torch.cuda.make_graphed_callables`` the passes before it captures, of ``torch.distributed.pipelining`` the
-    one by which stages learn what they send each other.
-    """
+    """Return whether torch runs this forward to infer shapes (pipelining) or warm up (``make_graphed_callables``)."""
     pipelining = _PIPELINING in sys.modules
     if (
         not pipelining and not _is_on_side_stream()
@@ -52,7 +48,7 @@ _GRAPHED: CodeType = torch.cuda.make_graphed_callables.__code__
 
 @functools.cache
 def _code(pipelining: bool) -> frozenset[CodeType]:
-    """Return the code of torch's functions that run a model dry."""
+    """Return the code objects of torch's functions that do dry runs."""
     found = {_GRAPHED}
     if pipelining:
         stage = sys.modules[_PIPELINING]

@@ -11,9 +11,7 @@ FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before th
 
 
 def weight_of_state(name: str) -> str | None:
-    """Return whose state a name in a state dict belongs to, as the weight's name; None of anything
-    else.
-    """
+    """Return the weight whose state an entry of a state dict is, or None."""
     owner, state, rest = f".{name}".partition(f"{STATE}.")
     if not state or not rest or owner[-1] not in "._":
         return None
@@ -21,12 +19,12 @@ def weight_of_state(name: str) -> str | None:
 
 
 def take_former_names(state_dict: dict[str, Any], prefix: str) -> None:
-    """Give entries of a state dict the names that they have today."""
+    """Rename former entries of a state dict to their present names."""
     for former, name in FORMER_NAMES.items():
         if f"{prefix}{former}" in state_dict:
             state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{former}")
 
 
 def hash64(text: str) -> int:
-    """Return 64 bits that are equal for equal texts, as a signed number."""
+    """Return a signed 64-bit hash of a text, stable across processes."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

@@ -127,7 +127,6 @@ class LayerState(nn.Module):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to remember."""
         return self.rounding is None and self.encode_scale is None
 
     @property
@@ -157,11 +156,7 @@ class LayerState(nn.Module):
 
     @property
     def lineage(self) -> object | None:
-        """Identifies the history of the input's delayed scales: layers with equal lineages have equal scales.
-
-        None if unknown: a compiled graph records amaxes of this layer, or something other than ``step_`` wrote its
-        scales, such as DistributedDataParallel, which broadcasts buffers in each forward by default.
-        """
+        """Identifier of the input scales' history: layers with equal ones have equal scales; None if unknown."""
         if self.replayed:
             return None
         buffers, lineage = self._buffers, self.__dict__["_lineage"]
@@ -169,18 +164,18 @@ class LayerState(nn.Module):
         return inputs
 
     def follow(self, inputs: object | None) -> None:
-        """Set the lineage of the input's delayed scales, as they are now; None if unknown."""
+        """Set the lineage of the input's delayed scales; None if unknown."""
         buffers = self._buffers
         made = Lineage.of(inputs, buffers["encode_scale"], buffers["amax_history"])
         self.__dict__["_lineage"] = made  # faster than an attribute of a module
 
     def note_backward(self, recorded: bool) -> None:
-        """Remember that a backward of the layer ran."""
+        """Record that a backward of the layer ran."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["recorded" if recorded else "unrecorded"] = True
 
     def tensors(self) -> StateTensors:
-        """Return the tensors that quantizers take, and what they stand for."""
+        """Return the state's tensors for quantizers."""
         # Asked several times per product: a module's attributes take longer to look up, and so does making them again.
         # ``__setattr__`` forgets what is known; buffers, the ranks and a common scale also change without it.
         own = self.__dict__
@@ -218,7 +213,7 @@ class LayerState(nn.Module):
     def require(
         self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device
     ) -> None:
-        """Have the scales of ``rules``, and a counter if ``stochastic``; keep those that stay."""
+        """Create the scales of ``rules``, and a counter if ``stochastic``, keeping existing ones."""
         if not stochastic:
             self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
@@ -241,13 +236,8 @@ class LayerState(nn.Module):
                 self._continue(index, old[former], rule == before[former])
 
     def _continue(self, index: int, former: list[Tensor], same_rule: bool) -> None:
-        """Give a scale the amaxes of one that belonged to the same tensor before.
-
-        Args:
-            index: Which scale.
-            former: Its encode scale, amax of the step, and history.
-            same_rule: Whether the encode scale stays; else it follows from the history by the new rule.
-        """
+        """Initialize a scale from a former one of the same tensor: its encode scale (``same_rule``), amax and
+        history."""
         encode_scale, amax, history = (t[index] for t in self._per_slot())
         amax.copy_(former[1])
         length = min(self.rules[index].history_length, len(former[2]))
@@ -258,7 +248,7 @@ class LayerState(nn.Module):
             encode_scale.copy_(self.rules[index].encode_scale(history))
 
     def _start_counter(self, rounding: Tensor) -> None:
-        """Set key and step; draw the key of a layer without a name, unless there is no memory."""
+        """Set key and step; draw the key of a layer without a name, unless on the meta device."""
         if rounding.is_meta:
             return
         if self._key is None:
@@ -267,19 +257,19 @@ class LayerState(nn.Module):
         rounding.copy_(torch.tensor([self._key, 0], device="cpu"))
 
     def count_step(self, replayed: bool) -> None:
-        """Count a step, which went into a CUDA graph if it is ``replayed``."""
+        """Increment the step; ``replayed`` if it was captured in a CUDA graph."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["version"] += 1
         own["replayed"] = own["replayed"] or replayed
         own["recorded"] = own["unrecorded"] = False
 
     def take_name(self, name: str) -> None:
-        """Be called ``name`` from now on, unless there is a name or a key already."""
+        """Set ``name``, unless there is a name or key already."""
         if not self.name and self._key is None:
             self.name, self._key = name, hash64(name)
 
     def _allocate(self, device: torch.device) -> None:
-        """Make the tensors of the delayed scales: scale 1, no history."""
+        """Allocate the delayed scales: scale 1, no history."""
         if not self.slots:
             self.encode_scale = self.amax_history = self._record = self.layout = None
             return
@@ -292,14 +282,14 @@ class LayerState(nn.Module):
         self.follow(NOTHING)
 
     def _layout(self) -> int:
-        """Return 64 bits that are equal for equal slots and rules."""
+        """Return a 64-bit hash of slots and rules."""
         return hash64(repr(list(zip(self.slots, self.rules, strict=True))))
 
     def _per_slot(self) -> list[Tensor]:
         return [t for t in (self.encode_scale, self.amax, self.amax_history) if t is not None]
 
     def reset_parameters(self) -> None:
-        """Start again: step 0, scale 1, no history."""
+        """Reset to step 0, scale 1, no history."""
         if self.rounding is not None:
             self._start_counter(self.rounding)
         if self.layout is not None:
@@ -313,17 +303,14 @@ class LayerState(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the state itself, but to ``distribute_module``.
-
-        That shards a layer by doing the same to all modules in it: the state would have to have a
-        weight, and its buffers would turn into DTensors.
-        """
+        """Yield this module, but nothing to ``distribute_module``, which would shard the buffers as if it were a
+        layer."""
         walker = sys._getframe(1).f_back  # which asks the layer's generator, which asks this one
         if walker is None or walker.f_code.co_name != "distribute_module":
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
-        """Copy all but the ranks, which are shared, and the hints."""
+        """Copy everything but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         others = ("ranks", "hints", "_record", "_lineage", "_tensors")
@@ -336,7 +323,7 @@ class LayerState(nn.Module):
         return new
 
     def _take_record(self, amax: Tensor | None, device: torch.device | None = None) -> None:
-        """Record amaxes in memory of its own, which begins with those given."""
+        """Record amaxes in new memory that starts with the given ones."""
         self._record = None
         if amax is not None:
             self._record = AmaxRecord(len(amax), amax.device if device is None else device)
@@ -344,13 +331,13 @@ class LayerState(nn.Module):
                 self._record.total.copy_(amax)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what belongs to this process: the ranks, hints, where amaxes are recorded."""
+        """Return the state without what belongs to this process: ranks, hints, amax records."""
         others = ("ranks", "_record", "_lineage", "_tensors")
         own = {name: v for name, v in self.__dict__.items() if name not in others}
         return own | {"hints": {}, "amax": None if self.amax is None else self.amax.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See ``Module``; what was saved before there were hints has none."""
+        """Restore a pickled state; older ones lack hints."""
         buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
@@ -366,10 +353,7 @@ class LayerState(nn.Module):
         self.follow(digest(self.slots, self.encode_scale, self.amax_history))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
-        """Move, but stay in fp32: ``model.bfloat16()`` is about weights.
-
-        What leaves the meta device begins: nobody else knows what its new memory should hold.
-        """
+        """Move, but stay in fp32 under ``model.bfloat16()``; buffers that leave the meta device are initialized."""
         before = dict(self._buffers)
         was_meta = self._is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -387,11 +371,10 @@ class LayerState(nn.Module):
 
     @property
     def _is_meta(self) -> bool:
-        """Whether a buffer has no memory."""
         return any(buffer.is_meta for buffer in self.buffers())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load; a checkpoint without any state, of a plain model, leaves a fresh one."""
+        """Load the buffers; without any in the checkpoint (a plain model's) the state is reset."""
         errors: list[str] = args[-1]
         take_former_names(state_dict, prefix)
         if not any(key.startswith(prefix) for key in state_dict):
@@ -403,7 +386,7 @@ class LayerState(nn.Module):
         self.version += 1
 
     def _fits(self, layout: Tensor | None, prefix: str, errors: list[str]) -> bool:
-        """Whether a checkpoint's scales are those of this recipe; note an error if they are not."""
+        """Return whether a checkpoint's scales match this recipe; append an error if not."""
         if layout is None or self.layout is None or layout.is_meta or int(layout) == self._layout():
             return True  # what is missing or too much is an error without us
         scales = ", ".join(
@@ -417,12 +400,12 @@ class LayerState(nn.Module):
         return False
 
     def materialize_(self, device: torch.device) -> None:
-        """Give what is on the meta device memory, and start fresh."""
+        """Allocate and reset buffers on the meta device."""
         if self._is_meta:
             self.to_empty(device=device)
 
     def _to_fp32(self) -> None:
-        """Undo what a checkpoint in another dtype brought, and start the step's maximum."""
+        """Cast loaded buffers back to fp32, and reset the step's amax."""
         for name in ("encode_scale", "amax_history"):
             if self._buffers[name] is not None:
                 self._buffers[name] = required(self._buffers[name]).float()
@@ -437,7 +420,7 @@ class LayerState(nn.Module):
             self.amax.zero_()  # in place: CUDA graphs hold its address
 
     def extra_repr(self) -> str:
-        """Show what is kept."""
+        """Return the slots and settings to print."""
         kept = [f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)]
         if self.rounding is not None:
             kept.append("stochastic rounding")
@@ -445,7 +428,7 @@ class LayerState(nn.Module):
 
 
 def required(tensor: Tensor | None) -> Tensor:
-    """Return a tensor that has to be there."""
+    """Return a tensor that must not be None."""
     if tensor is None:
         raise ValueError("LayerState: delayed scales are required, got none")
     return tensor

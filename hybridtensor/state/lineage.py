@@ -11,35 +11,28 @@ NOTHING = "nothing"  # what scales that begin followed from
 
 
 class Lineage(NamedTuple):
-    """What the delayed scales of a layer's input followed from.
-
-    It holds while the scales are those of which it was said: torch counts any other write, such as that of
-    DistributedDataParallel, which broadcasts buffers in each forward by default.
-
-    Attributes:
-        inputs: Equal where all inputs so far were the same; None if that is not known.
-        versions: Version counters of the scales and their history when that was said.
-    """
+    """The inputs that a layer's input scales followed from, valid while the version counters of the scales are
+    unchanged."""
 
     inputs: object | None = None
     versions: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, inputs: object | None, scale: Tensor | None, history: Tensor | None) -> Lineage:
-        """Return the lineage of scales, and their amax history, as they are now."""
+        """Return the lineage of scales and amax history as they are now."""
         if inputs is None or scale is None or history is None:
             return cls()
         return cls(inputs, (scale._version, history._version))
 
     def inputs_of(self, scale: Tensor | None, history: Tensor | None) -> object | None:
-        """Return ``inputs`` if it still holds of the scales and their amax history."""
+        """Return ``inputs`` if the scales and history are unchanged."""
         if self.inputs is None or scale is None or history is None:
             return None
         return self.inputs if self.versions == (scale._version, history._version) else None
 
 
 def digest(slots: tuple[str, ...], scale: Tensor | None, history: Tensor | None) -> str | None:
-    """Return a digest of the scales and the history of a layer's input, or None if they are not there."""
+    """Return a digest of a layer's input scales and history, or None without them."""
     if scale is None or history is None or scale.is_meta or history.is_meta:
         return None
     own = [index for index, slot in enumerate(slots) if slot.startswith("input")]

@@ -1,4 +1,4 @@
-"""Which ranks hold what of a layer and its batch."""
+"""The ranks that hold shards of a layer and its batch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ import torch.distributed as dist
 
 
 class TrainingRanks(NamedTuple):
-    """The ranks that train a layer together.
-
-    Attributes:
-        groups: What delayed scales are reduced over, one group after the other; None is all ranks.
-        batch: Which part of a batch this rank has, counted in order; None is its rank in the first
-            group.
-        named: Whether someone named them.
-    """
+    """The ranks that train a layer together."""
 
     groups: tuple[dist.ProcessGroup | None, ...] = (None,)
     batch: int | None = None
     named: bool = False
 
     def part_of_batch(self) -> int:
-        """Return which part of a batch this rank has."""
+        """Return this rank's index among the parts of a batch."""
         if self.batch is not None:
             return self.batch
         if not (dist.is_available() and dist.is_initialized()):
@@ -34,15 +27,7 @@ ALL_RANKS = TrainingRanks()
 
 
 class Section(NamedTuple):
-    """Which part of a layer's matrix tensor parallelism gives to this rank.
-
-    Attributes:
-        out_index: Which of ``out_count`` parts of the out features.
-        out_count: How many there are.
-        first_out: The first of the out features.
-        in_index: Which of ``in_count`` parts of the in features.
-        in_count: How many there are.
-    """
+    """This rank's section of a layer's matrix under tensor parallelism."""
 
     out_index: int = 0
     out_count: int = 1
@@ -51,7 +36,7 @@ class Section(NamedTuple):
     in_count: int = 1
 
     def columns(self, role: str) -> tuple[int, int]:
-        """Return which part of a row of a tensor this rank has, and how many parts there are."""
+        """Return the index of this rank's part of a tensor's rows, and the number of parts."""
         if role == "grad_output":
             return self.out_index, self.out_count
         return self.in_index, self.in_count

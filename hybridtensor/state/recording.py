@@ -50,7 +50,7 @@ class without_recording:  # noqa: N801  (used as a context)
 
 
 def require_recorded(states: Sequence[LayerState]) -> None:
-    """Raise RuntimeError for layers that ran backward in this step and recorded no amax of their gradient."""
+    """Raise RuntimeError for layers whose backward ran in this step without recording amaxes."""
     names = [_named(state) for state in states if state.unrecorded and not state.recorded]
     if names:
         raise RuntimeError(
@@ -60,15 +60,7 @@ def require_recorded(states: Sequence[LayerState]) -> None:
 
 
 def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tensor) -> None:
-    """Raise RuntimeError for amaxes of a step that are not finite.
-
-    On a GPU the host does not wait for the device: one of the next steps raises, and a captured step never does.
-
-    Args:
-        model: What is advanced.
-        states: The layers, all on one device.
-        amaxes: Their amaxes one after the other, fp32.
-    """
+    """Raise RuntimeError for amaxes that are not finite; on a GPU in a later step, without synchronizing."""
     if is_captured():
         return
     pending = training_of(model).flags

@@ -43,12 +43,12 @@ class DelayedRule:
 
     @property
     def target(self) -> float:
-        """What an amax is scaled to."""
+        """The magnitude that an amax is scaled to."""
         return self.largest * 2.0**-self.margin
 
 
 class StatefulQuantizer(Protocol):
-    """What a layer's state asks of a quantizer."""
+    """The interface of quantizers that a layer's state uses."""
 
     @property
     def stochastic(self) -> bool:
@@ -59,9 +59,7 @@ class StatefulQuantizer(Protocol):
 
 
 def same_tensor(slot: str) -> list[str]:
-    """Return the slots whose amaxes are those of the same tensor, the nearest first: a tensor has one scale for both
-    directions, or one for each.
-    """
+    """Return slots of the same tensor, nearest first: it has one scale for both directions, or one each."""
     of_tensor, bracket, expert = slot.partition("[")
     role = next(role for role in ROLES if of_tensor.startswith(role))
     names = [of_tensor, role, f"{role}_rowwise", f"{role}_columnwise"]

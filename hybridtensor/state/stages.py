@@ -13,10 +13,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictio
 
 
 def pipeline_size(model: nn.Module) -> int | None:
-    """Return how many ranks run the pipeline of which a model is a stage, or has some; None if it is in none.
-
-    Looked up in the first step of a model: nothing says to a module that a ``PipelineStage`` runs it.
-    """
+    """Return the size of the pipeline whose stage a model is, or None, looked up at the first step."""
     if _PIPELINING not in sys.modules:
         return None
     if model not in _known:
@@ -27,7 +24,7 @@ def pipeline_size(model: nn.Module) -> int | None:
 
 
 def _overlap(model: nn.Module, stage: nn.Module) -> bool:
-    """Return whether one of two modules is the other, or a part of it."""
+    """Return whether one of two modules is, or contains, the other."""
     return any(part is model for part in stage.modules()) or any(
         part is stage for part in model.modules()
     )

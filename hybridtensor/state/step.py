@@ -155,7 +155,7 @@ class step_after:  # noqa: N801  (used as a function)
 
 
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
-    """Update the delayed scales of layers that the same ranks train, all in one collective per group."""
+    """Update the delayed scales of layers with the same ranks, with one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
     lineages = next_lineages(states)
     fold_amaxes(states)
@@ -182,11 +182,8 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
 def _groups(
     model: nn.Module, states: list[LayerState], ranks: TrainingRanks
 ) -> list[dist.ProcessGroup | None]:
-    """Return the process groups over which scales are reduced; none if each rank has its own pipeline stages.
-
-    Raises:
-        RuntimeError: If several ranks have the same stage, and nobody said which.
-    """
+    """Return the groups that scales are reduced over; none for pipeline stages; RuntimeError if stages are
+    ambiguous."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups = [group for group in ranks.groups if dist.get_world_size(group) > 1]
@@ -208,11 +205,7 @@ def _rules(state: LayerState) -> str:
 def _check_same_scales(
     model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise on every rank if not all have the same scales of the same layers: the reduction would
-    hang or mix layers up.
-
-    Asked once per model, group and layout, so ranks must change their recipes together.
-    """
+    """Raise on every rank unless all have the same scales, compared once per model, group and layout."""
     checked = training_of(model).scales
     # names of layers, and which object says how their scales follow
     layout = [(state.name, id(state.rules)) for state in states]

@@ -43,7 +43,7 @@ class StateTensors(NamedTuple):
     step_amax: AmaxRecord | Tensor | None = None
 
     def provisional(self) -> StateTensors:
-        """Return these for one forward, whose amaxes are recorded for the step by ``commit`` in its backward."""
+        """Return a copy for one forward, whose amaxes ``commit`` records in its backward."""
         if self.step_amax is None:
             return self
         if isinstance(self.step_amax, Tensor):
@@ -53,7 +53,7 @@ class StateTensors(NamedTuple):
         return self._replace(amax=self.step_amax.provisional())
 
     def in_backward(self) -> StateTensors:
-        """Return these for what backward quantizes: in a graph its amaxes are recorded at once."""
+        """Return a copy for backward: in a graph its amaxes are recorded at once."""
         if isinstance(self.amax, Notes) and isinstance(self.step_amax, Tensor):
             return self._replace(amax=self.step_amax)
         return self
@@ -61,12 +61,7 @@ class StateTensors(NamedTuple):
     def commit(
         self, of_weight: Tensor | Notes | None = None, of_input: Tensor | Notes | None = None
     ) -> None:
-        """Record for the step what a forward and its backward measured; a graph does so itself.
-
-        Args:
-            of_weight: fp32 ``[S]``, what was measured before of the weight's faces that they used, or None.
-            of_input: The same of the input, which other layers may have read, too; None if only they did.
-        """
+        """Commit the amaxes of a forward and its backward, fp32 ``[S]``, unless a graph records them itself."""
         record = self.step_amax
         if isinstance(record, AmaxRecord):
             for amax in (self.amax, of_weight, of_input):
@@ -75,12 +70,7 @@ class StateTensors(NamedTuple):
             record.of_inputs.append(of_input if isinstance(of_input, Tensor) else None)
 
     def require_on(self, device: torch.device, who: object) -> None:
-        """Raise ValueError unless all is on a device: a kernel would read another one's memory.
-
-        Args:
-            device: Of what is quantized.
-            who: Begins the message.
-        """
+        """Raise ValueError unless all tensors are on ``device``, because a kernel would use invalid addresses."""
         for tensor in (self.encode_scale, self.rounding):
             if tensor is not None and tensor.device != device:
                 raise ValueError(
@@ -89,12 +79,7 @@ class StateTensors(NamedTuple):
                 )
 
     def position(self, slot: str) -> int:
-        """Return where the scale of ``slot`` is.
-
-        Raises:
-            ValueError: If the recipe that this state was made for has none there.
-            NotImplementedError: If it has one for each of several experts.
-        """
+        """Return the index of ``slot``; raise ValueError, or NotImplementedError for one of several experts."""
         if f"{slot}[0]" in self.slots:
             raise NotImplementedError(
                 f"layer {self.name!r}: F.grouped_mm is required for experts with delayed scales, got a product "
@@ -108,14 +93,14 @@ class StateTensors(NamedTuple):
 
 
 class CommonAmax(Protocol):
-    """What is known here of a ``subclasses.common_scale.CommonScale``."""
+    """The interface of ``subclasses.common_scale.CommonScale``."""
 
     amax: Tensor | None
     version: int
 
     @property
     def modules(self) -> list[nn.Module | None]:
-        """The layers; None for those that are no more."""
+        """The layers; None for collected ones."""
 
     def renew(self) -> None:
-        """Measure the weights again that were written."""
+        """Measure the weights that were written."""

@@ -24,17 +24,7 @@ Group = dist.ProcessGroup | None
 
 
 class Training:
-    """The training of one model, on this rank.
-
-    Attributes:
-        steps: How often ``step_`` advanced the model.
-        ended: How many steps its optimizers ended.
-        followers: Callbacks of each of these.
-        is_compared: Whether ranks were found to have the same recipes.
-        scales: The delayed scales that the ranks of a group were found to have alike.
-        places: At which steps ranks are, on its way to the host; see ``contract``.
-        flags: Whether amaxes of steps were finite, on their way to the host; see ``recording``.
-    """
+    """The training of one model on this rank: its steps, callbacks, and pending comparisons between ranks."""
 
     def __init__(self) -> None:
         self.steps = self.ended = 0
@@ -49,7 +39,6 @@ class Training:
         )
 
     def is_by(self, optimizer: Optimizer, model: nn.Module) -> bool:
-        """Return whether an optimizer holds a parameter of the model."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._holds.get(optimizer)
         if known is None or known[0] != count:
@@ -59,7 +48,7 @@ class Training:
         return known[1]
 
     def count(self, optimizer: Optimizer) -> bool:
-        """Count a step of an optimizer, and return whether it ends one of the model."""
+        """Count an optimizer's step, and return whether it completes a step of the model."""
         taken = self._taken
         # one that is new stepped with those that have: all of a step's are known from the second one on
         taken[optimizer] = taken.get(optimizer, max(self.ended - 1, 0)) + 1
@@ -74,14 +63,14 @@ _hooks: list[Any] = []
 
 
 def training_of(model: nn.Module) -> Training:
-    """Return the training of a model, begun where it is asked for first."""
+    """Return the training of a model, created at the first call."""
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
     return _trainings.setdefault(model, Training())
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """Return the states of all layers of ``model`` that keep something."""
+    """Return the nonempty states of all layers."""
     found = dict.fromkeys(
         [*model.modules(), *model._modules.values()]
     )  # its own walk leaves states out
@@ -89,7 +78,7 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 
 
 def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Tell the followers of the models whose parameters an optimizer has stepped; a compiled step goes uncounted."""
+    """Call the followers of the models whose parameters an optimizer has stepped; compiled steps are not counted."""
     if is_traced():
         return
     for model, training in list(_trainings.items()):

@@ -20,15 +20,8 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def update_scales(states: list[LayerState], reduced: Tensor | None) -> None:
-    """Update the delayed scales of layers on one device, and start their next step.
-
-    Nothing is copied from or to the host while a CUDA graph is captured, so that it can hold it.
-
-    Args:
-        states: The layers.
-        reduced: Their amaxes of the step one after the other, reduced over ranks; None where those
-            of the layers are the whole.
-    """
+    """Update the delayed scales of layers on one device without host copies; ``reduced`` are their amaxes over all
+    ranks."""
     slots = _slots_of(states) if _kernel_runs_on(states) else None
     if slots is not None:
         slots.update(reduced)
@@ -45,13 +38,7 @@ def update_scales(states: list[LayerState], reduced: Tensor | None) -> None:
 def update_reference(
     states: list[LayerState], last: Tensor, rules: tuple[DelayedRule, ...]
 ) -> None:
-    """Define the update of layers of the same rules, in operations of torch.
-
-    Args:
-        states: ``N`` layers.
-        last: The amaxes of the step, fp32 ``[N, S]``.
-        rules: Of the scales.
-    """
+    """Reference update of ``N`` layers with the same rules, by torch operations; ``last`` is fp32 ``[N, S]``."""
     history = torch.stack([required(state.amax_history) for state in states])  # [N, S, L]
     current = torch.stack([required(state.encode_scale) for state in states])
     target = _constants([rule.target for rule in rules], last)
@@ -69,7 +56,7 @@ def update_reference(
 
 
 def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
-    """Return the amaxes that count, ``[N, S]``: the last or the largest."""
+    """Return the effective amaxes ``[N, S]``: the last or the largest."""
     for slot, newest in enumerate(most_recent):
         if newest:
             largest[:, slot] = last[:, slot]
@@ -77,7 +64,7 @@ def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
 
 
 def _constants(values: list[float], like: Tensor) -> Tensor:
-    """Return one number per scale, fp32 ``[S]``, made on the device of ``like``."""
+    """Return one number per scale, fp32 ``[S]``, created on the device of ``like``."""
     made = like.new_full((len(values),), values[0])
     for slot, value in enumerate(values):
         if value != values[0]:
@@ -86,12 +73,7 @@ def _constants(values: list[float], like: Tensor) -> Tensor:
 
 
 class Slots:
-    """The scales of some layers as the kernel takes them: their addresses and rules, on their
-    device.
-
-    Args:
-        states: The layers, whose tensors are contiguous.
-    """
+    """Addresses and rules of some layers' scales on their device, as the kernel takes them."""
 
     def __init__(self, states: list[LayerState]) -> None:
         self._device = required(states[0].amax).device
@@ -118,7 +100,6 @@ class Slots:
         ]  # fmt: skip
 
     def update(self, reduced: Tensor | None) -> None:
-        """See ``update_scales``."""
         amaxes = self._targets if reduced is None else reduced
         self.is_captured = self.is_captured or is_captured()
         with on_device(self._device):
@@ -130,13 +111,12 @@ _MOST_KNOWN = 256
 
 
 def _written(states: list[LayerState]) -> list[Tensor]:
-    """Return the tensors that an update writes: of each layer amaxes, scales and history."""
+    """Return the tensors that an update writes: amaxes, scales and history of each layer."""
     written = [(s.amax, s.encode_scale, s.amax_history) for s in states]
     return [required(tensor) for of_layer in written for tensor in of_layer]
 
 
 def _kernel_runs_on(states: list[LayerState]) -> bool:
-    """Return whether a kernel can update the scales of layers on one device."""
     tensors = _written(states)
     return (
         tensors[0].is_cuda and runs_directly(tensors[0]) and all(t.is_contiguous() for t in tensors)
@@ -144,9 +124,7 @@ def _kernel_runs_on(states: list[LayerState]) -> bool:
 
 
 def _slots_of(states: list[LayerState]) -> Slots | None:
-    """Return the scales as the kernel takes them; None if they are new while a CUDA graph is
-    captured.
-    """
+    """Return the kernel's table of scales; None if it is missing while a CUDA graph is captured."""
     addresses = [tensor.data_ptr() for tensor in _written(states)]
     key = (required(states[0].amax).device, *addresses, *(state.rules for state in states))
     slots = _KNOWN.get(key)

@@ -14,11 +14,7 @@ _FORGIVEN_STEPS = 2  # loading, trying out, sharpness-aware steps
 
 
 class _Advance:
-    """Raises in a step of the optimizers if ``step_`` was forgotten in those before.
-
-    Args:
-        model: The model.
-    """
+    """Optimizer-step callback that raises if ``step_`` was forgotten."""
 
     def __init__(self, model: nn.Module) -> None:
         self._states = layer_states(model)
@@ -29,12 +25,7 @@ class _Advance:
         return sum(state.version for state in self._states)
 
     def __call__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Count a step.
-
-        Raises:
-            RuntimeError: If optimizers stepped parameters of a model again and again, and the model's state
-                never advanced: scales and draws would stay those of one step for ever.
-        """
+        """Count a step."""
         require_contract_once(model)
         version = self._current()
         if version != self._version:
@@ -54,10 +45,7 @@ class _Advance:
 
 
 def watch(model: nn.Module) -> None:
-    """Have optimizers that step ``model`` raise where its state is not advanced.
-
-    Called whenever recipes change. Of a model without state, the first step compares recipes between ranks.
-    """
+    """Have optimizers that step ``model`` raise where its state is not advanced."""
     training = training_of(model)
     training.is_compared = False
     others = [one for one in training.followers if not isinstance(one, _Advance)]

@@ -22,5 +22,5 @@ __all__ = [
 
 
 def is_converted(weight: object) -> TypeGuard[MasterWeight | HybridTensor]:
-    """Whether ``weight`` is one of ours."""
+    """Return whether ``weight`` is a converted weight."""
     return isinstance(weight, (MasterWeight, HybridTensor))

@@ -30,19 +30,7 @@ _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))  # measures the amax that all fo
 
 
 class CommonScale:
-    """The common scale of several layers' weights.
-
-    The layers are held weakly. Copies and pickles of a model have a common scale of their own.
-
-    Args:
-        modules: The layers, whose parameter ``weight`` it is.
-
-    Attributes:
-        amax: fp32 ``[1]``, the largest amax of the weights when it was renewed, always in the same
-            memory on one device; None before.
-        version: Counts renewals, for caches of what was quantized with it.
-        order: Of the streams on which FSDP2 renews and uses it, or None.
-    """
+    """The common scale of several layers' weights."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in modules]
@@ -53,11 +41,11 @@ class CommonScale:
 
     @property
     def modules(self) -> list[nn.Module | None]:
-        """The layers; None for those that are no more."""
+        """The layers; None for collected ones."""
         return [module() for module in self._modules]
 
     def __deepcopy__(self, memo: dict[int, object]) -> CommonScale:
-        """Copy the layers along with one of them; a copy of a weight alone keeps its common scale."""
+        """Copy the layers with one of them; a copy of a weight alone shares the common scale."""
         modules = self.modules
         if not any(id(module) in memo for module in modules):
             return self
@@ -66,25 +54,18 @@ class CommonScale:
         return new
 
     def __getstate__(self) -> list[nn.Module | None]:
-        """Return the layers."""
         return self.modules
 
     def __setstate__(self, modules: list[nn.Module | None]) -> None:
-        """Undo ``__getstate__``."""
         CommonScale.__init__(self, (module for module in modules if module is not None))
 
     @property
     def num_weights(self) -> int:
-        """How many weights there are."""
         return len({id(part.record) for part in self.parts})
 
     @property
     def parts(self) -> list[InterceptingTensor]:
-        """The weights, or what this rank has of them.
-
-        Raises:
-            RuntimeError: If a layer is no more.
-        """
+        """Return the weights, or their local shards; raise RuntimeError if a layer was collected."""
         modules = self.modules
         if None in modules:
             left = sum(module is not None for module in modules)
@@ -95,9 +76,7 @@ class CommonScale:
         return [_part(module.weight) for module in modules if module is not None]  # type: ignore[arg-type]
 
     def renew(self) -> None:
-        """Measure master weights that were written since the last time; FSDP2's parts are left to its
-        gathers, which do that over all ranks.
-        """
+        """Measure master weights that were written; FSDP2's shards are measured in all-gathers, over all ranks."""
         weights: list[Any] = self.parts
         if any(getattr(weight, "record", None) and weight.record.shard for weight in weights):
             return
@@ -120,7 +99,7 @@ class CommonScale:
         self._measured = measured
 
     def take(self, values: Sequence[Tensor]) -> None:
-        """Take the amax of values, those of all the weights."""
+        """Set the scale from the amax of all weights' values."""
         amaxes = torch.zeros(len(values), _ALIGNED, dtype=torch.float32, device=values[0].device)
         for matrix, out in zip(values, amaxes, strict=True):
             if matrix.numel():
@@ -128,7 +107,7 @@ class CommonScale:
         self.take_amaxes([amaxes[:, 0].max()])
 
     def take_amaxes(self, amaxes: Sequence[Tensor]) -> None:
-        """Take the amaxes of all the weights, fp32, from which their largest follows."""
+        """Set the scale to the largest of the weights' fp32 amaxes."""
         with torch.inference_mode(False), torch.no_grad():
             if self.amax is None or self.amax.device != amaxes[0].device:
                 self.amax = torch.zeros(1, dtype=torch.float32, device=amaxes[0].device)
@@ -139,12 +118,7 @@ class CommonScale:
 def by_scale(
     items: Iterable[T], part_of: Callable[[T], InterceptingTensor]
 ) -> list[tuple[CommonScale, list[T]]]:
-    """Return items by the common scale of the weights that they are of; those of no weight with an
-    amax of the tensor are left out.
-
-    Raises:
-        RuntimeError: If not all weights of a common scale are there.
-    """
+    """Group items by common scale; raise RuntimeError unless all weights of one are present."""
     found: dict[int, tuple[CommonScale, list[T]]] = {}
     for item in items:
         part = part_of(item)
@@ -161,7 +135,7 @@ def by_scale(
 
 
 def _part(weight: Tensor) -> InterceptingTensor:
-    """Return this rank's part of a weight, also of one that FSDP2 has gathered."""
+    """Return the local shard of a weight, also of a gathered one."""
     part: Any = local(weight)
     gathered = getattr(getattr(part, "record", None), "gathered", None)
     found: InterceptingTensor = part if gathered is None else gathered.sharded.tensor
@@ -169,13 +143,13 @@ def _part(weight: Tensor) -> InterceptingTensor:
 
 
 def _is_replayed(weights: Sequence[InterceptingTensor]) -> bool:
-    """Return whether a CUDA graph writes one of the weights, which nothing counts."""
+    """Return whether a CUDA graph writes one of the weights, uncounted."""
     return any(weight.record.replayed for weight in weights)
 
 
 @functools.lru_cache(maxsize=256)
 def measures_tensor(quantizer: Quantizer) -> bool:
-    """Return whether a face of a weight takes a scale from the amax of the tensor."""
+    """Return whether a face of a weight is scaled by the tensor's amax."""
     if isinstance(quantizer, HybridQuantizer):
         of_values = quantizer.columnwise_source == "original"
         return measures_tensor(quantizer.rowwise) or (

@@ -1,4 +1,4 @@
-"""Between faces as operators see them, matrices, and faces as tensors of any shape."""
+"""Conversion between faces as matrices, for operators, and faces as tensors of any shape."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ FaceTensor = QuantizedTensor | IdentityTensor
 def rowwise_face(
     face: FaceTensor, dtype: torch.dtype, gemm: str = "output", *, stack: bool = False
 ) -> Face:
-    """Return the rowwise face of a tensor as the operators see it; one in high precision has
-    ``dtype``. Three dimensions are those of tokens, or a ``stack`` of matrices.
-    """
+    """Return the rowwise face for operators, in high precision with ``dtype``; three dimensions are tokens or a
+    ``stack``."""
     if isinstance(face, QuantizedTensor):
         return _face(face, -1, gemm)
     values = face.dequantize(dtype)
@@ -27,7 +26,7 @@ def rowwise_face(
 def columnwise_face(
     face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input", *, stack: bool = False
 ) -> Face:
-    """Return the columnwise face of a tensor as the operators see it; see ``rowwise_face``."""
+    """Return the columnwise face for operators; see ``rowwise_face``."""
     if isinstance(face, QuantizedTensor):
         return _face(face, 0, gemm)
     if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
@@ -52,9 +51,7 @@ def _matrix(values: Tensor) -> Tensor:
 
 
 def turned(face: FaceTensor) -> FaceTensor:
-    """Return a face of a matrix as one of its transpose, of a stack as one of that of the transposes: columnwise
-    of rowwise, and the other way round; contiguous, as parameters are.
-    """
+    """Return a face of the transpose (of each matrix): columnwise from rowwise and vice versa, contiguous."""
     if isinstance(face, IdentityTensor):
         if isinstance(face.source, QuantizedTensor):
             return IdentityTensor(_turned(face.source))
@@ -71,14 +68,7 @@ def _turned(face: QuantizedTensor) -> QuantizedTensor:
 def face_tensor(
     face: Face | None, axis: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> FaceTensor | None:
-    """Return a face as a tensor of ``shape``.
-
-    Args:
-        face: The face, or None.
-        axis: -1 for a rowwise face, 0 for a columnwise one.
-        shape: Of the tensor that it was made from.
-        dtype: Nominal dtype of the result.
-    """
+    """Return a face as a tensor of ``shape``; ``axis`` -1 is rowwise, 0 columnwise."""
     if face is None:
         return None
     if face.scale is None:

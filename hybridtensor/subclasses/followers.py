@@ -1,4 +1,4 @@
-"""Columnwise faces that are, by their kind, the values of the rowwise one."""
+"""Columnwise faces that are the dequantized rowwise ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
 def followers(weight: HybridTensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return pairs of tensors by name: after loading ``faces``, the second gets the values of the
-    first.
-
-    Usually there are none: a columnwise face that holds the rowwise values shares their memory,
-    unless it was copied.
-    """
+    """Return pairs of tensors by name to copy after loading ``faces``: a columnwise face copied from the rowwise
+    data."""
     faces = _following(weight)
     if faces is None:
         return {}
@@ -31,14 +27,12 @@ def followers(weight: HybridTensor) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def follows_rowwise(weight: HybridTensor) -> bool:
-    """Whether the columnwise face is, by its kind, the values of the rowwise one."""
+    """Return whether the columnwise face is the dequantized rowwise one."""
     return _following(weight) is not None
 
 
 def _following(weight: HybridTensor) -> tuple[FaceTensor, FaceTensor] | None:
-    """Return the rowwise face, and of the columnwise one the tensor that is alike; None if there is
-    no such tensor.
-    """
+    """Return the rowwise face and the equal tensor of the columnwise one, or None."""
     row, column = weight.rowwise, weight.columnwise
     if row is None or not isinstance(column, IdentityTensor):
         return None

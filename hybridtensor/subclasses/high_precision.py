@@ -13,7 +13,7 @@ View = Callable[[Tensor], Tensor]
 
 
 def whole(values: Tensor) -> Tensor:
-    """Return the values themselves: the view that a weight is of itself."""
+    """Return the tensor itself: the view of a whole weight."""
     return values
 
 
@@ -52,7 +52,7 @@ class HighPrecisionValues:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there were values, which nobody holds any more."""
+        """Whether there were values, but nobody holds them any more."""
         return self._existed and self.current is None
 
     @property
@@ -66,13 +66,7 @@ class HighPrecisionValues:
     def copied(
         self, copy: Callable[[Tensor], Tensor], view: View, *, same: bool
     ) -> HighPrecisionValues:
-        """Return the values of a copy of the weight, or of a view of it.
-
-        Args:
-            copy: Makes the copy.
-            view: Which part of the weight is copied.
-            same: Whether the copy has the same values.
-        """
+        """Return the values of a copy or view of the weight; ``same`` if the copy is equal."""
         values = self.original if view is whole else self.current
         original = None if values is None else view(values)
         made = HighPrecisionValues(None if original is None else copy(original))
@@ -88,9 +82,7 @@ class HighPrecisionValues:
         return made
 
     def moved(self) -> HighPrecisionValues:
-        """Return the values for a weight that gets other faces; aliases with the faces so far know
-        of none any more.
-        """
+        """Return the values for a weight with new faces; aliases of the old faces have none."""
         made = HighPrecisionValues(self.original, self._follows)
         made._existed = self._existed
         made._owned, made._master, made._former, made.loaded = (
@@ -104,12 +96,8 @@ class HighPrecisionValues:
         return made
 
     def replaced(self, values: Tensor, *, follows: bool) -> HighPrecisionValues:
-        """Return the values for a weight that takes others of any shape; an optimizer's master gets
-        them.
-
-        Raises:
-            RuntimeError: If the master has another shape.
-        """
+        """Return the values of a weight replaced by others; the master is updated, or RuntimeError if its shape
+        differs."""
         master = None if self._master is None else self._master()
         if master is None:
             return HighPrecisionValues(values, follows)
@@ -131,25 +119,21 @@ class HighPrecisionValues:
     # ---------------------------------------------------------------------------------------------------
 
     def give_to(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
-        """Let go of the original: from now on ``master`` has the values, for as long as its
-        optimizer holds it.
-        """
+        """Release the original: ``master`` holds the values while its optimizer lives."""
         self.let_go()
         self._master, self._former, self._existed = weakref.ref(master), None, True
         self._follows, self.loaded = follows, loaded
 
     def let_go(self) -> None:
-        """Let go of the original: someone else has better values, which the faces were made from."""
+        """Release the original, because the faces were made from better values elsewhere."""
         self.original, self._follows, self.loaded = None, False, False
 
     def is_of(self, master: Tensor) -> bool:
-        """Return whether ``master`` has the values."""
+        """Return whether ``master`` holds the values."""
         return self._master is not None and self._master() is master
 
     def was_of(self, master: Tensor) -> bool:
-        """Return whether ``master`` had the values of what this is a copy of, which was not written
-        since.
-        """
+        """Return whether ``master`` held the values that this was copied from, unchanged since."""
         return self._former is not None and self._former() is master
 
     # -- writes
@@ -168,15 +152,8 @@ class HighPrecisionValues:
         known: tuple[Tensor, bool] | None = None,
         unchanged: bool = False,
     ) -> None:
-        """Record that other faces were copied into the weight's, or those of a view of it.
-
-        Args:
-            dequantize: Returns what the faces hold.
-            view: Which part was written.
-            known: High-precision values of the weight they were copied from, and whether its faces
-                follow from them.
-            unchanged: Whether the faces were the same before.
-        """
+        """Record that other faces were copied into ``view``; ``known`` are their values and whether the faces follow
+        from them."""
         if self.loaded:  # with the master: the same faces, or those that do not follow from it
             if unchanged:
                 return
@@ -191,12 +168,12 @@ class HighPrecisionValues:
             self._take(known[0], view, follows=known[1])
 
     def note_loaded(self) -> None:
-        """Record that faces and master are loaded, whichever came first."""
+        """Record that faces and master were loaded, in either order."""
         self.loaded = False
         self._follows = False
 
     def _take(self, values: Tensor | None, view: View, *, follows: bool) -> None:
-        """Write ``values``, where they are known, into the part of the present ones that ``view`` takes."""
+        """Write known ``values`` into ``view`` of the present ones."""
         current = self.current
         mine = None if current is None else view(current)
         if (
@@ -213,15 +190,13 @@ class HighPrecisionValues:
         self._follows = follows and mine is not None and (view is whole or self._follows)
 
     def _make_own(self, dtype: torch.dtype) -> None:
-        """Copy an original that is in someone else's memory or not in ``dtype``; a master stays as it
-        is.
-        """
+        """Copy an original that is aliased or not in ``dtype``; a master is unchanged."""
         if self.original is not None and not (self._owned and self.original.dtype == dtype):
             self.original, self._owned = self.original.to(dtype, copy=True), True
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are one: the same elements of the same memory."""
+    """Return whether two tensors have the same elements of the same memory."""
     if a is b:
         return True
     if (a.shape, a.stride(), a.storage_offset()) != (b.shape, b.stride(), b.storage_offset()):

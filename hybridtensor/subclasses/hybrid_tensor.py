@@ -142,7 +142,7 @@ class HybridTensor(InterceptingTensor):
 
     @property
     def _gathered(self) -> Gathered | None:
-        """What keeps the faces of a gathered weight, outside of compiled graphs."""
+        """The shard record of a gathered weight, outside of compiled graphs."""
         gathered = self.record.gathered
         return None if gathered is None or is_traced() else gathered
 
@@ -174,14 +174,12 @@ class HybridTensor(InterceptingTensor):
 
     @property
     def is_stack(self) -> bool:
-        """Whether this is a stack of matrices, such as experts' weights, with faces of each."""
+        """Whether this is a stack of matrices, such as experts' weights."""
         faces = [face for face in (self.rowwise, self.columnwise) if face is not None]
         return self.dim() == 3 and all(getattr(face, "is_stack", False) for face in faces)
 
     def rows(self) -> Tensor:
-        """Return the values that an embedding reads: those of the rowwise face, or what FSDP2
-        gathered them from.
-        """
+        """The values for an embedding lookup: those of the rowwise face, or of the gathered weight."""
         face = self.require_face("rowwise", name="weight", gemm="embedding")
         gathered = self._gathered
         values = None if gathered is None else gathered.values
@@ -190,12 +188,7 @@ class HybridTensor(InterceptingTensor):
         return values.t() if self.swapped else values
 
     def faces(self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
-        """Return the faces asked for; those in high precision have ``dtype``. See
-        ``MasterWeight.faces``.
-
-        Raises:
-            ValueError: If one is absent.
-        """
+        """Return the requested faces, in high precision with ``dtype``; raise ValueError if one is absent."""
         row = column = None
         if rowwise:
             row = rowwise_face(
@@ -213,26 +206,19 @@ class HybridTensor(InterceptingTensor):
 
     @torch.no_grad()
     def forward_face(self) -> Face:
-        """See ``MasterWeight.forward_face``.
-
-        Raises:
-            ValueError: If the rowwise face is absent.
-        """
+        """Return the rowwise face; raise ValueError if it is absent."""
         face = self.require_face("rowwise", name="weight", gemm="output")
         return rowwise_face(face, self.dtype, stack=self.is_stack)
 
     def carried(self) -> tuple[list[str], Metadata | None]:
-        """See ``InterceptingTensor.carried``; of a weight that is gathered it is noted that a graph
-        holds the faces.
-        """
+        """See ``InterceptingTensor.carried``; records that a graph holds a gathered weight's faces."""
         if self.record.gathered is not None:
             self.record.gathered.note_traced()
         return super().carried()
 
     def like(self, other: Self) -> Self:
-        """See ``InterceptingTensor.like``; a copy of a gathered weight asks for its faces as that
-        one does, and one of what was quantized for layers is for them.
-        """
+        """See ``InterceptingTensor.like``; also copies the gathered faces' record and the layers of a quantized
+        input."""
         self.record.gathered, self.swapped = other.record.gathered, other.swapped
         self.record.readers = other.record.readers
         if other.record.gathered is not None:
@@ -240,7 +226,6 @@ class HybridTensor(InterceptingTensor):
         return super().like(other)
 
     def alias_of(self, other: Self) -> Self:
-        """See ``WrapperTensor.alias_of``."""
         self.taken, self.swapped = other.taken, other.swapped
         return super().alias_of(other)
 
@@ -252,7 +237,6 @@ class HybridTensor(InterceptingTensor):
         return self
 
     def _user_attributes(self) -> Attributes:
-        """See ``WrapperTensor._user_attributes``; the high-precision values come along."""
         attributes = super()._user_attributes()
         if self.record.readers is not None:
             attributes["has_readers"] = True
@@ -264,7 +248,6 @@ class HybridTensor(InterceptingTensor):
         return attributes
 
     def _take_attributes(self, attributes: Attributes) -> None:
-        """See ``WrapperTensor._take_attributes``; earlier versions called the values ``kept``."""
         own = dict(attributes)
         if own.pop("has_readers", False) and self.record.readers is None:
             self.record.readers = ReadBy((), None)  # who they were is not pickled: nobody reads it
@@ -281,7 +264,7 @@ class HybridTensor(InterceptingTensor):
         return self._saved().data_ptr() if self.is_saved else super().data_ptr()
 
     def _saved(self) -> Tensor:
-        """Return the values as a plain tensor, which stays until they are written."""
+        """Return the cached high-precision values as a plain tensor, valid until they are written."""
         versions = tuple(version_of(tensor) for tensor in flatten(self)[0])
         if self._plain is None or self._plain[0] != versions:
             self._plain = versions, self.dequantize().contiguous()
@@ -306,16 +289,7 @@ class HybridTensor(InterceptingTensor):
         return values
 
     def check_shards(self, size: int, dim: int) -> None:
-        """Raise where ``fully_shard`` is about to cut this weight into parts that cannot be
-        gathered.
-
-        Args:
-            size: Extent of a part.
-            dim: Which dimension is cut.
-
-        Raises:
-            ValueError: If so; on every rank, because every rank cuts the whole.
-        """
+        """Raise ValueError where ``fully_shard`` would cut this weight into shards that cannot be gathered."""
         if self.config is not None and self.gathering is not None:
             self.gathering.check_shards(self, size, dim)
 
@@ -333,7 +307,7 @@ class HybridTensor(InterceptingTensor):
         return max(faces, key=_precision).dequantize(dtype)
 
     def present(self, direction: str) -> FaceTensor | None:
-        """Return a face, or None if it is absent or, outside of compiled graphs, not gathered now."""
+        """Return a face, or None if it is absent or not gathered."""
         gathered, where = self._gathered, _OPPOSITE[direction] if self.swapped else direction
         if gathered is not None and not gathered.is_there(where):
             return None
@@ -356,7 +330,7 @@ def _check_same(rowwise: FaceTensor, columnwise: FaceTensor) -> None:
 
 
 def is_of(face: FaceTensor | None, other: FaceTensor | None) -> bool:
-    """Whether ``face`` gives back what ``other`` holds, quantized, from the same memory."""
+    """Return whether ``face`` is the dequantized ``other``, in the same memory."""
     source = face.source if isinstance(face, IdentityTensor) else None
     if not isinstance(source, QuantizedTensor) or not isinstance(other, QuantizedTensor):
         return False
@@ -373,9 +347,7 @@ def _format_of(face: FaceTensor | None) -> str:
 
 
 def _precision(face: FaceTensor) -> tuple[bool, int, bool, bool]:
-    """Order faces by precision: plain values, then mantissa bits, then no rotation, then fewer
-    values per scale.
-    """
+    """Return a sort key of precision: plain, then mantissa bits, no rotation, fewer values per scale."""
     leaf = face.source if isinstance(face, IdentityTensor) else face
     if not isinstance(leaf, QuantizedTensor) or leaf.format.element is None:
         return True, 0, True, True

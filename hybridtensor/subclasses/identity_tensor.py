@@ -65,7 +65,6 @@ class IdentityTensor(WrapperTensor):
         return IDENTITY
 
     def alias_of(self, other: Self) -> Self:
-        """See ``WrapperTensor.alias_of``."""
         self.turned = other.turned
         return self
 

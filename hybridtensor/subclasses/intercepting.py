@@ -28,10 +28,10 @@ Sent = Any
 
 
 class Gathering(Protocol):
-    """What FSDP2 does with a weight; ``hybridtensor.distributed.fsdp`` provides it."""
+    """FSDP2's hooks of a weight, implemented by ``hybridtensor.distributed.fsdp``."""
 
     def pre_all_gather(self, tensor: Any, module: nn.Module) -> tuple[tuple[Tensor, ...], Sent]:
-        """Return the tensors that this rank sends, and the ``metadata`` of ``post_all_gather``."""
+        """Return the payload, and the ``metadata`` for ``post_all_gather``."""
 
     def post_all_gather(
         self,
@@ -41,24 +41,18 @@ class Gathering(Protocol):
         dtype: torch.dtype,
         out: Tensor | None,
     ) -> object:
-        """Return the gathered weight, and what memory it takes."""
+        """Return the gathered weight, and the tensors whose storage FSDP2 manages."""
 
     def check_shards(self, weight: Any, size: int, dim: int) -> None:
         """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
 
     def refresh(self, pairs: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
-        """Quantize new values into parts of persistent weights; return those that are none."""
+        """Quantize new values into local shards; return the pairs without FSDP2."""
 
 
 class PreAllGather:
-    """The first hook of FSDP2 on a weight.
-
-    FSDP2 asks for its signature before every gather of every weight. To work out that of a method takes longer than
-    what a gather asks of this package; an object that has one is asked at once.
-
-    Args:
-        tensor: The weight.
-    """
+    """The first FSDP2 hook as an object with a signature: FSDP2 inspects it before every gather, which is slow for a
+    method."""
 
     __slots__ = ("_tensor",)
 
@@ -73,7 +67,6 @@ class PreAllGather:
         module: nn.Module,
         mp_policy: object,
     ) -> tuple[tuple[Tensor, ...], Sent]:
-        """Return the tensors that this rank sends, and what the second hook needs."""
         tensor = self._tensor
         return (tensor.gathering or _required(None)).pre_all_gather(tensor, module)
 
@@ -114,9 +107,7 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def layer(self) -> LayerState | StateTensors | None:
-        """State of the layer whose weight this is, or None; in a graph that is being compiled its
-        tensors.
-        """
+        """State of the weight's layer, or None; its tensors in a compiled graph."""
         return self.record.layer
 
     @layer.setter
@@ -131,15 +122,13 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether this is a weight that is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``."""
+        """Whether the weight is stored ``[in, out]``, or ``[E, in, out]``."""
         layer = self.record.layer
         return layer is not None and bool(layer.transposed)
 
     @property
     def context(self) -> Context:
-        """Which tensor this is to quantizers: the weight of its layer, or a rank's section of it, or
-        a stack of experts' weights.
-        """
+        """The quantizers' context: the layer's weight, its section under tensor parallelism, or a stack."""
         record = self.record
         layer = record.layer
         state = layer.tensors() if isinstance(layer, LayerState) else layer
@@ -155,9 +144,8 @@ class InterceptingTensor(WrapperTensor):
         return made
 
     def carried(self) -> tuple[list[str], Metadata | None]:
-        """See ``WrapperTensor.carried``: the tensors of the layer's state, and what a graph is made for: no
-        name, by which equal layers would get graphs of their own.
-        """
+        """See ``WrapperTensor.carried``: tensors of the layer's state, without its name, so that equal layers share
+        graphs."""
         state = self.state
         if state is None:
             return [], None
@@ -168,7 +156,6 @@ class InterceptingTensor(WrapperTensor):
         return names, (state.slots, state.rank, state.transposed, self.record.first)
 
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
-        """See ``WrapperTensor.take_carried``."""
         if meaning is not None:
             slots, rank, transposed, self.record.first = meaning
             rounding, encode_scale, address, common = (tensors.get(name) for name in _STATE_NAMES)
@@ -185,12 +172,10 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def state_rounding(self) -> Tensor | None:
-        """``rounding`` of the layer's state."""
         return None if self.state is None else self.state.rounding
 
     @property
     def state_encode_scale(self) -> Tensor | None:
-        """``encode_scale`` of the layer's state."""
         return None if self.state is None else self.state.encode_scale
 
     @property
@@ -204,22 +189,16 @@ class InterceptingTensor(WrapperTensor):
 
     @property
     def state_common_amax(self) -> Tensor | None:
-        """``common_amax`` of the layer's state."""
         return None if self.state is None else self.state.common_amax
 
     def like(self, other: Self) -> Self:
-        """Belong to the layer, its section and the shard that ``other`` belongs to; return this
-        tensor.
-        """
+        """Take over the layer, section and shard record of ``other``; return this tensor."""
         self.record.layer, self.record.shard = other.record.layer, other.record.shard
         self.record.section, self.record.first = other.record.section, other.record.first
         return self
 
     def become(self, other: Self) -> None:
-        """Be what ``other`` is, of any shape, dtype and device; this object, and what holds it, stays.
-
-        Aliases and views so far keep the memory that they have.
-        """
+        """Become ``other`` in place, of any shape, dtype and device; existing aliases keep their memory."""
         # torch's own setter: it gives this object, where there is no Python, the shape, dtype and
         # device of another of its class.
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
@@ -228,14 +207,8 @@ class InterceptingTensor(WrapperTensor):
 
     @classmethod
     def parameter_of(cls, data: Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return what ``type(parameter)(data, requires_grad=...)`` makes, as Accelerate replaces parameters.
-
-        It is a weight with a recipe if ``data`` is one. A plain matrix makes a plain parameter: its layer
-        knows the recipe, and applies it to whatever it holds.
-
-        Raises:
-            TypeError: If it is a plain tensor of another shape: of experts nobody else knows the recipe.
-        """
+        """Return ``type(parameter)(data, requires_grad=...)``, as Accelerate calls it; raise TypeError for a plain
+        stack."""
         if not isinstance(data, InterceptingTensor) and data.dim() != 2:
             raise TypeError(
                 f"{cls.__name__}: a weight with a recipe is required to make a parameter of {list(data.shape)}, got a "
@@ -252,30 +225,28 @@ class InterceptingTensor(WrapperTensor):
         stride: Stride = None,
         **metadata: object,
     ) -> Self:
-        """See ``WrapperTensor.map_inner``; the result belongs to the same layer."""
         return super().map_inner(fn, size=size, stride=stride, **metadata).like(self)
 
     def alias_of(self, other: Self) -> Self:
-        """See ``WrapperTensor.alias_of``: the record is shared."""
+        """See ``WrapperTensor.alias_of``: shares the record."""
         self.record = other.record
         return self
 
     def _user_attributes(self) -> Attributes:
-        """See ``WrapperTensor._user_attributes``; a parameter brings the state of its layer along."""
+        """See ``WrapperTensor._user_attributes``; a parameter includes its layer's state."""
         attributes = super()._user_attributes()
         if isinstance(self, nn.Parameter) and self.record.layer is not None:
             attributes["layer"] = self.record.layer
         return attributes
 
     def _take_attributes(self, attributes: Attributes) -> None:
-        """See ``WrapperTensor._take_attributes``."""
         own = dict(attributes)
         self.record.layer = own.pop("layer", self.record.layer)
         super()._take_attributes(own)
 
     @property
     def fsdp_pre_all_gather(self) -> PreAllGather:
-        """What FSDP2 calls for the tensors that this rank sends; see ``hybridtensor.distributed.fsdp``."""
+        """Return the payload for FSDP2; see ``hybridtensor.distributed.fsdp``."""
         return PreAllGather(self)
 
     def fsdp_post_all_gather(
@@ -286,7 +257,7 @@ class InterceptingTensor(WrapperTensor):
         *,
         out: Tensor | None = None,
     ) -> object:
-        """Return the gathered weight, made of what all ranks sent."""
+        """Return the gathered weight from all ranks' payloads."""
         gathering = self.gathering or _required(None)
         return gathering.post_all_gather(self, outputs, metadata, param_dtype, out)
 

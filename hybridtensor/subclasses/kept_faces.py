@@ -25,14 +25,7 @@ Place = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 class Seen(NamedTuple):
-    """The state of a weight when it was used.
-
-    Attributes:
-        changes: ``WeightRecord.changes``: faces that were made at another count are old.
-        scales: Version of the layer's state, with that of a common scale; the same holds for it.
-        writes: Writes that handlers counted, and torch's version counters of the plain tensor and of the weight:
-            the same in forward and its backward.
-    """
+    """The state of a weight when it was used."""
 
     changes: int
     scales: int | tuple[int | None, int] | None
@@ -45,14 +38,7 @@ changes, the version of scales, the recipe, the dtype of faces in high precision
 
 
 class Kept:
-    """What is kept of one view of a weight's memory.
-
-    Attributes:
-        row: The rowwise face.
-        column: The columnwise face.
-        amaxes: What they are scaled by, where that was measured for both.
-        noted: Where the amaxes of delayed scales were recorded when the faces were made; None for evaluation.
-    """
+    """The cached faces of one view of a weight's memory, with their amaxes."""
 
     __slots__ = ("amaxes", "column", "noted", "row")
 
@@ -70,12 +56,7 @@ _NOTHING = Kept()  # not to be written
 
 
 class LastUse(NamedTuple):
-    """How a forward used a weight last.
-
-    Attributes:
-        trained: Whether it was one of training.
-        backward_follows: Whether a backward asks for the columnwise face.
-    """
+    """The last forward that used a weight: in training, and with a backward to follow."""
 
     trained: bool
     backward_follows: bool
@@ -124,16 +105,7 @@ class KeptFaces:
         trained: bool,
         backward_follows: bool,
     ) -> Kept:
-        """Let go of what does not hold any more, count a forward, and return what is kept.
-
-        Args:
-            place: Which view of the weight's memory is used.
-            stamp: What faces depend on now.
-            stream: The current CUDA stream, 0 on a CPU.
-            forward: Whether a forward uses the weight, not a backward.
-            trained: Whether that is one of training.
-            backward_follows: Whether a backward will ask for the columnwise face.
-        """
+        """Invalidate old faces, count a forward, and return the cached faces of view ``place``."""
         if self._stamp != stamp:
             self.begin(stamp, forward=forward)
         if forward:
@@ -152,7 +124,7 @@ class KeptFaces:
         return self._kept.get(place, _NOTHING)
 
     def begin(self, stamp: Stamp, *, forward: bool) -> None:
-        """Let go of faces with another stamp than this one."""
+        """Invalidate faces with another stamp."""
         self._stamp, self._stream, self.awaits_column = stamp, None, False
         self.last_use = None
         self._kept.clear()
@@ -161,23 +133,17 @@ class KeptFaces:
         self._evaluations = 0
 
     def is_old(self, stamp: Stamp) -> bool:
-        """Return whether the weight was used before, and whatever was quantized for that does not hold any more."""
+        """Return whether the weight was used before, but its cached faces are invalid now."""
         return self._stamp is not None and self._stamp != stamp
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the computation that used the weight last, or None if nothing did."""
+        """Dtype of the last computation with the weight, or None."""
         return None if self._stamp is None else self._stamp[-1]
 
     def keep(self, place: Place, stamp: Stamp, kept: Kept, stream: int | None = None) -> None:
-        """Keep what was made, unless something else came in between, in another thread.
-
-        Args:
-            place: The view of the weight's memory that was quantized.
-            stamp: What the faces depend on.
-            kept: What to keep.
-            stream: The CUDA stream on which they may be used, if that is not the one of this use.
-        """
+        """Cache new faces of view ``place``, unless another thread changed the cache; ``stream`` is where they are
+        valid."""
         if self._stamp == stamp:
             self._kept[place] = kept
             self._stream = stream
@@ -185,24 +151,19 @@ class KeptFaces:
                 self.awaits_column = False
 
     def current(self, place: Place, stamp: Stamp) -> Kept | None:
-        """Return what is kept of a view, or None if that does not hold any more; this is no use of it."""
+        """Return the valid cached faces of a view, or None, without counting a use."""
         return self._kept.get(place, Kept()) if self._stamp == stamp else None
 
     def lifetime(self, policy: str) -> tuple[bool, bool]:
-        """Return whether both faces outlast one use, so that one cast makes both, and whether they outlast the backward
-        that uses them.
-
-        Args:
-            policy: ``keep_faces`` of the recipe. ``"auto"`` keeps them for a weight that more than one forward uses,
-                since the last write or before it, and from recomputing to the backward that follows.
-        """
+        """Return whether faces outlast one use (so one cast makes both), and the backward, by the recipe's
+        ``keep_faces``."""
         if policy == "auto":
             step = self._forwards > 1 or self._last_forwards > 1
             return step or _task() != -1, step
         return policy == "always", policy == "always"
 
     def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
-        """Let go of what a forward has used and nothing will use again."""
+        """Release what a forward used and nothing will use again."""
         self.awaits_column = backward_follows
         again = self._is_reused or (not trained and self._evaluations > 1)
         if policy == "never" or (policy == "auto" and not again):
@@ -210,11 +171,7 @@ class KeptFaces:
                 kept.row = None
 
     def end_backward(self, policy: str) -> None:
-        """Let go of what a backward has used and nothing will use again.
-
-        A step of several microbatches is over when as many backwards have run as forwards before the
-        last write, if it has no more of them than that one.
-        """
+        """Let go of what a backward has used and nothing will use again."""
         self._backwards += 1
         self.awaits_column = False
         forwards, last = self._forwards, self._last_forwards
@@ -223,13 +180,11 @@ class KeptFaces:
             self._kept.clear()
 
     def clear(self) -> None:
-        """Let go of everything: the weight was written."""
+        """Release everything, because the weight was written."""
         self._kept.clear()
 
     def rowwise(self, place: Place, stamp: Stamp) -> Face | None:
-        """Return the rowwise face that is kept of a view and still holds, of whatever dtype; this
-        is no use of it.
-        """
+        """Return the valid cached rowwise face of a view, in any dtype, without counting a use."""
         if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
         row = self._kept.get(place, _NOTHING).row
@@ -246,12 +201,12 @@ class KeptFaces:
 
 
 def stream_of(plain: Tensor) -> int:
-    """Return the current CUDA stream of a tensor's device, 0 of a tensor on a CPU."""
+    """Return the current CUDA stream of a tensor's device, 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(plain.device.index) if plain.is_cuda else 0
 
 
 def place_of(plain: Tensor) -> Place:
-    """Return what tells the views of one memory apart."""
+    """Return a key that distinguishes views of one memory."""
     return plain.shape, plain.stride(), plain.storage_offset()
 
 

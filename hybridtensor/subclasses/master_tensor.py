@@ -99,7 +99,6 @@ class MasterWeight(QuantizedWhenUsed):
         note_writes([self])
 
     def carried(self) -> tuple[list[str], Metadata | None]:
-        """See ``InterceptingTensor.carried``: a graph takes the common scale as it is now."""
         if getattr(self.record.layer, "common", None) is not None:
             # torch asks in the middle of tracing, whose modes would take this for a part of the graph;
             # the way out of them is private
@@ -118,7 +117,6 @@ class MasterWeight(QuantizedWhenUsed):
         self.become(made)
 
     def become(self, other: Self) -> None:
-        """See ``InterceptingTensor.become``."""
         super().become(other)
         self._seen = version_of(self)
 
@@ -137,9 +135,7 @@ class MasterWeight(QuantizedWhenUsed):
         return self.master.numpy(force=force)
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
-        """Give torch.distributed.checkpoint the plain tensor: checkpoints do not know of
-        quantization.
-        """
+        """Return the plain tensor to torch.distributed.checkpoint."""
         return self.master
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -154,7 +150,7 @@ class MasterWeight(QuantizedWhenUsed):
 
 
 def note_writes(weights: list[MasterWeight]) -> None:
-    """Do ``note_write`` for weights that one operator wrote, as optimizers write all of them."""
+    """Call ``note_write`` on the weights that one operator wrote (foreach optimizers)."""
     captured, streams = is_captured(), dict[torch.device, int]()
     plains = []
     for weight in weights:

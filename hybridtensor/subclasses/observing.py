@@ -14,38 +14,19 @@ from hybridtensor.state import Context
 
 
 class Observer(Protocol):
-    """Is called at each use of a weight."""
+    """Interface that is called at each use of a weight."""
 
     def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """Record an operand of the next products, those of a forward or of its backward.
-
-        Args:
-            layer: State of the layer, which stands for it.
-            role: ``input``, ``weight`` or ``grad_output``.
-            values: As it was before it was quantized; the weight itself.
-            call: Stands for the forward, in its backward, too; None if no backward follows.
-        """
+        """Record an operand before quantization; ``layer`` is the layer's state, ``call`` identifies a forward and
+        its backward."""
 
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        """Record a product.
-
-        Args:
-            layer: State of the layer, which stands for it.
-            gemm: ``output``, ``grad_input`` or ``grad_weight``.
-            left: Left operand.
-            right: Right operand.
-            dtype: That of the product.
-        """
+        """Record a product; ``layer`` is the layer's state, ``gemm`` ``output``, ``grad_input`` or ``grad_weight``."""
 
     def note_read(self, layer: object, reader: str) -> None:
-        """Record that values of a weight were read in high precision.
-
-        Args:
-            layer: State of the layer, which stands for it.
-            reader: What read them.
-        """
+        """Record that ``reader`` read a weight in high precision; ``layer`` is the layer's state."""
 
 
 observers: list[Observer] = []
@@ -53,42 +34,32 @@ observers: list[Observer] = []
 
 
 def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: bool) -> Context:
-    """Return the context of a tensor whose faces only products read, and at once: they may be values.
-
-    Who watches wants elements, and so does what goes by groups; in other dtypes a product of one operand in high
-    precision would round values to these.
-
-    Args:
-        context: Which tensor it is.
-        dtype: Dtype of the computation.
-        row: Whether that is so of the rowwise face.
-        column: Whether that is so of the columnwise face.
-    """
+    """Return the context of a tensor whose faces only products read, and may be dequantized; not if observed or
+    grouped."""
     return context.with_values(values_of_products(context, dtype, row=row, column=column))
 
 
 def values_of_products(
     context: Context, dtype: torch.dtype, *, row: bool, column: bool
 ) -> tuple[bool, bool]:
-    """Return ``Context.values`` of such a tensor; see ``for_products``."""
     if observers or dtype != torch.bfloat16 or context.groups is not None:
         return False, False
     return row, column
 
 
 def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:
-    """Tell all observers of an operand; see ``Observer.note_operand``."""
+    """Call all observers."""
     for observer in observers:
         observer.note_operand(layer, role, values, call)
 
 
 def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:
-    """Tell all observers of a product; see ``Observer.note_product``."""
+    """Call all observers."""
     for observer in observers:
         observer.note_product(layer, gemm, left, right, dtype)
 
 
 def note_read(weight: Any, reader: object) -> None:
-    """Tell all observers that values of a weight were read; see ``Observer.note_read``."""
+    """Call all observers."""
     for observer in observers:
         observer.note_read(weight.record.layer, str(reader))

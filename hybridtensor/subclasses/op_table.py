@@ -18,15 +18,7 @@ H = TypeVar("H", bound=Handler)
 
 
 class OpTable:
-    """Handlers ``(func, args, kwargs) -> result`` by exact operator.
-
-    Registering an operator twice is an error, and so is looking up one that is not there: an
-    operator that a class has not thought about must not quietly dequantize.
-
-    Args:
-        owner: Name of the class, for errors.
-        advice: What a user should do about an operator that is not there.
-    """
+    """Handlers ``(func, args, kwargs) -> result`` by exact operator."""
 
     def __init__(self, owner: str, advice: str) -> None:
         self._owner = owner
@@ -35,13 +27,8 @@ class OpTable:
         self.handlers: dict[Func, Handler] = {}
 
     def register(self, *funcs: Func) -> Callable[[H], H]:
-        """Return a decorator that makes a function the handler of ``funcs``.
-
-        Raises:
-            TypeError: If an operator is given without its overload (``aten.mm`` rather than
-                ``aten.mm.default``).
-            ValueError: If one has a handler already.
-        """
+        """Return a decorator that registers a handler; raise TypeError without an overload, ValueError for a second
+        handler."""
 
         for func in funcs:
             if isinstance(func, torch._ops.OpOverloadPacket):
@@ -61,16 +48,12 @@ class OpTable:
         return add
 
     def register_others(self, handler: H) -> H:
-        """Make a function the handler of other libraries' operators whose schema names what they write."""
+        """Register the handler of other libraries' operators whose schema declares mutations."""
         self._of_others = handler
         return handler
 
     def call(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        """Run the handler of ``func``.
-
-        Raises:
-            NotImplementedError: If there is none.
-        """
+        """Run the handler of ``func``; raise NotImplementedError if there is none."""
         handler = self.handlers.get(func)
         if handler is None:
             handler = self._handler_of_others(func)
@@ -89,7 +72,7 @@ class OpTable:
         return self._of_others
 
     def refuse(self, func: Func) -> NoReturn:
-        """Raise NotImplementedError for an operator that the class does not answer."""
+        """Raise NotImplementedError for an operator without a handler."""
         raise NotImplementedError(
             f"{self._owner}: {func} is not an operation of this class; {self._advice}"
         )
@@ -132,7 +115,7 @@ _OF_TORCH = frozenset(
 
 
 def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[object]:
-    """Yield what an operator writes of its arguments, as its schema says; of lists each item."""
+    """Yield the arguments that an operator mutates by its schema, list items one by one."""
     # ``_schema`` is private; nothing else says which arguments an operator writes.
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -142,9 +125,7 @@ def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[object]:
 
 
 def overloads(*packets: Func) -> list[Func]:
-    """Return every exact overload of the ``aten`` operators given that takes tensors and has no
-    ``out``.
-    """
+    """Return every overload of ``aten`` operators that takes tensors and has no ``out``."""
     found = []
     for packet in packets:
         for name in packet.overloads():

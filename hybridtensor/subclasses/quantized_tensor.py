@@ -104,14 +104,12 @@ class QuantizedTensor(WrapperTensor):
     def from_parts(
         cls, inner: dict[str, Tensor], metadata: Metadata, size: Size, stride: Stride
     ) -> Self:
-        """See ``WrapperTensor.from_parts``."""
         format, axis, nominal_dtype, cuts_group = metadata
         face = Face(inner["qdata"], inner["scale"], inner.get("tensor_scale"), format)
         return cls(face, axis, nominal_dtype, size, stride, cuts_group)
 
     @property
     def face(self) -> Face:
-        """Elements and scales as one record."""
         return Face(self.qdata, self.scale, self.tensor_scale, self.format)
 
     @property
@@ -121,9 +119,7 @@ class QuantizedTensor(WrapperTensor):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The matrix that was quantized, ``(prod(leading), last)``, whatever views were taken since, with the
-        rows of zeros that complete a block; of a stack each matrix.
-        """
+        """Shape of the quantized matrix, ``(prod(leading), last)``, with padding rows; of a stack each matrix."""
         rows, width = self.qdata.shape[-2:]
         other, contraction = rows, width * self.format.elements_per_byte
         return (other, contraction) if self.axis == -1 else (contraction, other)

@@ -20,13 +20,7 @@ from hybridtensor.subclasses.record import read_version, version_of
 
 
 class QuantizedWhenUsed(InterceptingTensor):
-    """A weight that is quantized when it is used; what a ``MasterWeight`` is to linear layers.
-
-    Attributes:
-        plain: The plain tensor.
-        config: The recipe.
-        place: Which view of the memory of the weight this is.
-    """
+    """The quantization of a ``MasterWeight`` for linear layers, with cached faces."""
 
     plain: Tensor
     config: HybridConfig
@@ -35,7 +29,7 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     @property
     def source(self) -> Tensor:
-        """The plain values that faces are made of: ``plain``, unless the recipe rounds them before."""
+        """The plain tensor that is quantized: ``plain``, or its bf16 rounding by the recipe."""
         return weight_values(self.config, self.plain)
 
     def context_of_products(self, dtype: torch.dtype) -> Context:
@@ -50,9 +44,7 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     @property
     def version(self) -> int:
-        """A number that changes with every write, also with those that others may have made through
-        what was handed out.
-        """
+        """A number that changes with every write, and every possible write through an alias."""
         _, of_plain = self._versions()
         record = self.record
         record.count_others(self.plain, of_plain)
@@ -60,27 +52,27 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     @property
     def writes(self) -> int:
-        """How many writes are counted, with those of compiled code, of which this keeps a record."""
+        """Number of counted writes, including those of compiled code."""
         self._count_graph_writes(version_of(self))
         return self.record.writes + self.record.compiled_writes
 
     @property
     def written(self) -> tuple[int, int]:
-        """A value that changes with every counted write; on all ranks alike where all ranks write."""
+        """A value that changes with every counted write, equally on all ranks that write."""
         _, of_plain = self._versions()
         record = self.record
         return record.writes + record.compiled_writes, of_plain
 
     @property
     def state_version(self) -> int | tuple[int | None, int] | None:
-        """A value that changes with the scales that the layer remembers, or has in common with others."""
+        """A value that changes with the layer's remembered scales and common scale."""
         layer = self.record.layer
         version = None if layer is None else getattr(layer, "version", None)
         common = getattr(layer, "common", None)
         return version if common is None else (version, common.version)
 
     def seen(self) -> Seen:
-        """Count writes that no handler saw, measure a common scale again that they changed, and return the counts."""
+        """Count unobserved writes, update a changed common scale, and return the counts."""
         record = self.record
         layer: Any = record.layer
         scales: int | tuple[int | None, int] | None = None
@@ -94,17 +86,12 @@ class QuantizedWhenUsed(InterceptingTensor):
         return Seen(record.changes, scales, (record.writes, of_plain, own))
 
     def stamp(self, dtype: torch.dtype, seen: Seen | None = None) -> Stamp:
-        """What faces depend on now.
-
-        Args:
-            dtype: Dtype of the computation.
-            seen: ``self.seen()``, where that was just asked.
-        """
+        """What faces depend on now: write counts (``seen``), scales, recipe and ``dtype``."""
         seen = self.seen() if seen is None else seen
         return seen.changes, seen.scales, self.config, dtype
 
     def _versions(self) -> tuple[int, int]:
-        """Count writes of compiled graphs, and return torch's counters: of this object, and of the plain tensor."""
+        """Count writes of compiled graphs, and return torch's version counters of this object and the plain tensor."""
         plain = self.plain
         try:
             own, of_plain = read_version(self), read_version(plain)
@@ -115,11 +102,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         return own, of_plain
 
     def _count_graph_writes(self, version: int) -> None:
-        """Count writes of compiled graphs: they increment torch's version of this object.
-
-        Views and ``detach()`` share that version with what they were taken from, ``data`` begins
-        one of its own at 0.
-        """
+        """Count writes of compiled graphs: they increment torch's version of this object."""
         if version != self._seen:
             self._seen = version
             if version:
@@ -140,17 +123,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         dtype: torch.dtype,
         noted: AmaxRecord | Tensor | Notes | None = None,
     ) -> Faces:
-        """Return the faces asked for, those in high precision in ``dtype``.
-
-        While compiling, they are made in the graph; else see ``faces_in_eager_code``.
-
-        Args:
-            rowwise: Return the rowwise face, for a forward.
-            columnwise: Return the columnwise face.
-            dtype: Dtype of the computation.
-            noted: Where amaxes are recorded: what a backward will commit to, or what it commits, fp32 ``[S]``; in a
-                graph ``Notes``, or an address; None where a face is for evaluation.
-        """
+        """Return the faces asked for, those in high precision in ``dtype``."""
         if is_traced():
             self.check_common_scale()
             kept = self._made(rowwise, columnwise, dtype, self.context, noted)
@@ -216,7 +189,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         noted: AmaxRecord | Tensor | Notes | None,
         context: Context,
     ) -> Kept:
-        """Return what is kept, with what is missing."""
+        """Return the cached faces, quantizing the missing ones."""
         outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
@@ -252,7 +225,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         noted: AmaxRecord | Tensor | Notes | None,
         amaxes: Amaxes = (None, None),
     ) -> Kept:
-        """Return faces that are made now, with where their amaxes are recorded."""
+        """Quantize faces now, with where their amaxes are recorded."""
         if isinstance(noted, AmaxRecord):
             noted = noted.provisional()
         if context.state is not None and context.state.amax is not noted:
@@ -261,7 +234,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         return Kept(row, column, amaxes, noted)
 
     def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
-        """Return what both faces are scaled by, measured at once, if they are to be made one by one."""
+        """Measure both faces' amaxes at once, if they are quantized one by one."""
         context = self.context if context is None else context
         return measured(self.config.weight, self.source, dtype, context).amaxes
 
@@ -277,18 +250,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         config: HybridConfig | None = None,
         context: Context | None = None,
     ) -> Faces:
-        """Return faces that are made now, and not kept.
-
-        Args:
-            rowwise: Make the rowwise face.
-            columnwise: Make the columnwise face.
-            dtype: Dtype of the computation.
-            record: Record amaxes.
-            amaxes: What they are scaled by, where that was measured before.
-            after: What a graph computes before.
-            config: A recipe instead of the weight's.
-            context: A context instead of the weight's, which has the state as it is now.
-        """
+        """Quantize faces now, without caching; ``config`` and ``context`` replace the weight's own."""
         context = self.context if context is None else context
         if record is not context.record or after is not None or amaxes is not context.amaxes:
             context = context._replace(record=record, amaxes=amaxes, after=after)
@@ -300,9 +262,8 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     @torch.no_grad()
     def forward_face(self) -> Face:
-        """Return the rowwise face that the next forward multiplies, and record nothing: neither
-        of the face, nor of amaxes. It shares the memory of the one that is kept, if one is.
-        """
+        """Return the rowwise face of the next forward without recording amaxes or caching; may alias the cached
+        face."""
         stamp = self.stamp(self.dtype)
         row = self.record.kept.rowwise(self.place, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
@@ -311,13 +272,13 @@ class QuantizedWhenUsed(InterceptingTensor):
         return made
 
     def renew_common_scale(self) -> None:
-        """Measure what was written of the weights that this one has a common scale with."""
+        """Update the common scale by the weights that were written."""
         common = getattr(self.record.layer, "common", None)
         if common is not None:
             common.renew()
 
     def check_common_scale(self) -> None:
-        """Raise where a graph writes the weight before it uses it: its common scale is an input."""
+        """Raise if a graph writes a weight before using it: its common scale is a graph input."""
         state = self.state
         if state is not None and state.common_amax is not None and self.writes:
             raise NotImplementedError(
@@ -327,5 +288,5 @@ class QuantizedWhenUsed(InterceptingTensor):
 
 
 def _of_elements(face: Face | None) -> Face | None:
-    """Return a face, or None if it is one of values, which only products read."""
+    """Return a face, or None if it is dequantized ``values``, which only products read."""
     return None if face is None or face.format.values_of is not None else face

@@ -94,9 +94,7 @@ def quantize(
 def face_tensors(
     faces: Faces, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> tuple[FaceTensor | None, FaceTensor | None]:
-    """Return the rowwise and the columnwise face of a tensor of ``shape`` as tensors of nominal
-    ``dtype``.
-    """
+    """Return both faces as tensors of ``shape`` with nominal ``dtype``."""
     return face_tensor(faces[0], -1, shape, dtype), face_tensor(faces[1], 0, shape, dtype)
 
 
@@ -108,16 +106,7 @@ def persistent_weight(
     section: Section | None = None,
     first: int | None = None,
 ) -> HybridTensor:
-    """Return the persistent weight that values become.
-
-    Args:
-        values: Plain, in the dtype of the weight.
-        config: The recipe.
-        trainable: Whether to hold on to the values until an optimizer takes them.
-        layer: State of the layer.
-        section: Which part of the layer's matrix this is.
-        first: Number of the first expert that this rank has of a stack.
-    """
+    """Quantize plain values to a persistent weight; ``trainable`` keeps them until an optimizer takes them."""
     groups = Groups(values.shape[0], first=first or 0) if values.dim() == 3 else None
     context = Context("weight", layer.tensors(), section=section, groups=groups)
     made = quantize_weight(config, values, context, layer)
@@ -135,15 +124,7 @@ def quantize_weight(
     layer: LayerState | StateTensors | None,
     dtype: torch.dtype | None = None,
 ) -> HybridTensor:
-    """Return the faces of a layer's weight, of a stack those of each matrix.
-
-    Args:
-        config: The recipe.
-        values: Plain, as they are stored.
-        context: That of the weight.
-        layer: State of the layer, which says how a stack is stored.
-        dtype: Nominal dtype; None is that of the values.
-    """
+    """Quantize a layer's weight as it is stored, of a stack each matrix."""
     dtype, values = dtype or values.dtype, weight_values(config, values)
     if layer is None or not layer.transposed:
         return quantize(config.weight, values, dtype=dtype, context=context)
@@ -186,9 +167,7 @@ def update_(
 
 
 def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Context) -> bool:
-    """Cast ``x`` straight into the faces of ``dst``; False if that takes more than one cast, or
-    other memory.
-    """
+    """Cast ``x`` into the faces of ``dst``; return False if one cast is not enough, or their memory is unsuitable."""
     if is_traced() or context.groups is not None:
         return False
     rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
@@ -206,18 +185,14 @@ def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Cont
 
 
 def _tensors(face: FaceTensor | None, cast: Cast | None, axis: int) -> list[Tensor]:
-    """Return the tensors of a face that a cast can refresh, or none."""
+    """Return the tensors of a face that a cast can overwrite, or none."""
     if not isinstance(face, QuantizedTensor) or cast is None or face.cuts_group:
         return []
     return flatten(face)[0] if (face.format, face.axis) == (cast.format, axis) else []
 
 
 def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
-    """Copy new faces over those of ``dst``, all of them or none.
-
-    Raises:
-        ValueError: If a face of ``dst`` is of another kind, or has no successor.
-    """
+    """Copy new faces over all of ``dst``; raise ValueError before any copy if a face does not match."""
     fresh = face_tensors(faces, dst.shape, dst.dtype)
     pairs = [
         (d, f) for d, f in zip((dst.rowwise, dst.columnwise), fresh, strict=True) if d is not None
@@ -231,27 +206,18 @@ def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
 
 
 def note_overwritten(dst: HybridTensor) -> None:
-    """Let autograd see that the faces were written: below ``__torch_dispatch__`` it does not look.
-
-    Backward raises then for whoever saved them, as with any tensor that is written in place.
-    """
+    """Increment autograd's version counters of the faces, which operators below ``__torch_dispatch__`` do not."""
     plain = [tensor for tensor in flatten(dst)[0] if not tensor.is_inference()]
     increment_version(plain)
 
 
 def refresh_(weight: HybridTensor, values: Tensor) -> None:
-    """Quantize new values into every face of a persistent weight, by its own recipe.
-
-    All ranks do it together where this is a part of a sharded weight: its scales are those of the
-    whole.
-    """
+    """Quantize new values into a persistent weight by its recipe; collective for a sharded weight."""
     refresh_all_([(weight, values)])
 
 
 def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
-    """Quantize new values into several persistent weights, and anew those that have a common scale
-    with one of them; see ``refresh_``.
-    """
+    """Quantize new values into several weights, and requantize those with a common scale; see ``refresh_``."""
     pairs = _with_siblings(pairs)
     gathering = HybridTensor.gathering
     unsharded = pairs if gathering is None else gathering.refresh(pairs)
@@ -268,12 +234,7 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
 
 
 def _with_siblings(pairs: list[tuple[HybridTensor, Tensor]]) -> list[tuple[HybridTensor, Tensor]]:
-    """Return weights and their values together with those that have a common scale with them.
-
-    Raises:
-        RuntimeError: If one of those has no values in high precision to be quantized from.
-        NotImplementedError: If a graph is being compiled, or a part of a weight is written.
-    """
+    """Add weights that share a common scale; raise if one has no values, or a graph or a part is written."""
     given = {id(weight.record) for weight, _ in pairs}
     found = list(pairs)
     for weight, _ in pairs:
@@ -310,15 +271,7 @@ def _values_of(sibling: HybridTensor) -> Tensor:
 
 
 def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
-    """Give a persistent weight the faces of new values, of any shape, dtype and device.
-
-    Aliases and views so far keep the faces that they have, and a copy of the high-precision values.
-
-    Args:
-        weight: The weight.
-        value: What it is assigned. The faces of another weight of the same recipe are shared.
-        values: Its values.
-    """
+    """Replace a persistent weight's faces by those of ``values``, or share those of ``value`` with the same recipe."""
     config, follows = weight.recipe, True
     if isinstance(value, HybridTensor) and value.config == config and _has_faces_of(value, weight):
         made, follows = value, value.high_precision.follows
@@ -336,14 +289,12 @@ def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
 
 
 def _all(values: Tensor) -> Tensor:
-    """Return all of the present values: as the view ``whole`` is, without standing for the original
-    alone.
-    """
+    """Return a view of all present values that does not keep the original alive by itself."""
     return values
 
 
 def _has_faces_of(value: HybridTensor, weight: HybridTensor) -> bool:
-    """Return whether ``value`` is no view, and has the faces that ``weight`` has."""
+    """Return whether ``value`` is no view, and has the same faces as ``weight``."""
     mine = [getattr(weight, name) is None for name in weight.inner_names]
     return (
         value.taken is whole
@@ -353,11 +304,7 @@ def _has_faces_of(value: HybridTensor, weight: HybridTensor) -> bool:
 
 
 def _plain(who: str, x: Tensor) -> Tensor:
-    """Return ``x`` as a plain tensor.
-
-    Raises:
-        TypeError: If it has no values in high precision.
-    """
+    """Return ``x`` as a plain tensor; raise TypeError if it has no high-precision values."""
     if isinstance(x, MasterWeight):
         return x.plain
     if isinstance(x, WrapperTensor):
@@ -369,7 +316,7 @@ def _plain(who: str, x: Tensor) -> Tensor:
 
 
 def _check_refreshable(who: str, old: FaceTensor, new: FaceTensor | None) -> None:
-    """Raise ValueError unless ``new`` can overwrite the payload of ``old``."""
+    """Raise ValueError unless ``new`` can overwrite ``old``."""
     sources = [face.source if isinstance(face, IdentityTensor) else face for face in (old, new)]
     kinds = [(type(s), str(getattr(s, "format", None)), getattr(s, "axis", None)) for s in sources]
     if type(old) is not type(new) or kinds[0] != kinds[1]:
@@ -383,7 +330,7 @@ def _check_refreshable(who: str, old: FaceTensor, new: FaceTensor | None) -> Non
 
 
 def _owned(face: FaceTensor | None) -> FaceTensor | None:
-    """Return a face that shares no memory with the tensor it was made from."""
+    """Return a face that does not alias the quantized tensor."""
     if isinstance(face, IdentityTensor) and not isinstance(face.source, QuantizedTensor):
         return IdentityTensor(face.source.clone(memory_format=torch.contiguous_format))
     return face

@@ -1,4 +1,4 @@
-"""The facts about one weight: one record, which all its aliases and views share."""
+"""Metadata of one weight, shared by all its aliases and views."""
 
 from __future__ import annotations
 
@@ -20,34 +20,26 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Gathered(Protocol):
-    """What keeps the faces of a weight that FSDP2 gathered, which come and go: a
-    ``distributed.fsdp.shard.Shard``.
-    """
+    """Interface of ``distributed.fsdp.shard.Shard``, which owns a gathered weight's faces."""
 
     sharded: Any  # what FSDP2 knows of the weight, for hybridtensor.distributed.fsdp alone
 
     @property
     def values(self) -> Tensor | None:
-        """The values that the faces were made from, if they were gathered."""
+        """The high-precision values, if gathered."""
 
     def is_there(self, direction: str) -> bool:
         """Return whether a face is gathered now."""
 
     def require(self, direction: str) -> Any:
-        """Return a face of the whole weight; gather it again if the face is missing."""
+        """Return a face of the whole weight, gathering it again if necessary."""
 
     def note_traced(self) -> None:
         """Record that a compiled graph holds the tensors of the faces."""
 
 
 class _Holder:
-    """A plain tensor that a wrapper of ours holds.
-
-    Attributes:
-        tensor: The tensor, weakly.
-        version: torch's counter of writes to it, as of its last use. Views have counters of their
-            own here, where autograd does not see them being taken.
-    """
+    """A plain tensor inside a wrapper, weakly, with its version counter at the last use."""
 
     __slots__ = ("tensor", "version")
 
@@ -56,12 +48,7 @@ class _Holder:
 
 
 class ReadBy(NamedTuple):
-    """Whom a tensor was quantized for: nobody else may read it.
-
-    Attributes:
-        weights: Records of the layers' weights.
-        quantizer: By which they quantized their input then.
-    """
+    """The layers that a tensor was quantized for, and their quantizer."""
 
     weights: tuple[WeightRecord, ...]
     quantizer: object
@@ -139,14 +126,14 @@ class WeightRecord:
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:
-        """Return a record of the same weight with other values, which aliases so far do not share."""
+        """Return a record of the same weight with other values, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.values, made.shard, made.gathered = values, self.shard, self.gathered
         made.section, made.first = self.section, self.first
         return made
 
     def successor(self) -> WeightRecord:
-        """Return a record of the weight with other memory, which aliases so far do not share."""
+        """Return a record of the weight with other memory, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.changes, made.writes = self.changes + 1, self.writes + 1
         made.section, made.first = self.section, self.first
@@ -156,24 +143,20 @@ class WeightRecord:
     # -------------------------------------------------------------------------------------------------------
 
     def note_write(self, captured: bool) -> None:
-        """Record a write, which no face outlives, and which a CUDA graph may have ``captured``."""
+        """Record a write, which invalidates faces, and may be ``captured`` in a CUDA graph."""
         self.changes += 1
         self.writes += 1
         self.kept.clear()
         self.replayed = self.replayed or captured
 
     def hand_out(self, plain: Tensor) -> Tensor:
-        """Return an alias of ``plain`` for someone who may write it in ways that nothing counts.
-
-        It is a tensor of its own, so that whatever is made from it (``.data``, a numpy array,
-        DLPack) keeps it alive and ``is_shared`` sees that.
-        """
+        """Return an alias of ``plain`` for someone who may write it in ways that nothing counts."""
         self.changes += 1
         self.written_on = None
         return plain.detach()
 
     def add_holder(self, plain: Tensor) -> None:
-        """Record that a wrapper of ours holds ``plain``, the memory or a view of it."""
+        """Record that a wrapper holds ``plain``, the memory or a view of it."""
         key, holders = id(plain), self._holders
         if key not in holders:
             # Of the plain tensor, not of its wrapper: ``swap_tensors``, which moves wrappers,
@@ -182,15 +165,7 @@ class WeightRecord:
             holders[key] = _Holder(reference, version_of(plain))
 
     def count_others(self, plain: Tensor, version: int) -> None:
-        """Count what others wrote, or may have written, since the last use of ``plain``.
-
-        What torch counted; and each use while someone else holds the memory, and one more after:
-        whoever holds it may write it in between.
-
-        Args:
-            plain: The plain tensor.
-            version: Torch's counter of writes to it.
-        """
+        """Count what others wrote, or may have written, since the last use of ``plain``."""
         holders = self._holders
         holder = holders[id(plain)]
         if holder.version != version:
@@ -214,5 +189,5 @@ class WeightRecord:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return torch's counter of writes to a tensor, -1 for one of inference mode, which has none."""
+    """Return torch's version counter, -1 for an inference tensor."""
     return -1 if tensor.is_inference() else read_version(tensor)

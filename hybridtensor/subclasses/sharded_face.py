@@ -1,4 +1,4 @@
-"""A columnwise face of which each rank has a part, until it is asked for."""
+"""A sharded columnwise face that is gathered when it is requested."""
 
 from __future__ import annotations
 
@@ -17,24 +17,17 @@ from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
 
 
 class Sequence(Protocol):
-    """How the parts of ranks follow each other; a frozen value, ``distributed.sequence`` makes it."""
+    """Interface of ``distributed.sequence.layout``: how to gather the ranks' parts."""
 
     def start(self, face: Face, direction: str) -> list[Tensor]:
-        """Begin to gather the parts of all ranks."""
+        """Start gathering all ranks' parts."""
 
     def finish(self, face: Face, direction: str, parts: list[Tensor], shape: torch.Size) -> Face:
-        """Wait for them, and return the whole face."""
+        """Wait for the gather, and return the whole face."""
 
 
 class ShardedFace(WrapperTensor):
-    """The columnwise face of an activation whose tokens were quantized where they were.
-
-    Attributes:
-        source: The face of this rank's tokens.
-        sequence: How those of all ranks follow each other.
-        quantize: Whether ``source`` has values that are quantized after they were gathered.
-        sharing: What is kept while layers ask for the whole, outside of compiled graphs.
-    """
+    """The columnwise face of an activation that was quantized on its shards."""
 
     ops = OpTable("ShardedFace", "its tokens are on several ranks; give it to a linear layer")
     inner_names = ("source",)
@@ -72,7 +65,6 @@ class ShardedFace(WrapperTensor):
 
     @property
     def format(self) -> Format:
-        """That of the tokens' face."""
         return self.source.format
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -83,7 +75,7 @@ class ShardedFace(WrapperTensor):
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default
 )
 def _alias(func: Func, args: Args, kwargs: Kwargs) -> ShardedFace:
-    """Give the same face, as hooks of modules take a view of what comes; no other shape."""
+    """Alias the face, as module hooks view their inputs; no other shape."""
     face: ShardedFace = args[0]
     if func is torch.ops.aten.view.default and tuple(args[1]) != tuple(face.shape):
         ShardedFace.ops.refuse(func)

@@ -1,4 +1,4 @@
-"""A columnwise face that several layers use in backward, and none of them owns."""
+"""A columnwise face shared by several layers in backward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from hybridtensor.ops import Face
 
 
 class SharedFace:
-    """The columnwise face of an input: the first layer that asks in backward makes it for all that read it.
-
-    Attributes:
-        readers: How many layers will ask.
-        waiting: How many have not yet.
-        parts: What is being gathered for it, or None.
-        face: The face, or None.
-    """
+    """The columnwise face of an input, made by the first of its layers that needs it in backward."""
 
     __slots__ = ("face", "parts", "readers", "waiting")
 
@@ -29,7 +22,7 @@ class SharedFace:
         self.face: Face | None = None
 
     def take(self, make: Callable[[], Face]) -> Face:
-        """Return the face, which goes with the last layer that asks, or at the end of backward."""
+        """Return the face; it is released with the last layer, or at the end of backward."""
         face = self.face
         if face is None:
             face, self.parts, self.waiting = make(), None, self.readers

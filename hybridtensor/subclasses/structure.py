@@ -1,4 +1,4 @@
-"""Taking nested wrappers apart into plain tensors, and putting them together again."""
+"""Flattening nested wrappers to plain tensors, and rebuilding them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridtensor.subclasses.wrapper import Metadata, WrapperTensor
 
 
 class Structure(NamedTuple):
-    """How to put a flattened wrapper together again; hashable."""
+    """The hashable structure that rebuilds a flattened wrapper."""
 
     cls: type[WrapperTensor]
     names: tuple[str, ...]
@@ -21,9 +21,7 @@ class Structure(NamedTuple):
 
 
 def flatten(tensor: Tensor) -> tuple[list[Tensor], Structure | None]:
-    """Take ``tensor`` apart into plain tensors, however deep it is nested, and the structure to
-    rebuild it.
-    """
+    """Return the plain tensors of a nested wrapper and the structure to rebuild it."""
     if not isinstance(tensor, WrapperTensor):
         return [tensor], None
     names, metadata = tensor.parts()
@@ -38,7 +36,7 @@ def flatten(tensor: Tensor) -> tuple[list[Tensor], Structure | None]:
 
 
 def unflatten(plain: list[Tensor], structure: Structure | None) -> Tensor:
-    """Undo ``flatten``; takes its tensors off the front of ``plain``."""
+    """Undo ``flatten``, removing its tensors from the front of ``plain``."""
     if structure is None:
         return plain.pop(0)
     inner = {

@@ -35,16 +35,10 @@ Attributes = dict[str, Any]
 
 
 class _NoMemory(torch.UntypedStorage):
-    """The storage of a wrapper: whoever takes it gets no bytes, whoever asks where they are is
-    told.
-    """
+    """The storage of a wrapper: empty, and its address raises."""
 
     def data_ptr(self) -> int:
-        """Refuse.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise RuntimeError."""
         raise RuntimeError(
             "hybridtensor: a plain tensor is required where memory is read, got a wrapper, which has none of its own "
             "(an invalid python storage); use dequantize()"
@@ -73,7 +67,7 @@ class WrapperTensor(Tensor):
         device: torch.device,
         requires_grad: bool = False,
     ) -> Self:
-        """Make the outer tensor; ``stride=None`` is contiguous."""
+        """Create the outer tensor; ``stride=None`` is contiguous."""
         size = tuple(size)
         # ``_make_wrapper_subclass`` is private, and the one way to a tensor with a shape and no
         # memory that dispatches to its class.
@@ -112,7 +106,7 @@ class WrapperTensor(Tensor):
     # -----------------------------------------------------------------------------
 
     def parts(self) -> tuple[list[str], Metadata]:
-        """Return the names of the inner tensors that are there, and the metadata."""
+        """Return the names of the inner tensors that are not None, and the metadata."""
         names = [name for name in self.inner_names if getattr(self, name) is not None]
         return names, tuple(getattr(self, name) for name in self.metadata_names)
 
@@ -124,7 +118,6 @@ class WrapperTensor(Tensor):
         size: Size,
         stride: Stride,
     ) -> Self:
-        """Undo ``parts``."""
         tensors = {name: inner.get(name) for name in cls.inner_names}
         values = dict(zip(cls.metadata_names, metadata, strict=True))
         make: Any = cls
@@ -132,9 +125,7 @@ class WrapperTensor(Tensor):
         return made
 
     def carried(self) -> tuple[list[str], Metadata | None]:
-        """Return the names of tensors that compiled graphs get beside the inner ones, and what they
-        mean; by default none.
-        """
+        """Return names of additional tensors for compiled graphs, and their metadata; none by default."""
         return [], None
 
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
@@ -159,12 +150,7 @@ class WrapperTensor(Tensor):
         return made
 
     def _stable_hash_for_caching(self) -> str:
-        """Let torch.compile's caches key on what this tensor is, in every process; its values do
-        not matter.
-
-        And on the code of this package, which compiled graphs hold traces of: they lie on disk
-        across upgrades.
-        """
+        """Return a stable hash for torch.compile's caches: of metadata and this package's sources, not of values."""
         names, (metadata, meaning) = self.__tensor_flatten__()
         inner = [_stable_hash(getattr(self, name)) for name in names]
         values = [_stable_hash(value) for value in (*metadata, meaning)]
@@ -179,15 +165,7 @@ class WrapperTensor(Tensor):
         stride: Stride = None,
         **metadata: object,
     ) -> Self:
-        """Rebuild this tensor with ``fn`` applied to every inner tensor. The one way to make one
-        from another.
-
-        Args:
-            fn: Called once per inner tensor that is there.
-            size: Logical shape of the result; by default this tensor's, with its strides.
-            stride: Strides of the result; by default contiguous if ``size`` is given.
-            metadata: Metadata that differs in the result.
-        """
+        """Rebuild this tensor with ``fn`` applied to every inner tensor. The one way to make one from another."""
         if size is None:
             size, stride = self.size(), stride or self.stride()
         names, old = self.parts()
@@ -196,25 +174,22 @@ class WrapperTensor(Tensor):
         return self.from_parts(inner, tuple(new.values()), size, stride)
 
     def alias_of(self, other: Self) -> Self:
-        """Share what is known of the memory that this tensor and ``other`` have in common; return
-        this tensor.
-        """
+        """Share the record of the memory that this tensor and ``other`` alias; return this tensor."""
         return self
 
     # -- copying and pickling
     # -----------------------------------------------------------------------------------
 
     def own_names(self) -> set[str]:
-        """Return the names of the attributes that are of the class, not of whoever holds the object."""
+        """Return the attribute names that belong to the class, not to the user."""
         return {*self.inner_names, *self.metadata_names, *self.transient_names}
 
     def _user_attributes(self) -> Attributes:
-        """Return the attributes that others put on the object, such as the mark that makes it a Parameter."""
+        """Return the user's attributes, such as the one that marks a Parameter."""
         own = self.own_names()
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _take_attributes(self, attributes: Attributes) -> None:
-        """Undo ``_user_attributes``."""
         self.__dict__.update(attributes)
 
     def __reduce_ex__(
@@ -253,19 +228,19 @@ class WrapperTensor(Tensor):
     # ---------------------------------------------------
 
     def data_ptr(self) -> int:
-        """Return the address of the first inner tensor: a wrapper has no memory, its payload has."""
+        """Return the address of the first inner tensor."""
         names, _ = self.parts()
         address: int = getattr(self, names[0]).data_ptr()
         return address
 
     def __dlpack__(self, **_: object) -> NoReturn:
-        """Refuse: a wrapper has no memory to export."""
+        """Raise: a wrapper has no memory to export."""
         raise NotImplementedError(
             f"{type(self).__name__}: DLPack needs one plain tensor, got a wrapper of several; export dequantize()"
         )
 
     def __dlpack_device__(self) -> NoReturn:
-        """Refuse as ``__dlpack__``, which comes after."""
+        """Raise as ``__dlpack__``, which is called later."""
         self.__dlpack__()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -276,7 +251,7 @@ class WrapperTensor(Tensor):
         return known
 
     def share_memory_(self) -> Self:
-        """Refuse: the inherited one would touch a storage that is not there."""
+        """Raise: the inherited method would access a missing storage."""
         raise NotImplementedError(
             f"{type(self).__name__}: share_memory_() needs one storage, got a tensor of several; "
             "share the inner tensors, or send the state dict"
@@ -289,7 +264,7 @@ class WrapperTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Replace the memory, where the class has a handler of ``aten.set_data``."""
+        """Assign the data, for classes with a handler of ``aten.set_data``."""
         self.ops.call(torch.ops.aten.set_data.default, (self, value), {})
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -317,7 +292,7 @@ def require_plain(who: str, x: object) -> None:
 
 @functools.cache
 def _code(folder: Path = Path(__file__).parent.parent) -> str:
-    """Return a digest of all Python files below a folder."""
+    """Return a digest of all Python files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -335,7 +310,7 @@ def _stable_hash(value: object) -> str:
 
 
 def _normal_mode() -> contextlib.AbstractContextManager[object]:
-    """Leave inference mode: a wrapper made inside it could not be a view of one made outside."""
+    """Leave inference mode: a wrapper created inside cannot be a view of one created outside."""
     return (
         torch.inference_mode(False)
         if torch.is_inference_mode_enabled()
@@ -344,9 +319,7 @@ def _normal_mode() -> contextlib.AbstractContextManager[object]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
-    """Return an FP8 tensor as bytes and its dtype: torch reads such tensors back from torch.save,
-    not from pickle.
-    """
+    """View FP8 as bytes, with its dtype: torch unpickles FP8 only from torch.save."""
     if isinstance(tensor, WrapperTensor) or tensor.itemsize != 1 or not tensor.is_floating_point():
         return tensor
     return tensor.view(torch.uint8), tensor.dtype
@@ -361,7 +334,6 @@ def _rebuild(
     requires_grad: bool,
     attributes: Attributes,
 ) -> WrapperTensor:
-    """Undo ``__reduce_ex__``."""
     tensors = {
         cls.former_names.get(name, name): t if isinstance(t, Tensor) else t[0].view(t[1])
         for name, t in inner.items()

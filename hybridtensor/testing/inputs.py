@@ -17,7 +17,6 @@ near-overflow.
 
 
 def _require(who: str, dtype: object, device: object) -> None:
-    """Raise unless ``dtype`` is a floating-point dtype and ``device`` a device."""
     require_dtype(who, dtype)
     place(who, device)
 

@@ -162,7 +162,6 @@ def decode_oracle(qdata: np.ndarray, element: str) -> np.ndarray:
 
 
 def _require(who: str, x: object, dtype: str = "e4m3", block: object = (1, 1)) -> None:
-    """Raise unless ``x`` is a matrix with values and ``block`` the extents of blocks."""
     require_float(who, x, rank=2)
     if getattr(x, "is_meta", False):
         raise ValueError(f"{who}: a tensor with values is required, got one on the meta device")
@@ -191,9 +190,7 @@ def _per_block(
     codes: np.ndarray,
     encode: Callable[[np.ndarray], tuple[np.ndarray, Any]],
 ) -> np.ndarray:
-    """Encode every block into ``codes`` and return the scales; a whole axis has one block even
-    where it is empty.
-    """
+    """Encode every block into ``codes`` and return the scales; an empty axis still has one block."""
     counts = [
         1 if b == _WHOLE else -(-extent // b) for extent, b in zip(values.shape, block, strict=True)
     ]

@@ -20,7 +20,7 @@ _Key = tuple[str, str]
 
 
 class _Figures(NamedTuple):
-    """The SQNR of a face or product in the steps that are compared, dB, and its formats, the last ones."""
+    """SQNR of a face or product in the compared steps, dB, and its last formats."""
 
     numbers: tuple[float, ...]
     formats: str
@@ -32,7 +32,7 @@ class _Figures(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Both figures of a face or product; one is None if only one recording has it."""
+    """Both figures of a face or product; None if only one recording has it."""
 
     layer: str
     name: str
@@ -42,7 +42,7 @@ class _Pair(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """How much larger the SQNR of the first is, dB; NaN if that of one only is not finite."""
+        """SQNR of the first less that of the second, dB; NaN if one is not finite."""
         if self.first is None or self.second is None:
             return None
         a, b = self.first.mean, self.second.mean
@@ -50,16 +50,7 @@ class _Pair(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Two recordings that are compared.
-
-    Attributes:
-        names: What the page calls each.
-        steps: How many sampled steps of each are compared.
-        common: Whether these are the steps that both have.
-        pairs: Faces and products, in the first one's order; what only the second has comes last.
-        scatter: Standard deviation of an SQNR between sampled steps, dB, of all pairs together; NaN if there
-            is one step of each.
-    """
+    """Two recordings that are compared."""
 
     names: tuple[str, str]
     steps: tuple[int, int]
@@ -68,7 +59,7 @@ class Compared(NamedTuple):
     scatter: float
 
     def threshold(self, pair: _Pair) -> float:
-        """Compute the difference, dB, beyond which one is worse."""
+        """Return the difference in dB that counts as worse."""
         if math.isnan(self.scatter) or pair.first is None or pair.second is None:
             return TWICE
         counts = len(pair.first.numbers), len(pair.second.numbers)
@@ -77,7 +68,7 @@ class Compared(NamedTuple):
 
 
 def compare(first: Recording, second: Recording, names: tuple[str, str]) -> Compared:
-    """Put the figures of two recordings side by side: of the steps that both have, or else of all."""
+    """Compare two recordings in the steps that both have, or else in all."""
     steps = [{sample.step for sample in one.samples} for one in (first, second)]
     common = steps[0] & steps[1]
     taken = [common or own for own in steps]
@@ -92,7 +83,7 @@ def compare(first: Recording, second: Recording, names: tuple[str, str]) -> Comp
 
 
 def _figures(recording: Recording, steps: set[int]) -> dict[_Key, _Figures]:
-    """Collect the SQNR of each face and product in some steps, by layer."""
+    """Return the SQNR of each face and product in some steps, by layer."""
     found: dict[_Key, list[tuple[float, str]]] = {}
     for sample in recording.samples:
         if sample.step in steps:
@@ -153,7 +144,7 @@ def _findings(found: Compared) -> str:
 
 
 def _sentence(found: Compared, pair: _Pair, difference: float) -> str:
-    """Say which of the two is worse, and by how much."""
+    """Format which of the two is worse, and by how much."""
     if pair.first is None or pair.second is None:
         return ""
     a, b = (f"{decibel(one.mean)}{_unit(one.mean)}" for one in (pair.first, pair.second))
@@ -178,7 +169,7 @@ def _unit(value: float) -> str:
 
 
 def _nothing(found: Compared) -> str:
-    """Say that no difference stands out, and which is the largest."""
+    """Format that no difference stands out, and the largest one."""
     known = [
         (abs(pair.difference), pair)
         for pair in found.pairs
@@ -194,7 +185,7 @@ def _nothing(found: Compared) -> str:
 
 
 def _thresholds(found: Compared) -> str:
-    """Say what is compared, and where the thresholds come from."""
+    """Format what is compared, and where the thresholds come from."""
     a, b = found.steps
     steps = (
         f"the {a} sampled steps that both have"
@@ -214,7 +205,7 @@ def _thresholds(found: Compared) -> str:
 
 
 def _only(first: Recording, second: Recording, names: tuple[str, str]) -> str:
-    """Name the layers that only one has."""
+    """Format the layers that only one recording has."""
     told = ""
     for own, other, name in ((first, second, names[0]), (second, first, names[1])):
         layers = [layer for layer in _layers(own) if layer not in _layers(other)]
@@ -224,7 +215,7 @@ def _only(first: Recording, second: Recording, names: tuple[str, str]) -> str:
 
 
 def _layers(recording: Recording) -> dict[str, None]:
-    """List the layers of a recording: those that have a recipe, and those that were measured."""
+    """Return the layers of a recording that have a recipe or were measured."""
     measured = (
         row.layer for sample in recording.samples for row in (*sample.faces, *sample.products)
     )
@@ -232,7 +223,7 @@ def _layers(recording: Recording) -> dict[str, None]:
 
 
 def _recipes(first: Recording, second: Recording, names: tuple[str, str]) -> str:
-    """Name the layers whose recipes differ, by recipe."""
+    """Format the layers whose recipes differ, by recipe."""
     changed: dict[tuple[str, str], list[str]] = {}
     for layer, recipe in first.recipes.items():
         other = second.recipes.get(layer, recipe)
@@ -246,13 +237,12 @@ def _recipes(first: Recording, second: Recording, names: tuple[str, str]) -> str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """List names, the first ones of many."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _losses(first: Recording, second: Recording, names: tuple[str, str]) -> str:
-    """Compare the losses of the last step that both have."""
+    """Format the losses of the last common step."""
     a, b = dict(first.losses), dict(second.losses)
     common = a.keys() & b.keys()
     if not common:

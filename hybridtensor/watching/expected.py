@@ -26,12 +26,7 @@ _ROWS, _LENGTH = 1024, 64  # short rows, which scatter more than those of most l
 
 
 class Expected(NamedTuple):
-    """What a format makes of values without outliers.
-
-    Attributes:
-        sqnr: SQNR of a tensor, dB; infinite for high precision.
-        row_sqnr: SQNR of the noisiest of 1,024 rows of 64 values, dB. Longer rows scatter less.
-    """
+    """SQNR of a tensor without outliers, and of the noisiest of 1,024 rows of 64 values, dB."""
 
     sqnr: float
     row_sqnr: float
@@ -39,18 +34,7 @@ class Expected(NamedTuple):
 
 @functools.cache
 def expected(format_name: str, stochastic: bool = False, rule: str = "") -> Expected | None:
-    """Measure what a format makes of normally distributed values, or return None for one that is not
-    registered here.
-
-    The values are cast as ``docs/numerics.md`` defines it, on the host. A tensor without outliers comes near
-    these figures, whatever its magnitude.
-
-    Args:
-        format_name: As a recording has it: a name, with ", dequantized" if the face is requantized
-            from the rowwise data.
-        stochastic: Whether elements, or scales, are rounded stochastically.
-        rule: Which block scale is chosen; see ``Cast``.
-    """
+    """Measure the SQNR of a format on normal values on the host, or return None for an unknown format."""
     fmt = REGISTRY.get(format_name.removesuffix(_DEQUANTIZED))
     if fmt is None:
         return None
@@ -77,26 +61,13 @@ def expected(format_name: str, stochastic: bool = False, rule: str = "") -> Expe
 
 
 def expected_of_face(recipe: str, operand: str, format_name: str) -> Expected | None:
-    """Look up what is expected of a face.
-
-    Args:
-        recipe: Of the layer, which says how its elements are rounded.
-        operand: ``input.rowwise`` or another one.
-        format_name: Its format.
-    """
+    """Return the expected SQNR of a face, such as ``input.rowwise``, by the layer's recipe."""
     quantizer = _quantizers(recipe).get(operand)
     return expected(format_name, _is_stochastic(quantizer), _rule(quantizer))
 
 
 def expected_of_product(recipe: str, product: str, formats: tuple[str, str]) -> float | None:
-    """Add up the noise that is expected of both operands: relative to the signal, independent errors of the
-    operands add up in a product.
-
-    Args:
-        recipe: Of the layer.
-        product: ``output``, ``grad_input`` or ``grad_weight``.
-        formats: Of the left and of the right operand.
-    """
+    """Return the expected SQNR of a product: independent relative errors of both operands add up."""
     gemm = next((one for one in GEMMS if one.name == product), None)
     if gemm is None:
         return None
@@ -110,18 +81,18 @@ def expected_of_product(recipe: str, product: str, formats: tuple[str, str]) -> 
 
 
 def _is_stochastic(quantizer: object) -> bool:
-    """Return whether a quantizer rounds a face stochastically; not if its recipe is not known here."""
+    """Return whether a face is rounded stochastically; False if its recipe is unknown."""
     return getattr(quantizer, "stochastic", False)
 
 
 def _rule(quantizer: object) -> str:
-    """Return by which rule a quantizer chooses block scales."""
+    """Return the rule of a quantizer's block scales."""
     return quantizer.rule if isinstance(quantizer, Quantizer) else ""
 
 
 @functools.lru_cache(maxsize=256)
 def _quantizers(recipe: str) -> dict[str, object]:
-    """Parse a recipe into the quantizer of each face; nothing for what is no spec."""
+    """Parse a recipe into the quantizer of each face; empty if it is no spec."""
     try:
         config = HybridConfig.parse(recipe)
     except ValueError:

@@ -14,9 +14,7 @@ MOST = 12  # findings that are written out
 
 
 def standing_out(found: Sequence[Judged]) -> list[Judged]:
-    """Select and rank the findings: first faces and products that are not finite, then those below their
-    threshold, farthest first, then those with a row below it, then those that were below it in an earlier step.
-    """
+    """Sort findings: not finite, below their threshold (farthest first), with a row below it, formerly below it."""
     ranked = []
     for one in found:
         if not one.is_finite:
@@ -45,12 +43,12 @@ def findings(recording: Recording, found: Sequence[Judged]) -> str:
 
 
 def link(one: Judged) -> str:
-    """Render where something is, as a link to its row."""
+    """Render a link to a row."""
     return f"<a href='#{one.anchor}'>{escape(f'{one.row.where} {one.name}')}</a>"
 
 
 def sentence(one: Judged) -> str:
-    """Say how something stands out: by how much, against which threshold, in how many steps."""
+    """Format how something stands out: by how much, against which threshold, in how many steps."""
     if not one.is_finite:
         return f"not finite in step {one.row.step}, the last in which it was measured."
     often = f"in {one.below} of {one.measured} sampled steps"
@@ -72,7 +70,7 @@ def sentence(one: Judged) -> str:
 
 
 def _causes(one: Judged) -> str:
-    """Say what else the face shows: values that became zero, overflowed, or waste the format's range."""
+    """Format other symptoms: underflow, overflow, unused range."""
     numbers = one.row.statistics
     told = [
         f"{numbers[name]:.3g} % of {words}"
@@ -89,7 +87,6 @@ def _causes(one: Judged) -> str:
 
 
 def _nothing(found: Sequence[Judged]) -> str:
-    """Say that nothing stands out, and by what margin."""
     compared = [one for one in found if one.threshold is not None]
     if not compared:
         return "Nothing stands out: there is nothing to compare with."
@@ -104,7 +101,7 @@ def _nothing(found: Sequence[Judged]) -> str:
 
 
 def _thresholds(found: Sequence[Judged]) -> str:
-    """Say where the thresholds come from."""
+    """Format where the thresholds come from."""
     told = (
         f"A threshold is {ONE_BIT:.1f} dB, one bit of mantissa, below what is expected: less is no better than the "
         "same format with one bit less. Expected is the SQNR of normally distributed values, which this version has "

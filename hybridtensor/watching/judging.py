@@ -15,21 +15,7 @@ _FEWEST = 3  # others of a format, of which a median says what is usual
 
 
 class Judged(NamedTuple):
-    """A face or a product of a layer, and how it compares with what is expected of its format.
-
-    Attributes:
-        row: As it was last measured.
-        name: Operand or product.
-        formats: In words.
-        anchor: Of its row in the tables of the page.
-        expected: SQNR in dB, or None if nothing is known to compare with.
-        expected_row: SQNR of the noisiest row, the same.
-        source: Where ``expected`` comes from.
-        worst_step: The step in which it had the smallest SQNR.
-        worst_sqnr: That one.
-        below: In how many steps it was below the threshold.
-        measured: In how many it was measured.
-    """
+    """A face or a product of a layer, and how it compares with what is expected of its format."""
 
     row: FaceRow | ProductRow
     name: str
@@ -50,17 +36,14 @@ class Judged(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Face or product."""
         return "face" if self.is_face else "product"
 
     @property
     def sqnr(self) -> float:
-        """SQNR in dB, as last measured."""
         return self.row.statistics["sqnr"]
 
     @property
     def row_sqnr(self) -> float | None:
-        """SQNR of its noisiest row; None where the recording has none."""
         return self.row.statistics.get("row_sqnr")
 
     @property
@@ -70,7 +53,6 @@ class Judged(NamedTuple):
 
     @property
     def row_threshold(self) -> float | None:
-        """The same of the noisiest row."""
         return None if self.expected_row is None else self.expected_row - ONE_BIT
 
     @property
@@ -80,7 +62,6 @@ class Judged(NamedTuple):
 
     @property
     def row_margin(self) -> float:
-        """The same of its noisiest row."""
         if self.row_threshold is None or self.row_sqnr is None:
             return math.nan
         return self.row_sqnr - self.row_threshold
@@ -92,15 +73,13 @@ class Judged(NamedTuple):
 
 
 def nearest(one: Judged) -> float:
-    """Compute how far the mean or the noisiest row is above the threshold, whichever is nearer; infinite if
-    there is none.
-    """
+    """Return the distance of the mean or the noisiest row to its threshold, the smaller; infinite without one."""
     margins = (one.margin, one.row_margin, math.inf)
     return min(margin for margin in margins if not math.isnan(margin))
 
 
 def judged(recording: Recording) -> list[Judged]:
-    """Compare all faces and products of a recording with what is expected, the faces first."""
+    """Compare all faces and products of a recording with expected SQNRs, faces first."""
     faces: dict[tuple[str, str], list[FaceRow]] = {}
     products: dict[tuple[str, str], list[ProductRow]] = {}
     for sample in recording.samples:
@@ -144,7 +123,7 @@ def _judged(
 
 
 def _groups(found: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
-    """Group what has a format that is not known here, where it is enough for a median."""
+    """Group unknown formats that have enough rows for a median."""
     groups: dict[tuple[str, str], list[Judged]] = {}
     for one in found:
         if one.expected is None and math.isfinite(one.sqnr):
@@ -153,14 +132,12 @@ def _groups(found: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
 
 
 def _group(one: Judged) -> tuple[str, str]:
-    """Tell with what something of an unknown format is compared: faces of this format, or the same product
-    of these formats.
-    """
+    """Return the comparison group of an unknown format: faces of it, or the same product of these formats."""
     return ("face" if one.is_face else one.name), one.formats
 
 
 def _compared(one: Judged, groups: dict[tuple[str, str], list[Judged]]) -> Judged:
-    """Compare with the recording's own distribution what has a format that is not known here."""
+    """Compare unknown formats with the recording's own median."""
     if one.expected is not None:
         return one
     group = groups.get(_group(one))
@@ -175,7 +152,7 @@ def _compared(one: Judged, groups: dict[tuple[str, str], list[Judged]]) -> Judge
 
 
 def _with_history(one: Judged, rows: Sequence[FaceRow | ProductRow]) -> Judged:
-    """Add in which steps it was worst, and below the threshold."""
+    """Add the worst step, and the steps below the threshold."""
     worst = min(rows, key=lambda row: badness(row.statistics["sqnr"]))
     threshold = -math.inf if one.threshold is None else one.threshold
     below = sum(not row.statistics["sqnr"] >= threshold for row in rows)

@@ -22,15 +22,7 @@ _KEPT = 128  # features of an input that are kept until backward
 
 
 class Values(NamedTuple):
-    """Values of an operand that are known here.
-
-    Attributes:
-        matrix: ``[rows, columns]``; of experts, those of the one that is measured.
-        amaxes: Largest magnitudes, NaN where there is one, ``[1]``; of experts, of each that is known.
-        place: Which of the layer's places the first of these is for.
-        first: The first of these rows, or columns, in the operand.
-        dim: The axis of the operand that is known in part, of a weight that ranks share, or None.
-    """
+    """High-precision values of an operand on this rank; ``first`` and ``dim`` locate a sharded weight's part."""
 
     matrix: Tensor
     amaxes: Tensor
@@ -40,13 +32,7 @@ class Values(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """The expert that is measured in a forward.
-
-    Attributes:
-        group: Its tokens.
-        every: The tokens of each of this rank's experts.
-        first: Number of the first of them among all experts of the layer.
-    """
+    """The measured expert of a forward: its tokens, all experts' tokens, and the number of the first expert."""
 
     group: Group
     every: Sequence[Group]
@@ -54,11 +40,11 @@ class Expert(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Which of the layer's places it has."""
+        """Index of the expert among the layer's places."""
         return 1 + self.first + self.group.number
 
     def tokens(self, matrix: Tensor) -> Values:
-        """Return the values of its tokens, without those of no expert."""
+        """Slice the expert's tokens."""
         rows = torch.linalg.vector_norm(matrix, torch.inf, dim=1).float()
         sizes = [group.stop - group.start for group in self.every]
         lengths = torch.tensor(sizes, device=rows.device)
@@ -66,7 +52,7 @@ class Expert(NamedTuple):
         return Values(matrix[self.group.start : self.group.stop], amaxes, 1 + self.first)
 
     def weight(self, part: _Part) -> Values | None:
-        """Return the values of its weight, or None if they are on another rank."""
+        """Slice the expert's weight, or return None if it is on another rank."""
         if self.group.number not in part.experts:
             return None
         index = self.group.number - part.experts.start
@@ -76,25 +62,14 @@ class Expert(NamedTuple):
         return Values(part.values[index], amaxes, place, first, dim)
 
     def face(self, face: Face, role: str, direction: str) -> Face:
-        """Return its face, of that of all."""
+        """Slice the expert's face out of the stacked face."""
         if role == "weight":
             return matrix_of(face, self.group.number)
         return (cut_rows if direction == "rowwise" else cut_columns)(face, self.group)
 
 
 class Call:
-    """What is known of one forward until its backward.
-
-    Args:
-        key: What stands for it.
-        turn: Which sample this is: says which stretch is measured.
-
-    Attributes:
-        key: The same, held, so that no other one gets its address.
-        expert: Which expert is measured, once the forward has its product.
-        operands: Values of operands, by role; that of the input until the forward has its product.
-        input_columns: A stretch of the input's features for backward, ``[features, tokens]``; where it begins.
-    """
+    """What is known of one forward until its backward: operands, the measured expert, and a stretch of the input."""
 
     def __init__(self, key: object, turn: int) -> None:
         self.key = key
@@ -106,22 +81,14 @@ class Call:
 
     @property
     def place(self) -> int:
-        """Which of the layer's places is measured."""
+        """Index of the measured place."""
         return 0 if self.expert is None else self.expert.place
 
     def note(self, role: str, values: Tensor) -> None:
-        """Record an operand."""
         self._noted[role] = values
 
     def choose(self, groups: Groups, rows: int) -> None:
-        """Choose the expert that is measured, if one has tokens. Waits for the device that has the offsets.
-
-        It is the next one whose weight is known here; without tokens for any of those, the next one.
-
-        Args:
-            groups: Which tokens belong to which expert.
-            rows: Tokens, with those of no expert.
-        """
+        """Choose the measured expert: the next one with tokens and a local weight; synchronizes with the device."""
         every = each_group(groups, rows)
         part = _part_of(self._noted.get("weight"))
         for known in (range(0) if part is None else part.experts, range(len(every))):
@@ -133,7 +100,7 @@ class Call:
                     return
 
     def take(self) -> None:
-        """Take the values of what was noted."""
+        """Slice the values of the recorded operands."""
         for role, noted in self._noted.items():
             known = self._weight(noted) if role == "weight" else self._tokens(noted)
             if known is not None and known.matrix.numel():
@@ -159,13 +126,13 @@ class Call:
         return Values(part.values, _amax(part.values), 0, part.first, part.dim)
 
     def known(self, role: str, direction: str) -> Values | None:
-        """Return the values of a face that are known."""
+        """Return the values of a face on this rank."""
         if (role, direction) == ("input", "columnwise"):
             return None if self.input_columns is None else self.input_columns[0]
         return self.operands.get(role)
 
     def stretch(self, extent: int, most: int) -> tuple[int, int]:
-        """Return where this sample's stretch of an axis begins, and how long it is."""
+        """Return start and length of this sample's stretch of an axis."""
         if extent <= most:
             return 0, extent
         steps = (extent - most) // _ALIGNED + 1
@@ -173,7 +140,7 @@ class Call:
 
 
 def _amax(matrix: Tensor) -> Tensor:
-    """Return the largest magnitude, ``[1]``, NaN if there is one; 0 of nothing."""
+    """Return the amax ``[1]``, NaN if there is one; 0 of an empty tensor."""
     if matrix.numel() == 0:
         return matrix.new_zeros(1)
     norm: Tensor = torch.linalg.vector_norm(matrix, torch.inf)
@@ -181,13 +148,7 @@ def _amax(matrix: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """The part of a weight whose values are known on this rank.
-
-    Attributes:
-        values: As layers have them, ``[N, K]`` or ``[E, N, K]``.
-        first: Where it begins, along ``dim``.
-        dim: The axis that ranks share, or None.
-    """
+    """The local values of a weight, ``[N, K]`` or ``[E, N, K]``, from ``first`` along ``dim``."""
 
     values: Tensor
     first: int = 0
@@ -195,13 +156,13 @@ class _Part(NamedTuple):
 
     @property
     def experts(self) -> range:
-        """The experts of a stack whose values, or parts of them, these are."""
+        """The experts whose values, or parts of them, are local."""
         first = self.first if self.dim == 0 else 0
         return range(first, first + self.values.shape[0])
 
 
 def _part_of(weight: Any) -> _Part | None:
-    """Return the values of a weight that are known on this rank, or None."""
+    """Return a weight's local values, or None."""
     if weight is None:
         return None
     gathered = weight.record.gathered if isinstance(weight, HybridTensor) else None
@@ -220,7 +181,7 @@ def _part_of(weight: Any) -> _Part | None:
 
 
 def _values(weight: Any) -> Tensor | None:
-    """Return the values of a weight, or of a part, or None if nobody has them."""
+    """Return the values of a weight or local shard, or None."""
     if isinstance(weight, MasterWeight):
         values: Tensor = weight.source.detach()
         return values

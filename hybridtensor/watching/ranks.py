@@ -15,13 +15,7 @@ from hybridtensor.watching.sums import Numbers, Sums, Watched
 
 
 class Ranks(NamedTuple):
-    """The ranks that have the same layers.
-
-    Attributes:
-        group: Their group; None is all ranks.
-        alone: Whether this is the only one.
-        first: Whether this is the first of them.
-    """
+    """The ranks that have the same layers."""
 
     group: dist.ProcessGroup | None = None
     alone: bool = True
@@ -29,18 +23,7 @@ class Ranks(NamedTuple):
 
 
 def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | None) -> Ranks:
-    """Find the ranks that have the same layers.
-
-    Args:
-        how: What all ranks have to have alike: ``every``, ``rows`` and steps.
-        layers: Those of this rank.
-        error: Why this rank cannot watch, or None.
-
-    Raises:
-        Exception: ``error``, on its rank.
-        ValueError: If no rank has any.
-        RuntimeError: If ranks sample other steps, or another one has an error; on all of them.
-    """
+    """Find the ranks with the same layers; raise ``error``, or RuntimeError on all if ranks sample other steps."""
     names = tuple(f"{layer.name} {layer.config} {layer.experts}" for layer in layers)
     ranks = ProcessRanks("watch", None, PATIENCE)
     alone = ranks.size == 1
@@ -60,7 +43,7 @@ def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | No
 
 
 def _alike(names: Sequence[tuple[str, ...]]) -> Ranks:
-    """Return the ranks that have the layers that this one has; all ranks call it."""
+    """Return the ranks that have this rank's layers; collective."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, known in enumerate(names):
         ranks.setdefault(known, []).append(rank)
@@ -74,9 +57,7 @@ def _alike(names: Sequence[tuple[str, ...]]) -> Ranks:
 
 
 def added_up(sums: Sums, ranks: Ranks) -> tuple[Numbers, Tensor]:
-    """Return what ranks have measured together: numbers, in which infinite maxima stand for what is not
-    finite, and sizes.
-    """
+    """Sum the measurements of ranks; an infinite maximum stands for a non-finite value."""
     counts, norms, maxima, products = sums.numbers
     # NaN would get lost in a maximum of ranks
     maxima = maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

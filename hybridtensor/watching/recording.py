@@ -47,7 +47,7 @@ class Recording(Printed):
     samples: tuple[Sample, ...]
 
     def save(self, path: str | Path) -> Path:
-        """Write this as JSON, which ``load`` reads; return the path."""
+        """Save as JSON and return the path."""
         require_kind("Recording.save", "a path", path, (str, Path))
         found = {
             "version": _VERSION,
@@ -63,11 +63,7 @@ class Recording(Printed):
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
-        """Return what ``save`` wrote.
-
-        Raises:
-            ValueError: If there is no such file, or another one, or it is no regular file.
-        """
+        """Return what ``save`` wrote."""
         require_kind("Recording.load", "a path", path, (str, Path))
         try:
             file = Path(path).resolve()
@@ -126,7 +122,7 @@ class Recording(Printed):
 
 
 def as_dict(sample: Sample) -> dict[str, Any]:
-    """Return a sample as JSON has it: numbers that are not finite are strings."""
+    """Return a sample as JSON, with non-finite numbers as strings."""
     rows = {
         name: [plain(asdict(row)) for row in getattr(sample, name)]
         for name in ("faces", "products")
@@ -135,7 +131,7 @@ def as_dict(sample: Sample) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with strings for the numbers that JSON has not."""
+    """Replace non-finite numbers by strings."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -146,7 +142,7 @@ def plain(value: Any) -> Any:
 
 
 def machine() -> dict[str, str]:
-    """Return device and versions, for people."""
+    """Return device and versions as text."""
     device = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -172,13 +168,7 @@ def _sample(found: dict[str, Any]) -> Sample:
 
 
 def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a row of faces or products.
-
-    Args:
-        row: As JSON has it.
-        names: Of its statistics.
-        strings: Which fields are strings.
-    """
+    """Return the typed fields of a row of faces or products; ``strings`` are those that are text."""
     known = row["statistics"]
     statistics = {
         name: float(known[name]) for name in names if name not in OPTIONAL or name in known
@@ -189,17 +179,13 @@ def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...])
 
 
 def _pair(value: Any) -> tuple[str, str]:
-    """Check that a value is two strings: the formats of both operands of a product."""
+    """Return the formats of a product, two strings; raise TypeError otherwise."""
     left, right = value
     return _string(left), _string(right)
 
 
 def _string(value: object) -> str:
-    """Return a value that is a string.
-
-    Raises:
-        TypeError: If it is none.
-    """
+    """Return a string; raise TypeError for anything else."""
     if not isinstance(value, str):
         raise TypeError(f"a string is required, got {value!r:.80}")
     return value

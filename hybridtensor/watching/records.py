@@ -21,20 +21,20 @@ Experts = tuple[tuple[int, float], ...]
 
 
 class _Row:
-    """What the rows of faces and of products have in common."""
+    """Common fields of face and product rows."""
 
     layer: str
     experts: Experts
 
     @property
     def worst(self) -> int | None:
-        """The expert that came out worst, or None for a layer without experts."""
+        """The worst expert, or None for a layer without experts."""
         found = min(self.experts, key=lambda one: badness(one[1]), default=None)
         return None if found is None else found[0]
 
     @property
     def where(self) -> str:
-        """The layer, of experts with the worst one: ``blocks.0.experts.w1[3]``."""
+        """The layer, with the worst expert: ``blocks.0.experts.w1[3]``."""
         return self.layer if self.worst is None else f"{self.layer}[{self.worst}]"
 
 
@@ -113,15 +113,7 @@ class Sample(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured in one step, on the host.
-
-    Attributes:
-        layers: Those that are watched, with the recipes of the step.
-        order: Of the faces, as the sampler has them.
-        unseen: Products that are not measured, and why, as the sampler has them.
-        numbers: Of all places.
-        sizes: Values and blocks, int64 ``[places, faces, 2]``.
-    """
+    """The measurements of one step on the host; ``sizes`` int64 ``[places, faces, 2]`` counts values and blocks."""
 
     layers: Sequence[Watched]
     order: Sequence[tuple[int, int]]
@@ -131,11 +123,7 @@ class Measured(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What was found out at one place: numbers by face, and by product.
-
-    Attributes:
-        expert: Of which expert it is; -1 of a layer without, or of one that is not known.
-    """
+    """Measurements at one place: a layer, or one expert (-1 if none or unknown)."""
 
     expert: int
     counts: list[list[int]]
@@ -145,7 +133,7 @@ class _Place(NamedTuple):
     products: list[list[float]]
 
     def statistics(self, face: int) -> dict[str, float]:
-        """Return what the numbers of a face come to."""
+        """Return the statistics of a face."""
         values, blocks = self.sizes[face]
         numbers = self.counts[face], self.norms[face], self.maxima[face]
         return face_statistics(*numbers, (values, blocks))
@@ -169,7 +157,7 @@ def sample_of(step: int, measured: Measured) -> Sample:
 
 
 def _by_layer(measured: Measured) -> Iterator[tuple[Watched, list[_Place], _Place]]:
-    """Yield each layer that ran with the places that it used, and all of them together."""
+    """Yield each layer that ran with its places, and their sum."""
     numbers, sizes = measured.numbers, measured.sizes
     used = sizes.any(-1).any(-1) | numbers.products.any(-1).any(-1)
     used |= (numbers.maxima[:, :, 0] == math.inf).any(-1)
@@ -185,7 +173,7 @@ def _by_layer(measured: Measured) -> Iterator[tuple[Watched, list[_Place], _Plac
 
 
 def _together(places: Sequence[_Place], maxima: Tensor) -> _Place:
-    """Return the sums of places, and the largest of maxima ``[places, faces, FACE_MAXIMA]``."""
+    """Return the sums over places, and the largest maxima ``[places, faces, FACE_MAXIMA]``."""
 
     def summed(name: str) -> Any:
         every = (getattr(place, name) for place in places)
@@ -231,19 +219,19 @@ def _product_rows(
 
 
 def badness(number: float) -> float:
-    """Return what sorts signal to noise, or cosines, the worst first: what is not a number is worst."""
+    """Return a sort key for SQNRs or cosines, worst first; NaN is worst."""
     return -math.inf if math.isnan(number) else number
 
 
 def _formats(layer: Watched, gemm: str) -> tuple[str, str]:
-    """Return what stands for both operands of a product."""
+    """Format both operands' formats."""
     product = next(one for one in PRODUCTS if one.name == gemm)
     left, right = (_format(layer.config, *operand) for operand in (product.left, product.right))
     return left, right
 
 
 def _format(config: HybridConfig, role: str, direction: str) -> str:
-    """Return the format of a face, in words where it is what the rowwise one holds."""
+    """Format a face's format, with ", dequantized" if requantized from the rowwise data."""
     quantizer = getattr(config, role)
     fmt = getattr(quantizer, f"{direction}_format")
     of_rowwise = (

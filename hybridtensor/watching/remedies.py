@@ -17,12 +17,7 @@ _NOT_FINITE = (
 
 
 def remedy(one: Judged, recipe: str) -> str:
-    """Name what to try: a recipe for this layer with a wider format in the product, or BF16 for the layer.
-
-    Args:
-        one: What stands out.
-        recipe: Of its layer.
-    """
+    """Suggest a recipe with a wider format in the product, or BF16 for the layer."""
     if not one.is_finite:
         return _NOT_FINITE
     product = _product_of(one)
@@ -51,7 +46,7 @@ _WHY = {
 
 
 def _wider(formats: list[Format]) -> tuple[str, ...]:
-    """Order the words to try in place of formats: smaller scale groups first, then more bits."""
+    """Return wider formats to try: smaller scale groups first, then more bits."""
     if any(fmt.elements_per_byte > 1 for fmt in formats):
         return ("mxfp8",)
     if any(fmt.block == (None, None) for fmt in formats):
@@ -62,14 +57,13 @@ def _wider(formats: list[Format]) -> tuple[str, ...]:
 
 
 def _formats(one: Judged) -> list[Format]:
-    """Look up the formats that are registered here."""
     names = (one.row.format,) if isinstance(one.row, FaceRow) else one.row.formats
     found = (REGISTRY.get(name.removesuffix(", dequantized")) for name in names)
     return [fmt for fmt in found if fmt is not None and not fmt.is_identity]
 
 
 def _product_of(one: Judged) -> str:
-    """Name the product, or the one that a face is an operand of."""
+    """Return the product of a finding, or that which a face is an operand of."""
     for gemm in GEMMS:
         if one.name in (".".join(gemm.left), ".".join(gemm.right)):
             return gemm.name
@@ -77,7 +71,7 @@ def _product_of(one: Judged) -> str:
 
 
 def _changed(recipe: str, product: str, word: str) -> str | None:
-    """Put a word in place of that of a product; None if there is no such recipe, or it is the same."""
+    """Replace a product's word in a recipe; None if that is invalid or no change."""
     names = [gemm.name for gemm in GEMMS]
     if product not in names:
         return None

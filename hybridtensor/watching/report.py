@@ -96,7 +96,7 @@ def _recording(watched: object) -> Recording:
 
 
 def _names(first: object, second: object) -> tuple[str, str]:
-    """Name two recordings, by their files if they have some that differ."""
+    """Return names of two recordings, from their files where these differ."""
     paths = [Path(one) if isinstance(one, (str, Path)) else None for one in (first, second)]
     for of in (lambda path: path.name, str):
         a, b = (
@@ -109,7 +109,7 @@ def _names(first: object, second: object) -> tuple[str, str]:
 
 
 def _parts(recording: Recording) -> dict[str, str]:
-    """Render what stands in each place of the page."""
+    """Render the page's placeholders."""
     last = recording.samples[-1]
     found = judged(recording)
     return {
@@ -125,7 +125,7 @@ def _parts(recording: Recording) -> dict[str, str]:
 
 
 def _data(runs: dict[str, Recording]) -> str:
-    """Render the numbers of the heatmaps as JSON for the page's script: of the first run, and of those beside it."""
+    """Render the heatmaps' numbers as JSON for the page's script, also of ``beside``."""
     scales = {
         name: {"good": good, "bad": bad, "log": log}
         for name, (_, good, bad, log) in _SCALES.items()
@@ -136,7 +136,7 @@ def _data(runs: dict[str, Recording]) -> str:
 
 
 def _heat(recording: Recording) -> dict[str, Any]:
-    """Return the numbers of heatmaps, by metric, layer, product or face, and sampled step."""
+    """Return heatmap numbers by metric, layer, product or face, and step."""
     samples = _thinned(recording.samples)
     layers = list(recording.recipes)
     values: dict[str, dict[str, list[list[float | None]]]] = {}
@@ -151,7 +151,7 @@ def _heat(recording: Recording) -> dict[str, Any]:
 
 
 def _by_place(sample: Sample, kind: str, name: str) -> dict[tuple[str, str], float]:
-    """Return one number of a sample, by layer and product or face, where it has it."""
+    """Return one statistic of a sample by layer and product or face."""
     if kind == "products":
         return {(row.layer, row.product): row.statistics[name] for row in sample.products}
     return {
@@ -162,7 +162,7 @@ def _by_place(sample: Sample, kind: str, name: str) -> dict[tuple[str, str], flo
 
 
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """Return at most as many samples as a page shows, evenly spread."""
+    """Return at most as many samples as a page shows, evenly spaced."""
     if len(samples) <= _MOST_COLUMNS:
         return list(samples)
     last = len(samples) - 1
@@ -170,7 +170,7 @@ def _thinned(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a number for JSON: 1e999 stands for infinity."""
+    """Round a number for JSON; infinity is 1e999."""
     if value is None or math.isnan(value):
         return None
     if math.isinf(value):
@@ -179,7 +179,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _tiles(recording: Recording, last: Sample) -> str:
-    """Return the numbers at the top of the page."""
+    """Render the numbers at the top of the page."""
     worst_face = min(last.faces, key=lambda row: badness(row.statistics["sqnr"]), default=None)
     worst_product = min(
         last.products, key=lambda row: badness(row.statistics["cosine"]), default=None
@@ -209,7 +209,7 @@ def _tiles(recording: Recording, last: Sample) -> str:
 
 
 def _alarms(recording: Recording) -> str:
-    """Return a sentence on faces that are not finite, and on layers that were not measured."""
+    """Render a sentence on non-finite faces and unmeasured layers."""
     bad = [
         f"step {sample.step}: {row.where} {row.operand}"
         for sample in recording.samples
@@ -229,7 +229,7 @@ def _alarms(recording: Recording) -> str:
 
 
 def _loss(recording: Recording) -> str:
-    """Return the loss as a drawing."""
+    """Draw the loss."""
     points = [(step, loss) for step, loss in recording.losses if math.isfinite(loss)]
     if len(points) < 2:
         return "<p class=quiet>No losses were noted: call watched.note(loss) in the loop.</p>"
@@ -279,12 +279,7 @@ def _worst(found: Sequence[Judged]) -> str:
 
 
 def _table(found: Sequence[Judged], names: dict[str, str]) -> str:
-    """Render what is judged as a table, the noisiest first.
-
-    Args:
-        found: Faces, or products.
-        names: Of the numbers that they have.
-    """
+    """Render findings as a table, noisiest first; ``names`` are the columns."""
     ordered = sorted(found, key=lambda one: badness(one.sqnr))
     linked = {one.anchor for one in standing_out(found)} | {one.anchor for one in ordered[:_ROWS]}
     linked |= {one.anchor for one in sorted(found, key=nearest)[:1]}
@@ -305,7 +300,7 @@ def _number(value: float | None) -> str:
 
 
 def _experts(samples: Sequence[Sample]) -> str:
-    """Return a table of the experts that came out worst, by stack and product, when each was last measured."""
+    """Render the worst experts by stack and product, at their last measurement."""
     last: dict[tuple[str, str], dict[int, tuple[float, int]]] = {}
     for sample in samples:
         for one in sample.products:
@@ -331,7 +326,7 @@ def _experts(samples: Sequence[Sample]) -> str:
 
 
 def _recipe(recording: Recording) -> str:
-    """Return recipes, with the layers that have each, and the machine."""
+    """Render the recipes with their layers, and the machine."""
     found = []
     by_recipe = itertools.groupby(
         sorted(recording.recipes.items(), key=lambda one: one[1]), key=lambda one: one[1]
@@ -347,7 +342,7 @@ def _recipe(recording: Recording) -> str:
 
 
 def _words() -> str:
-    """Return what each number is."""
+    """Render what each number means."""
     every = {f"{name} of faces": text for name, text in NAMES.items()}
     every |= {f"{name} of products": text for name, text in PRODUCT_NAMES.items()}
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in every.items())

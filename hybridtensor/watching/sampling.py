@@ -26,18 +26,7 @@ _OF_PRODUCT = 256  # entries of each operand
 
 
 class Sampler:
-    """Observer of one step.
-
-    Args:
-        model: Its converted layers are watched.
-        rows: How many entries of each face are measured, at most.
-
-    Attributes:
-        layers: By the state that stands for them.
-        sums: What is measured.
-        order: Faces in the order in which they were first used: places of layer and operand.
-        unseen: Why a product of a layer was not measured, by both.
-    """
+    """Observer of one step: sums of measurements, the order of faces, and unmeasured products with the reason."""
 
     def __init__(self, model: torch.nn.Module, rows: int) -> None:
         self.layers, device = watched_layers(model)
@@ -49,7 +38,6 @@ class Sampler:
         self._now: Call | None = None
 
     def begin(self, turn: int) -> None:
-        """Begin another step."""
         self._turn = turn
         self.sums.clear()
         self.order.clear()
@@ -57,7 +45,7 @@ class Sampler:
         self.end()
 
     def measured(self) -> list[Watched]:
-        """Return the layers with the recipes that they have now, which may have changed since the last step."""
+        """Return the layers with their present recipes."""
         for layer in layers_of(self._model):
             recipe = layer.recipe
             known = None if recipe is None else self.layers.get(id(recipe.state))
@@ -66,14 +54,12 @@ class Sampler:
         return list(self.layers.values())
 
     def end(self) -> None:
-        """Let go of what was kept for a backward."""
         self._calls.clear()
         self._now = None
 
     # -- what layers tell
 
     def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.note_operand``; a forward that no backward follows does not count."""
         self._now = None
         if id(layer) in self.layers and call is not None:
             self._now = self._calls.setdefault(id(call), Call(call, self._turn))
@@ -83,7 +69,6 @@ class Sampler:
     def note_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        """See ``Observer.note_product``."""
         watched, now = self.layers.get(id(layer)), self._now
         if watched is None or now is None:
             return
@@ -105,7 +90,7 @@ class Sampler:
     def _measure(
         self, watched: Watched, now: Call, gemm: str, left: Face, right: Face
     ) -> str | None:
-        """Measure a product and its operands; return why it is not, or None."""
+        """Measure a product and its operands; return the reason if it is not measured, or None."""
         if left.groups is not None and now.expert is None:
             self._calls.pop(id(now.key), None)
             return "no expert had tokens"
@@ -125,7 +110,7 @@ class Sampler:
         return None
 
     def _measured(self, watched: Watched, now: Call, place: int, face: Face) -> Part | None:
-        """Return the part of a face that is measured, after measuring it; None if its values are not known."""
+        """Measure a part of a face and return it; None if its values are unknown."""
         role, direction = OPERANDS[place]
         known = now.known(role, direction)
         if known is None:
@@ -139,7 +124,7 @@ class Sampler:
         return part
 
     def _add_face(self, watched: Watched, now: Call, place: int, known: Values, part: Part) -> None:
-        """Add the numbers of a face to the sums, and the largest magnitudes of all experts."""
+        """Add a face's numbers to the sums, and the amaxes of all experts."""
         numbers = measure_face(part, known.amaxes[now.place - known.place])
         at = watched.place + now.place
         target = self.sums.at(at).faces[place]
@@ -151,7 +136,7 @@ class Sampler:
         self.sums.add_sizes(at, place, face_sizes(part))
 
     def _part(self, now: Call, role: str, direction: str, known: Values, face: Face) -> Part | None:
-        """Return the stretch of a face that is measured; None where what is known ends within a block."""
+        """Slice the measured stretch of a face; None if the known part ends within a block."""
         rowwise = direction == "rowwise"
         if role == "input" and not rowwise and now.input_columns is not None:
             return part_of(face, known.matrix, now.input_columns[1], known.matrix.shape[0])
@@ -170,12 +155,12 @@ class Sampler:
 
 
 def _stored(face: Face, axis: int) -> int:
-    """Return along which dimension of the stored matrix an axis of a face is."""
+    """Return the stored dimension of a face's axis."""
     return axis if face.dequantized_rowwise is None else 1 - axis
 
 
 def _in_whole_blocks(face: Face, axis: int, first: int, count: int) -> bool:
-    """Return whether ``count`` entries of a face from ``first`` on along an axis are whole blocks."""
+    """Return whether ``count`` entries from ``first`` on are whole blocks of a face."""
     dim, fmt = _stored(face, axis), face.format
     per_byte = fmt.elements_per_byte if face.scale is not None and dim == 1 else 1
     step = max(fmt.block[dim] or 1, per_byte, fmt.step if dim == 1 and fmt.drawn_signs else 1)
@@ -184,9 +169,7 @@ def _in_whole_blocks(face: Face, axis: int, first: int, count: int) -> bool:
 
 
 def _aligned(now: Call, gemm: str, left: Part, right: Part) -> tuple[Part, Part] | None:
-    """Return as much of both operands as a product takes; where the contraction of a weight is known in part,
-    those features. None where they end within what is rotated together.
-    """
+    """Return both operands, cut to the locally known contraction; None if that cuts a rotated block."""
     first, extent = 0, right.values.shape[1]
     contracted = {"output": 1, "grad_input": 0}.get(gemm)  # axis of the weight
     weight = now.operands.get("weight")

@@ -15,16 +15,7 @@ Sink = Callable[[Sample], object]
 
 
 def sink_of(target: Any) -> Sink:
-    """Return a function that gives samples to ``target``.
-
-    Args:
-        target: A path, of a file of JSON lines that grows; anything with ``add_scalar`` (TensorBoard's
-            writers), with ``log_metrics`` (Lightning's loggers) or with ``log`` (a run of W&B); or a
-            function of a ``Sample``.
-
-    Raises:
-        TypeError: If it is none of these.
-    """
+    """Return a function that writes samples to a path (JSON lines), logger or function; raise TypeError otherwise."""
     if isinstance(target, (str, Path)):
         return _to_file(Path(target))
     if hasattr(target, "add_scalar"):

@@ -59,14 +59,7 @@ _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits; others, E2M1
 
 
 class Part(NamedTuple):
-    """A part of a face, and the values that it stands for.
-
-    Attributes:
-        face: Whole blocks of it.
-        values: fp32 ``[M, K]``; rotated, if the format does so.
-        quantized: What the face gives back, fp32 ``[M, K]``, not rotated back.
-        turned: Whether the face is stored ``[K, M]``: the columnwise one of a rowwise face.
-    """
+    """A part of a face: whole blocks, the fp32 values ``[M, K]`` it was made from, and its dequantized values."""
 
     face: Face
     values: Tensor
@@ -75,14 +68,8 @@ class Part(NamedTuple):
 
 
 def part_of(face: Face, values: Tensor, first: int, count: int) -> Part:
-    """Return ``count`` entries of a face along ``other``, from ``first`` on.
-
-    Args:
-        face: Of a matrix, quantized or in high precision.
-        values: The matrix as this face sees it, these entries only: ``[count, K]``.
-        first: A multiple of the face's blocks.
-        count: How many; the last block may be partial.
-    """
+    """Return ``count`` entries of a face along ``other`` from ``first``, a multiple of its blocks, with their values
+    ``[count, K]``."""
     turned = face.dequantized_rowwise is not None
     cut = face.cut(1 if turned else 0, first, count)
     values = values.float()
@@ -102,7 +89,7 @@ def part_of(face: Face, values: Tensor, first: int, count: int) -> Part:
 
 
 def _unrotated_values(face: Face) -> Tensor:
-    """Return what the elements and scales of a face give, fp32, not rotated back."""
+    """Dequantize a face to fp32 without rotating back."""
     fmt = face.format
     if fmt.drawn_signs:
         elements = element_values(face.qdata, fmt)
@@ -122,13 +109,7 @@ def _unrotated(fmt: Format) -> Format:
 
 
 class FaceNumbers(NamedTuple):
-    """What is measured of a part of a face.
-
-    Attributes:
-        counts: int64, in the order of ``FACE_COUNTS``.
-        norms: float64, roots of ``FACE_NORMS``.
-        maxima: fp32, in the order of ``FACE_MAXIMA``; NaN where there is one.
-    """
+    """Measurements of a part of a face: int64 counts, float64 norms and fp32 maxima."""
 
     counts: Tensor
     norms: Tensor
@@ -136,12 +117,7 @@ class FaceNumbers(NamedTuple):
 
 
 def measure_face(part: Part, amax: Tensor) -> FaceNumbers:
-    """Return the numbers of a part of a face, all on its device: as few operations as they take.
-
-    Args:
-        part: What is measured.
-        amax: Largest magnitude of the whole matrix, NaN if it has one.
-    """
+    """Measure a part of a face on its device; ``amax`` is that of the whole matrix, NaN if it has one."""
     x, quantized, fmt = part.values, part.quantized, part.face.format
     magnitudes = x.abs()
     scales = _scales(part.face)
@@ -177,16 +153,14 @@ def face_sizes(part: Part) -> tuple[int, int]:
 
 
 def measure_product(left: Part, right: Part) -> Tensor:
-    """Return the numbers of a product ``left @ right.T``, float64, roots of ``PRODUCT_NORMS``: of what the
-    operands hold, against what they stand for.
-    """
+    """Measure ``left @ right.T`` with dequantized and original operands, float64."""
     exact = left.values.double() @ right.values.double().t()
     quantized = left.quantized.double() @ right.quantized.double().t()
     return torch.stack([_norm(exact), _norm(quantized), _norm(exact - quantized)])
 
 
 def _blocked(matrix: Tensor, block: tuple[int | None, int | None]) -> Tensor:
-    """Return a matrix by blocks, ``[blocks, rows, blocks, columns]``; partial ones are filled up with zeros."""
+    """View a matrix as ``[blocks, rows, blocks, columns]``, zero-padded."""
     rows, columns = (
         extent if b is None else b for extent, b in zip(matrix.shape, block, strict=True)
     )
@@ -202,7 +176,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _scales(face: Face) -> Tensor:
-    """Return what elements are multiplied with, fp32, a block each."""
+    """Return the fp32 scale of each block."""
     scale = face.scale
     if scale is None:
         return torch.ones(1, 1, device=face.qdata.device)
@@ -213,7 +187,7 @@ def _scales(face: Face) -> Tensor:
 
 
 def _half_step(fmt: Format) -> float:
-    """Return half the distance of the largest element from the one below it."""
+    """Return half the distance of the largest element from the next smaller one."""
     bits = _MANTISSA.get(fmt.element, 1) if fmt.element is not None else 23
     return float(2.0 ** (math.floor(math.log2(fmt.max)) - bits - 1))
 
@@ -221,14 +195,7 @@ def _half_step(fmt: Format) -> float:
 def face_statistics(
     counts: list[int], norms: list[float], maxima: list[float], sizes: tuple[int, int]
 ) -> dict[str, float]:
-    """Return what the numbers of a face come to, by ``NAMES``.
-
-    Args:
-        counts: Added up, as ``FACE_COUNTS``.
-        norms: Added up, as ``FACE_NORMS``.
-        maxima: As ``FACE_MAXIMA``; infinite where something is not finite.
-        sizes: Values and blocks that were measured.
-    """
+    """Return a face's statistics, by ``NAMES``, from summed counts, norms, maxima and sizes."""
     known = dict(zip(FACE_COUNTS, counts, strict=True))
     signal, noise = norms
     amax, high, low, smallest = maxima[0], maxima[1], -maxima[2], -maxima[3]
@@ -252,7 +219,7 @@ def face_statistics(
 
 
 def product_statistics(norms: list[float]) -> dict[str, float]:
-    """Return what the numbers of a product come to, by ``PRODUCT_NAMES``."""
+    """Return a product's statistics, by ``PRODUCT_NAMES``."""
     signal, quantized, noise = norms
     lengths = math.sqrt(signal) * math.sqrt(quantized)
     cosine = (signal + quantized - noise) / 2 / lengths if lengths else math.nan

@@ -28,15 +28,7 @@ GEMMS = {  # the operands of each product, as places in OPERANDS
 
 
 class Watched(NamedTuple):
-    """A layer that is watched.
-
-    Attributes:
-        name: Its name.
-        config: Its recipe.
-        number: Which of the layers it is.
-        place: Its place in the sums; those of its experts come behind it.
-        experts: How many it has; 0 if it is none of experts.
-    """
+    """A watched layer: its first place in the sums; its experts' places follow."""
 
     name: str
     config: HybridConfig
@@ -46,16 +38,12 @@ class Watched(NamedTuple):
 
     @property
     def places(self) -> slice:
-        """All its places."""
         return slice(self.place, self.place + 1 + self.experts)
 
 
 def watched_layers(model: torch.nn.Module) -> tuple[dict[int, Watched], torch.device]:
-    """Return the converted layers of a model by the state that stands for each, and their device.
-
-    Raises:
-        NotImplementedError: If they are on several, or FSDP2 offloads parameters.
-    """
+    """Return converted layers by state, and their device; raise NotImplementedError for several devices or
+    offloading."""
     found: dict[int, Watched] = {}
     devices: dict[torch.device, None] = {}
     place = 0
@@ -77,7 +65,7 @@ def watched_layers(model: torch.nn.Module) -> tuple[dict[int, Watched], torch.de
 
 
 def _check_device(name: str, weight: Tensor) -> None:
-    """Raise NotImplementedError for a parameter that is not where its products are computed."""
+    """Raise NotImplementedError for a parameter on another device than its products."""
     if isinstance(weight, DTensor) and weight.device_mesh.device_type != weight.device.type:
         raise NotImplementedError(
             f"watch: parameters on {weight.device_mesh.device_type}, where they are multiplied, are required, got "
@@ -86,7 +74,7 @@ def _check_device(name: str, weight: Tensor) -> None:
 
 
 class OfFace(NamedTuple):
-    """Where the numbers of one face are added up."""
+    """Sums of one face."""
 
     counts: Tensor
     norms: Tensor
@@ -94,21 +82,14 @@ class OfFace(NamedTuple):
 
 
 class OfPlace(NamedTuple):
-    """Where the numbers of one place are added up: of its faces, as ``OPERANDS``, and products."""
+    """Sums of one place: its faces (``OPERANDS``) and products."""
 
     faces: list[OfFace]
     products: dict[str, Tensor]
 
 
 class Numbers(NamedTuple):
-    """The numbers of all places.
-
-    Attributes:
-        counts: int64 ``[places, faces, FACE_COUNTS]``.
-        norms: float64 ``[places, faces, FACE_NORMS]``.
-        maxima: fp32 ``[places, faces, FACE_MAXIMA]``.
-        products: float64 ``[places, products, PRODUCT_NORMS]``.
-    """
+    """Sums of all places: counts, norms, maxima and products, ``[places, faces or products, ...]``."""
 
     counts: Tensor
     norms: Tensor
@@ -117,7 +98,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, places: int, device: torch.device) -> Numbers:
-        """Return the numbers of places, of which nothing is measured yet."""
+        """Return zeroed numbers of places."""
         faces, double = len(OPERANDS), torch.float64
         return cls(
             torch.zeros(places, faces, len(FACE_COUNTS), dtype=torch.int64, device=device),
@@ -129,23 +110,13 @@ class Numbers(NamedTuple):
         )
 
     def clear(self) -> None:
-        """Begin again."""
         for tensor in (self.counts, self.norms, self.products):
             tensor.zero_()
         self.maxima.fill_(-torch.inf)
 
 
 class Sums:
-    """The sums of one step.
-
-    Args:
-        layers: Those that are watched.
-        device: Where they are.
-
-    Attributes:
-        numbers: See ``Numbers``.
-        sizes: Values and blocks that were measured, by place and face.
-    """
+    """The sums of one step, with the numbers of values and blocks by place and face."""
 
     def __init__(self, layers: dict[int, Watched], device: torch.device) -> None:
         places = max((layer.places.stop for layer in layers.values()), default=0)
@@ -154,12 +125,11 @@ class Sums:
         self._places: dict[int, OfPlace] = {}
 
     def clear(self) -> None:
-        """Begin again."""
         self.numbers.clear()
         self.sizes.clear()
 
     def at(self, place: int) -> OfPlace:
-        """Return views of a place's numbers: taking them costs more than adding, and is done once."""
+        """Return cached views of a place's numbers."""
         known = self._places.get(place)
         if known is None:
             n = self.numbers
@@ -170,17 +140,15 @@ class Sums:
         return known
 
     def note_amaxes(self, place: int, face: int, amaxes: Tensor) -> None:
-        """Record the largest magnitudes of experts, whose first has ``place``."""
+        """Record the amaxes of experts, from ``place`` on."""
         known = self.numbers.maxima[place : place + len(amaxes), face, 0]
         torch.maximum(known, amaxes, out=known)
 
     def add_sizes(self, place: int, face: int, sizes: tuple[int, int]) -> None:
-        """Count values and blocks."""
         before = self.sizes.get((place, face), (0, 0))
         self.sizes[place, face] = before[0] + sizes[0], before[1] + sizes[1]
 
     def all_sizes(self) -> Tensor:
-        """Return values and blocks that were measured, int64 ``[places, faces, 2]``."""
         counts = self.numbers.counts
         sizes = torch.zeros(*counts.shape[:2], 2, dtype=torch.int64, device="cpu")
         if self.sizes:

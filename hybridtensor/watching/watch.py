@@ -40,13 +40,7 @@ Alarm = str | Callable[[str], object] | None
 
 
 class _Pending(NamedTuple):
-    """A sample that was measured, and is on its way to the host.
-
-    Attributes:
-        step: Of the sample.
-        measured: What was measured.
-        there: When it is on the host; None on a CPU.
-    """
+    """A measured sample being copied to the host; ``there`` is None on a CPU."""
 
     step: int
     measured: Measured
@@ -196,7 +190,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
             self._pack_losses()
 
     def _pack_losses(self) -> None:
-        """Put the losses that were noted into one tensor, where they are."""
+        """Stack the recorded losses on their device."""
         if self._losses:
             packed = torch.stack([value for _, value in self._losses])
             self._packed.append(([step for step, _ in self._losses], packed))
@@ -206,7 +200,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         self.step()
 
     def _arm(self) -> None:
-        """Have the next step measured, if it is one of those."""
+        """Measure the next step, if it is due."""
         sampler = self._sampler
         if sampler is None or self.steps % self.every:
             return
@@ -219,7 +213,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
     # -- samples
 
     def _take(self) -> None:
-        """Add up what ranks have measured, and send it to the host."""
+        """Reduce the measurements over ranks, and copy them to the host."""
         sampler = self._sampler
         if sampler is None:
             return
@@ -240,7 +234,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         self._pending.append(_Pending(self.steps, measured, there))
 
     def _flush(self, pending: list[_Pending]) -> None:
-        """Read samples that are on their way; give them to the sinks, and look for what alarms."""
+        """Read copied samples, pass them to sinks, and check alarms."""
         for one in pending:
             if one.there is not None:
                 one.there.synchronize()  # of a step ago
@@ -251,7 +245,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
             self._tell(sample)
 
     def _tell(self, sample: Sample) -> None:
-        """Sound the alarm, if a face of a sample is not finite or saturated."""
+        """Raise the alarm if a face of a sample is not finite or saturated."""
         if self._alarm is None:
             return
         bad = {(row.layer, row.operand): row for row in sample.faces if self._is_bad(row)}
@@ -297,7 +291,6 @@ class watch(Printed):  # noqa: N801  (used as a function)
         return Recording(self.every, recipes, machine(), tuple(self._read), self.samples)
 
     def __rich__(self) -> Table:
-        """Render the last sample, the noisiest faces first; losses stay where they are."""
         return Recording(self.every, {}, {}, (), self.samples).__rich__()
 
     def show(self) -> None:

@@ -47,7 +47,7 @@ FUNCTIONAL = [
 
 
 def refuse_products(table: OpTable, *funcs: Func) -> None:
-    """Have products raise that come from below autograd: there, one of a layer's three would be quantized."""
+    """Raise for products below autograd, where only one of a layer's three would be quantized."""
 
     @table.register(*funcs)
     def _refuse(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
@@ -59,7 +59,7 @@ def refuse_products(table: OpTable, *funcs: Func) -> None:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a new wrapper object over the same plain tensors, all the way down."""
+    """Return a new wrapper object over the same plain tensors, recursively."""
     if not isinstance(tensor, WrapperTensor):
         return tensor
     return tensor.map_inner(alias).alias_of(tensor)
@@ -73,15 +73,13 @@ Select = Callable[[W, int], Tensor]
 
 
 def bound(args: Args, kwargs: Kwargs, *names_and_defaults: tuple[str, object]) -> list[Any]:
-    """Return the operands after the first, by position or name, with defaults for those not given."""
+    """Return the operands after the first, with defaults."""
     given = dict(zip((name for name, _ in names_and_defaults), args[1:], strict=False)) | kwargs
     return [given.get(name, default) for name, default in names_and_defaults]
 
 
 def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
-    """Normalize the operands of ``aten.slice``: ``(dim, start, stop, step)``, in range and not
-    negative.
-    """
+    """Normalize the operands of ``aten.slice`` to ``(dim, start, stop, step)``, in range."""
     dim, start, stop, step = bound(
         args, kwargs, ("dim", 0), ("start", None), ("end", None), ("step", 1)
     )
@@ -94,9 +92,7 @@ def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
 
 
 def register_common(table: OpTable, slice_: SliceAlong[W], select: Select[W]) -> None:
-    """Register aliasing, no-op views, slicing, selecting, transposing, comparison of sizes and plain
-    ``*_like``.
-    """
+    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain ``*_like``."""
     table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)(_alias)
     table.register(aten.as_strided.default)(_as_strided)
     table.register(aten.is_same_size.default)(_is_same_size)
@@ -128,7 +124,7 @@ def _is_same_size(func: Func, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Give a plain tensor: optimizer state must never be quantized by accident."""
+    """Return a plain tensor: optimizer state must never be quantized by accident."""
     x = args[0]
     kwargs = {
         "dtype": x.dtype,
@@ -188,11 +184,7 @@ def _register_selecting(table: OpTable, select: Select[W]) -> None:
 
 
 def _require_stack(x: Tensor, dim: int) -> int:
-    """Return how many matrices a stack has that is taken apart along ``dim``.
-
-    Raises:
-        NotImplementedError: If it is no stack, or not taken apart into its matrices.
-    """
+    """Return the number of matrices of a stack cut along ``dim``; raise NotImplementedError for anything else."""
     if dim % x.dim() or not getattr(x, "is_stack", False):
         raise NotImplementedError(
             f"select: only the matrices of a stack can be selected, got dimension {dim} of {x!r}; "
@@ -202,7 +194,7 @@ def _require_stack(x: Tensor, dim: int) -> int:
 
 
 def _register_transposing(table: OpTable) -> None:
-    """Reduce every spelling of a transposition to the class's own ``t``."""
+    """Register every transposing operator as the class's ``t``."""
 
     @table.register(aten.transpose.int)
     def _transpose(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -225,12 +217,8 @@ def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
 
 
 def to_copy_options(x: Tensor, kwargs: Kwargs) -> tuple[torch.dtype, Kwargs]:
-    """Split the operands of ``aten._to_copy`` into the new nominal dtype and what the inner tensors
-    get.
-
-    Raises:
-        TypeError: If the dtype is not a floating-point dtype.
-    """
+    """Return the new nominal dtype and the other operands of ``aten._to_copy``; raise TypeError for an integer
+    dtype."""
     dtype = kwargs.get("dtype") or x.dtype
     if not dtype.is_floating_point:
         raise TypeError(
@@ -245,7 +233,7 @@ def to_copy_options(x: Tensor, kwargs: Kwargs) -> tuple[torch.dtype, Kwargs]:
 
 
 def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...] | None:
-    """Return the strides of a copy: this tensor's own, or contiguous where that is asked for."""
+    """Return the strides of a copy: this tensor's, or contiguous if requested."""
     if memory_format in (None, torch.preserve_format):
         return tuple(x.stride())
     if memory_format == torch.contiguous_format:
@@ -256,13 +244,7 @@ def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tupl
 
 
 def assignable(weight: InterceptingTensor, value: object) -> Tensor:
-    """Return the plain values of what ``weight.data`` is assigned; those of a weight of ours are in
-    its memory.
-
-    Raises:
-        TypeError: If it is no floating-point tensor on one device.
-        RuntimeError: If FSDP2 manages the memory of the weight, or a CUDA graph is being captured.
-    """
+    """Return the plain values assigned to ``weight.data``; raise if FSDP2 or a CUDA graph prevents the assignment."""
     who = f"{type(weight).__name__}.data"
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__

@@ -28,13 +28,13 @@ T = TypeVar("T", bound=Tensor)
 
 
 class _OnTensor(Protocol):
-    """An operator whose result is of its operand's class."""
+    """An operator whose result has its operand's class."""
 
     def __call__(self, tensor: T, /) -> T: ...
 
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
-    """Slice the faces, and what the weight was made from: shards begin from it."""
+    """Slice the faces and the high-precision original, from which shards are made."""
     return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
 
 
@@ -68,7 +68,7 @@ refuse_products(table, *PRODUCTS)
 
 @table.register(aten.t.default)
 def _t(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
-    """Transpose: the columnwise face becomes the rowwise one, and the other way round."""
+    """Transpose by swapping the faces."""
     turn: _OnTensor = aten.t.default if args[0].dim() < 3 else _turned
     row, column = (
         None if face is None else turn(face) for face in (args[0].rowwise, args[0].columnwise)
@@ -79,7 +79,6 @@ def _t(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
 
 
 def _turned(tensor: T) -> T:
-    """Return each matrix of a stack transposed."""
     return tensor.transpose(-2, -1)  # type: ignore[return-value]
 
 
@@ -122,7 +121,7 @@ def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
 
 @table.register(aten.copy_.default)
 def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Dequantize into a plain tensor; copy bytes between equal faces; quantize anything else again."""
+    """Dequantize into a plain tensor, copy bytes between equal formats, and quantize anything else."""
     dst: Tensor = args[0]
     src = args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
@@ -145,7 +144,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _same_kind(dst: HybridTensor, src: HybridTensor) -> bool:
-    """Whether ``src`` has every face of ``dst``, in its format, so that bytes can be copied."""
+    """Return whether ``src`` has every face of ``dst`` in its format."""
     for name in dst.inner_names:
         mine, theirs = getattr(dst, name), getattr(src, name)
         if mine is not None and (theirs is None or _kind(mine) != _kind(theirs)):
@@ -159,11 +158,7 @@ def _kind(face: Tensor) -> tuple[object, ...]:
 
 
 def requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
-    """Quantize new high-precision values into a persistent weight, and return the weight.
-
-    Raises:
-        NotImplementedError: If the tensor has no recipe.
-    """
+    """Quantize values into a persistent weight and return it; raise NotImplementedError without a recipe."""
     if dst.config is None:
         raise NotImplementedError(
             f"in-place write: {dst!r} has no recipe to quantize the new values with; "
@@ -175,7 +170,7 @@ def requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
 
 @table.register(aten.set_data.default)
 def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Take other faces, as ``weight.data = values`` takes other memory; the master follows."""
+    """Assign ``weight.data``: new faces; the master is updated."""
     weight, value = args
     if weight.config is None:
         raise NotImplementedError(
@@ -190,13 +185,13 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 
 def known_values(weight: HybridTensor) -> Tensor | None:
-    """Return the high-precision values of a weight, in memory that may change; or None."""
+    """Return a weight's high-precision values, maybe aliased; or None."""
     current = None if weight.record.values is None else weight.high_precision.current
     return None if current is None else weight.taken(current)
 
 
 def present_values(weight: HybridTensor, who: str) -> Tensor:
-    """Return a copy of the best values that there are of a weight which is about to change."""
+    """Copy the highest-precision values available of a weight that is about to change."""
     known = known_values(weight)
     if known is not None:
         return known.clone()

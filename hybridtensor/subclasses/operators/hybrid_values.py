@@ -25,11 +25,8 @@ table = HybridTensor.ops
 
 @table.register_others
 def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Run on the high-precision values, then quantize what the schema says is written.
-
-    Those of a frozen weight are what its faces hold. A trainable weight needs better ones: in its faces, small changes
-    would be lost.
-    """
+    """Run in high precision, then quantize what the schema mutates; a trainable weight needs a master for small
+    updates."""
     weights: dict[int, tuple[HybridTensor, Tensor]] = {}
 
     def values(item: Tensor) -> Tensor:
@@ -69,12 +66,8 @@ READS_OF_WEIGHTS = [op for op in READS if op not in table and op not in _JOINS]
 
 @table.register(*READS_OF_WEIGHTS)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Give plain values of a weight's ``data``, as merging and initializing adapters and averaging read it: in
-    high precision where they are known, as in-place operators take them.
-
-    A parameter itself raises: a model that computes with it would do so in high precision without a
-    word.
-    """
+    """Return plain values of a weight's ``data``, for adapters and averaging; raise for a parameter, which models
+    compute with."""
 
     def values(item: object) -> object:
         if isinstance(item, (list, tuple)):
@@ -102,7 +95,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 @table.register(*FUNCTIONAL)
 def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Communicate the best values that there are, as ``full_tensor()`` does, whose result is plain."""
+    """All-gather the highest-precision values available, as ``full_tensor()`` does."""
 
     def values(item: object) -> object:
         if isinstance(item, (list, tuple)):
@@ -128,22 +121,20 @@ def _refuse_values(weight: HybridTensor, func: Func) -> NoReturn:
 
 
 def _wait(work: torch.ScriptObject) -> None:
-    """Wait for a collective; there is nothing to wait for where NCCL orders it on the stream."""
+    """Wait for a collective, unless NCCL orders it on the stream."""
     unboxed = torch.distributed.Work.unbox(work)
     if unboxed is not None:
         unboxed.wait()
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return a copy that collectives take: contiguous, which scales that lie block by block are not,
-    and bytes where backends know no FP8.
-    """
+    """Return a contiguous copy for collectives, as bytes where backends lack FP8."""
     own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
     return own.clone(memory_format=torch.contiguous_format)
 
 
 def _receive(tensor: Tensor, sent: Tensor) -> bool:
-    """Write what ``_sendable`` gave, and a collective filled; return whether it is another."""
+    """Copy a received ``_sendable`` tensor back; return whether it differs."""
     own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
     changed = not torch.equal(own, sent)
     own.copy_(sent)
@@ -151,7 +142,7 @@ def _receive(tensor: Tensor, sent: Tensor) -> bool:
 
 
 def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Send the bytes of the faces, so that all ranks have the same."""
+    """Broadcast the bytes of the faces."""
     (weight,), *others = args
     out, changed = None, False
     for tensor in flatten(weight)[0]:
@@ -166,7 +157,7 @@ def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Send each rank the bytes of its part, and the values in high precision that go with them."""
+    """Scatter the bytes of each rank's part, and its high-precision values."""
     (part,), given, *others = args
     original = part.original
     out = None
@@ -191,7 +182,7 @@ def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 def _allreduce_(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Reduce values in high precision, then quantize."""
+    """All-reduce in high precision, then quantize."""
     weights, *others = args
     values = [
         present_values(t, "allreduce_") if isinstance(t, HybridTensor) else t for t in weights

@@ -59,7 +59,7 @@ FUNCTIONAL_WRITES = [
 
 
 def _unwrap(value: object) -> object:
-    """Replace master weights by their plain tensors, in lists, and lists of them, too."""
+    """Replace master weights by their plain tensors, also in nested lists."""
     if isinstance(value, MasterWeight):
         return value.plain
     if isinstance(value, (list, tuple)):
@@ -91,7 +91,7 @@ def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 @table.register(aten.set_data.default)
 def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Take other memory, as ``weight.data = values`` does with plain tensors."""
+    """Assign ``weight.data`` as for plain tensors."""
     weight, value = args
     values = assignable(weight, value)
     if values is weight.plain:
@@ -102,7 +102,7 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 @table.register(*WRITES, *FUNCTIONAL_WRITES)
 def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Run in place and note the write on every master weight that the schema says is written."""
+    """Run in place and record the write on every master weight that the schema mutates."""
     _run(func, args, kwargs)
     written = list(written_by(func, args, kwargs))
     note_writes([weight for weight in written if isinstance(weight, MasterWeight)])
@@ -111,7 +111,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 @table.register_others
 def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Run on the plain tensors, as optimizers of other libraries step weights, and note the writes."""
+    """Run other libraries' operators on the plain tensors, and record the writes."""
     out = _run(func, args, kwargs)
     note_writes(list(_weights(list(written_by(func, args, kwargs)))))
     weights = {id(weight.plain): weight for weight in _weights((*args, *kwargs.values()))}
@@ -120,9 +120,7 @@ def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 @table.register(*COLLECTIVES)
 def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Communicate the plain tensors. Schemas of collectives are silent about what they write: it
-    may be any argument.
-    """
+    """Run a collective on the plain tensors; schemas of collectives do not declare what they mutate."""
     out = _run(func, args, kwargs)
     note_writes(list(_weights((*args, *kwargs.values()))))
     if func is _SCATTER:
@@ -135,7 +133,7 @@ _SCATTER = torch.ops.c10d.scatter_.default if torch.distributed.is_available() e
 
 
 def _check_part(part: MasterWeight) -> None:
-    """Raise ValueError if a rank's part of a layer cannot be cut into the blocks of its formats."""
+    """Raise ValueError if a rank's part of a layer cuts blocks of its formats."""
     name = "" if part.state is None else part.state.name
     *_, rows, columns = part.shape
     part.config.check_sizes(
@@ -144,7 +142,7 @@ def _check_part(part: MasterWeight) -> None:
 
 
 def _wait(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Wait for what a functional collective writes in place."""
+    """Wait for an in-place functional collective."""
     _run(func, args, kwargs)
     x: MasterWeight = args[0]
     x.note_write()
@@ -156,7 +154,7 @@ if torch.distributed.is_available():
 
 
 def _weights(value: object) -> Iterator[MasterWeight]:
-    """Yield the master weights in an argument, in lists too."""
+    """Yield the master weights in an argument, also in lists."""
     if isinstance(value, MasterWeight):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -24,19 +24,8 @@ def multiply(
     gemm: str = "mm",
     fast_accum: bool = False,
 ) -> Tensor:
-    """Return ``left @ right + bias`` of two faces, ``[M, K] @ [K, N]``, in the nominal dtype.
-
-    Args:
-        left: Rowwise face, identity face or plain tensor, ``[M, K]``.
-        right: Columnwise face, identity face or plain tensor, ``[K, N]``.
-        bias: ``[N]`` or None.
-        gemm: Name of the product, for errors.
-        fast_accum: See ``ops.scaled_mm``.
-
-    Raises:
-        ValueError: If a face runs along the wrong axis, or shapes, dtypes, devices or formats do
-            not go together.
-    """
+    """Return ``left @ right + bias``, ``[M, K] @ [K, N]`` in the nominal dtype; raise ValueError for operands that
+    do not match."""
     if left.dtype != right.dtype:
         raise ValueError(
             f"{gemm}: operands of one dtype are required, got {left.dtype} and {right.dtype}; cast one"
@@ -46,14 +35,7 @@ def multiply(
 
 
 def operand_face(face: FaceTensor | Tensor, side: str, axis: int, gemm: str) -> ops.Face:
-    """Return the matrix ``[other, contraction]`` of an operand, with its scales and format.
-
-    Args:
-        face: A matrix: a face, or plain values.
-        side: What it is, for errors.
-        axis: -1 for a rowwise operand, 0 for a columnwise one.
-        gemm: Name of the product, for errors.
-    """
+    """Return an operand as a matrix ``[other, contraction]``; ``axis`` -1 is rowwise, 0 columnwise."""
     if isinstance(face, IdentityTensor):
         face = face.dequantize()
     if face.dim() != 2:
@@ -76,7 +58,7 @@ def operand_face(face: FaceTensor | Tensor, side: str, axis: int, gemm: str) -> 
 
 
 def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> FaceTensor | Tensor:
-    """Return the face of ``tensor`` in ``direction``; a leaf or plain tensor is its own."""
+    """Return the face of a ``HybridTensor`` in ``direction``; any other tensor unchanged."""
     if isinstance(tensor, HybridTensor):
         return tensor.require_face(direction, name=name, gemm=gemm)
     return tensor
@@ -85,14 +67,8 @@ def take_face(tensor: Tensor, direction: str, *, name: str, gemm: str) -> FaceTe
 def require_reader(
     who: str, tensor: HybridTensor, weight: InterceptingTensor | None = None
 ) -> None:
-    """Raise ValueError where something reads a tensor that was quantized for other layers, or by what was
-    their recipe.
-
-    Args:
-        who: Begins the message.
-        tensor: What it reads.
-        weight: The layer's weight, None of what is no layer of ``quantize_``.
-    """
+    """Raise ValueError if a quantized input is read by another layer, or with another recipe, than it was quantized
+    for."""
     readers = tensor.record.readers
     if readers is None:
         return
@@ -109,12 +85,8 @@ def require_reader(
 
 
 def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm") -> Tensor:
-    """Apply the rule to any mix of hybrid, leaf, identity and plain matrices.
-
-    Raises:
-        NotImplementedError: If one is a layer's weight, and gradients may be wanted: they would not
-            be the recipe's.
-    """
+    """Multiply any mix of tensor classes; raise NotImplementedError for a layer's weight where gradients may be
+    needed."""
     hybrids = [t for t in (left, right) if isinstance(t, HybridTensor)]
     for tensor in hybrids:
         require_reader(gemm, tensor)
@@ -149,7 +121,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Handle the undecomposed ``aten.linear`` of inference mode."""
+    """Handle ``aten.linear``, which inference mode does not decompose."""
     x, weight = args[:2]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     out = mm(x.view(-1, x.shape[-1]) if x.dim() != 2 else x, weight.t(), bias, "linear")
@@ -157,7 +129,6 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def register_matmul(table: OpTable) -> None:
-    """Add the matrix products to ``table``."""
     table.register(aten.mm.default)(_mm)
     table.register(aten.addmm.default)(_addmm)
     table.register(aten.linear.default)(_linear)

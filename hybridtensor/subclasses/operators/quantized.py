@@ -28,7 +28,7 @@ table = QuantizedTensor.ops
 def _slice_scale(
     scale: Tensor, block: int | None, axis: int, start: int, stop: int, step: int, extent: int
 ) -> Tensor:
-    """Return the scales of a slice of one axis; raises where the slice cuts a block."""
+    """Return the scales of a slice of one axis; raise if it cuts a block."""
     if block is None:
         return scale
     if block == 1:
@@ -49,7 +49,7 @@ def _require_whole(block: int, start: int, stop: int, step: int, extent: int) ->
 
 
 def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> QuantizedTensor:
-    """Slice a logical dimension: the last one, or the first (whole groups of rows)."""
+    """Slice the last dimension, or whole groups of rows of the first."""
     size = list(x.shape)
     size[dim] = len(range(start, stop, step))
     if x.is_stack and dim == 0:
@@ -124,7 +124,7 @@ def _t(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 @table.register(aten.view.default, aten._unsafe_view.default)
 def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Regroup leading dimensions, flatten, or undo that; the scale groups stay where they are."""
+    """Regroup or flatten leading dimensions; scale groups are unchanged."""
     x: QuantizedTensor = args[0]
     size = tuple(infer_size(args[1], x.numel()))
     if size == tuple(x.shape):
@@ -155,7 +155,7 @@ def _clone(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 @table.register(aten._to_copy.default)
 def _to_copy(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """Copy the bytes; a new dtype changes only what ``dequantize`` gives."""
+    """Copy the bytes; a new dtype only changes the nominal one."""
     x: QuantizedTensor = args[0]
     dtype, options = to_copy_options(x, kwargs)
     stride = to_copy_stride(x, kwargs.get("memory_format"))
@@ -182,7 +182,7 @@ def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
 
 @table.register(aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
 def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """Make a face of the same format and another size; zeros have scale 1."""
+    """Allocate a face of the same format; zeros have scale 1."""
     x: QuantizedTensor = args[0]
     size = tuple(x.shape if func is aten.empty_like.default else args[1])
     dtype, options = to_copy_options(x, kwargs)
@@ -229,12 +229,8 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool = False) -> None:
-    """Overwrite the payload of ``dst`` with that of ``src``.
-
-    Raises:
-        ValueError: If formats, axes or shapes differ, or if ``dst`` is a slice through a scale
-            group whose scale would change under the part outside the slice.
-    """
+    """Overwrite ``dst`` with ``src``; raise ValueError if formats or shapes differ, or a shared scale group would
+    change."""
     mine, theirs = (
         (dst.format, dst.axis, dst.matrix_shape),
         (src.format, src.axis, src.matrix_shape),
@@ -254,7 +250,7 @@ def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool
 
 
 def _shared_scales_equal(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Whether the scales that a slice shares with what it was cut from are the same in ``src``."""
+    """Return whether the scales that a slice shares with its base are equal in ``src``."""
     pairs = [(dst.scale, src.scale)] if None in dst.format.block else []
     if dst.tensor_scale is not None and src.tensor_scale is not None:
         pairs.append((dst.tensor_scale, src.tensor_scale))
@@ -263,7 +259,7 @@ def _shared_scales_equal(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
 
 @table.register(aten.equal.default)
 def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    """Compare payloads bit for bit."""
+    """Compare faces bit for bit."""
     a, b = args
     if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor):
         raise TypeError(
@@ -279,7 +275,5 @@ def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes in logical order; one column counts as contiguous whatever its strides, and
-    has no bytes.
-    """
+    """Return the bytes in logical order; a one-column matrix counts as contiguous, but its bytes have no view."""
     return tensor.contiguous().view(-1).view(torch.uint8)
