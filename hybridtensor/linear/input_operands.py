@@ -210,6 +210,8 @@ def _reading_by_state(
 def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Context) -> bool:
     """Return whether backward saves an input anyway; in eager code never under saved-tensor hooks, which would pack
     it twice."""
+    # In a graph nothing writes the state before backward (torch raises), so that scales in it are still those of
+    # forward.
     traced = not context.direct and is_traced()
     node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
     if node is None or config.keep_faces == "always":

@@ -67,6 +67,7 @@ class _Scope:
     def read(self, input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
         """Return the ``Reading`` of an input in this forward, or a new one; views of the same elements are the same
         input."""
+        # DTensors give each layer another view of the same elements.
         stream = (
             torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
         )  # orders the cast
@@ -215,6 +216,7 @@ def _mark(groups: Groups) -> tuple[object, ...]:
 def _of_graph(input: Tensor, how: tuple[object, ...]) -> Reading:
     """Return the ``Reading`` of an input that layers share in the graph that is traced. A compiler takes equal casts
     for one only where it cuts a graph into forward and backward, and not those that wait for different gradients."""
+    # Dynamo runs this on example tensors before a graph exists, and would keep them alive.
     owner = _owner(input)
     node = node_of(owner)
     if node is None:

@@ -22,6 +22,7 @@ _PIPELINING = "torch.distributed.pipelining._backward"
 def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
     """Return the gradients that this backward computes; raise NotImplementedError if torch could not run a second
     part."""
+    # ``ctx.needs_input_grad`` is the same in both parts of a backward. A graph has one part only.
     asked = list(needs)
     for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
         if asked[index] and node is not None:

@@ -21,6 +21,9 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return ``a @ b.T + bias``, rounded once to ``out_dtype``."""
+    # Power-of-two block scales, and E4M3 over E2M1 elements, are multiplied into the elements, exactly in bf16. FP32
+    # block scales do not fit into bf16 and multiply partial sums; all coarser scales multiply the whole sum.
     dtype = torch.bfloat16
     if a.scale is None or b.scale is None:
         dtype = (a if a.scale is None else b).qdata.dtype
@@ -93,6 +96,7 @@ def block_factor(face: Face, start: int, stop: int) -> Tensor | None:
 
 def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """Return the product of both factors, saturated: Inf times a sum of zero would be NaN."""
+    # Multiplied with each other first, because one factor may be huge and the other tiny.
     if left is None or right is None:
         return left if right is None else right.t()
     return (left * right.t()).clamp(max=_FP32_MAX)

@@ -47,6 +47,7 @@ def count_flops(operator: object, formula: Callable[..., object]) -> None:
 
 def _torch_counter() -> ModuleType:
     """Import torch's counter, which copies the formulas; silence its message about Triton."""
+    # Imported without Triton, the module prints that it does not count Triton kernels.
     logger = logging.getLogger("torch.utils.flop_counter")
     before, logger.disabled = logger.disabled, True
     try:

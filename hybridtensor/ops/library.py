@@ -70,6 +70,8 @@ def implementation(name: str, device_type: str) -> Callable[..., Any]:
 
 def _lower_in_inductor(name: str) -> None:
     """Register an operator's Inductor lowering if Inductor is imported already, without importing it."""
+    # Whoever compiles with Inductor has imported it before the first operator is traced; importing it here would make
+    # everyone else wait.
     if "torch._inductor.lowering" in sys.modules:
         importlib.import_module("hybridtensor.ops.inductor").register(name)
 

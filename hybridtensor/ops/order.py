@@ -38,6 +38,8 @@ def after(x: Tensor, other: Tensor) -> Tensor:
 def can_make_again(x: Tensor) -> bool:
     """Return whether ``make_again`` has an effect: tracing, outside of checkpointed regions, of one cheap operation
     without buffers."""
+    # A checkpointed region is recomputed as its policy says. A buffer may be written in the graph: what reads it would
+    # be recomputed from the new contents.
     node = _producer(x)
     return node is not None and _is_cheap(node) and not is_in_region(x) and not _reads_state(node)
 
@@ -58,6 +60,7 @@ def is_in_region(x: Tensor) -> bool:
 
 def node_of(x: Tensor) -> fx.Node | None:
     """Return the node of ``x`` in the traced graph, or None; drives private functional tensors of AOTAutograd."""
+    # Private in torch: AOTAutograd runs operations on functional tensors, which wrap those that its tracer knows.
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 

@@ -264,6 +264,7 @@ def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
 def _can_be_as_many(left: int, left_step: int, right: int, right_step: int) -> bool:
     """Return whether one contraction can be stored as ``left`` and ``right`` entries; comparisons add no graph
     guards."""
+    # Both comparisons are true for all valid sizes, so that guards on them never cause another graph.
     return left < right + left_step and right < left + right_step
 
 
@@ -276,6 +277,7 @@ def matrix_product(
     fast_accum: bool = False,
 ) -> Tensor:
     """Return ``left @ right.T + bias``: a plain product in high precision, otherwise ``scaled_mm``."""
+    # A dequantized rowwise face is materialized here, for this product only.
     return _multiply_dequantized(left, right, bias, out_dtype, fast_accum)
 
 

@@ -88,6 +88,9 @@ class Context(NamedTuple):
 
     def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
         """Return key and step of random rounding, int64 ``[2]``, and the index of the first of ``rows``."""
+        # The ranks of a data-parallel group hold the rows of one batch in order, equally many each. Tensor-parallel
+        # parts of rows draw as if they were concatenated. Without a layer, key and step are drawn from torch's
+        # generator.
         if self.state is None:
             return torch.randint(2**63 - 1, (2,), device=device), 0
         if self.state.rounding is None:

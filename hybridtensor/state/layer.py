@@ -157,6 +157,8 @@ class LayerState(nn.Module):
     @property
     def lineage(self) -> object | None:
         """Identifier of the input scales' history: layers with equal ones have equal scales; None if unknown."""
+        # None if a compiled graph records amaxes of this layer, or something other than ``step_`` wrote the scales:
+        # DistributedDataParallel broadcasts buffers in each forward by default.
         if self.replayed:
             return None
         buffers, lineage = self._buffers, self.__dict__["_lineage"]
@@ -305,6 +307,8 @@ class LayerState(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this module, but nothing to ``distribute_module``, which would shard the buffers as if it were a
         layer."""
+        # distribute_module shards a layer by visiting all its modules: it would need a weight here, and turn the
+        # buffers into DTensors.
         walker = sys._getframe(1).f_back  # which asks the layer's generator, which asks this one
         if walker is None or walker.f_code.co_name != "distribute_module":
             yield from super().named_modules(memo, prefix, remove_duplicate)

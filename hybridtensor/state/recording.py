@@ -61,6 +61,7 @@ def require_recorded(states: Sequence[LayerState]) -> None:
 
 def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tensor) -> None:
     """Raise RuntimeError for amaxes that are not finite; on a GPU in a later step, without synchronizing."""
+    # A step captured in a CUDA graph never raises.
     if is_captured():
         return
     pending = training_of(model).flags

@@ -14,6 +14,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictio
 
 def pipeline_size(model: nn.Module) -> int | None:
     """Return the size of the pipeline whose stage a model is, or None, looked up at the first step."""
+    # No module knows that a ``PipelineStage`` runs it, so that this is looked up from torch's side.
     if _PIPELINING not in sys.modules:
         return None
     if model not in _known:

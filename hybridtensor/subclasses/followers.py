@@ -14,6 +14,7 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 def followers(weight: HybridTensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return pairs of tensors by name to copy after loading ``faces``: a columnwise face copied from the rowwise
     data."""
+    # Usually empty: a columnwise face dequantized from the rowwise data shares its memory, unless it was copied.
     faces = _following(weight)
     if faces is None:
         return {}

@@ -209,6 +209,8 @@ class InterceptingTensor(WrapperTensor):
     def parameter_of(cls, data: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return ``type(parameter)(data, requires_grad=...)``, as Accelerate calls it; raise TypeError for a plain
         stack."""
+        # A plain matrix may become a plain parameter: its layer applies the recipe to any tensor at ``weight``. Of
+        # experts nothing else knows the recipe.
         if not isinstance(data, InterceptingTensor) and data.dim() != 2:
             raise TypeError(
                 f"{cls.__name__}: a weight with a recipe is required to make a parameter of {list(data.shape)}, got a "

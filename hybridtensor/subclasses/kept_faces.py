@@ -172,6 +172,8 @@ class KeptFaces:
 
     def end_backward(self, policy: str) -> None:
         """Let go of what a backward has used and nothing will use again."""
+        # A step of several microbatches ends when as many backwards have run as forwards before the last write, if this
+        # step has no more forwards than that one.
         self._backwards += 1
         self.awaits_column = False
         forwards, last = self._forwards, self._last_forwards

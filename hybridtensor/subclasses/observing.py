@@ -36,6 +36,8 @@ observers: list[Observer] = []
 def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: bool) -> Context:
     """Return the context of a tensor whose faces only products read, and may be dequantized; not if observed or
     grouped."""
+    # Observers and grouped products need elements; in other dtypes a product with one high-precision operand would
+    # round the dequantized values.
     return context.with_values(values_of_products(context, dtype, row=row, column=column))
 
 

@@ -20,6 +20,8 @@ H = TypeVar("H", bound=Handler)
 class OpTable:
     """Handlers ``(func, args, kwargs) -> result`` by exact operator."""
 
+    # A missing operator raises: one that a class has not considered must not dequantize silently.
+
     def __init__(self, owner: str, advice: str) -> None:
         self._owner = owner
         self._advice = advice

@@ -103,6 +103,7 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     def _count_graph_writes(self, version: int) -> None:
         """Count writes of compiled graphs: they increment torch's version of this object."""
+        # Views and ``detach()`` share torch's version counter with their base; ``data`` starts one at 0.
         if version != self._seen:
             self._seen = version
             if version:

@@ -207,6 +207,7 @@ def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
 
 def note_overwritten(dst: HybridTensor) -> None:
     """Increment autograd's version counters of the faces, which operators below ``__torch_dispatch__`` do not."""
+    # Backward then raises for whoever saved the faces, as for any tensor that is written in place.
     plain = [tensor for tensor in flatten(dst)[0] if not tensor.is_inference()]
     increment_version(plain)
 

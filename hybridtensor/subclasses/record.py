@@ -151,6 +151,8 @@ class WeightRecord:
 
     def hand_out(self, plain: Tensor) -> Tensor:
         """Return an alias of ``plain`` for someone who may write it in ways that nothing counts."""
+        # A tensor object of its own: whatever is made from it (``.data``, numpy, DLPack) keeps it alive, which
+        # ``is_shared`` detects.
         self.changes += 1
         self.written_on = None
         return plain.detach()
@@ -166,6 +168,8 @@ class WeightRecord:
 
     def count_others(self, plain: Tensor, version: int) -> None:
         """Count what others wrote, or may have written, since the last use of ``plain``."""
+        # Besides torch's count, each use while an alias exists counts as a write, and one more use after it: its holder
+        # may have written in between.
         holders = self._holders
         holder = holders[id(plain)]
         if holder.version != version:

@@ -151,6 +151,8 @@ class WrapperTensor(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Return a stable hash for torch.compile's caches: of metadata and this package's sources, not of values."""
+        # The sources are part of it because compiled graphs, which contain traces of them, stay on disk across
+        # upgrades.
         names, (metadata, meaning) = self.__tensor_flatten__()
         inner = [_stable_hash(getattr(self, name)) for name in names]
         values = [_stable_hash(value) for value in (*metadata, meaning)]

@@ -327,6 +327,7 @@ def _plan(
 
 def _move_into_place(folder: Path, target: Path) -> None:
     """Rename a finished folder; a former one of that name is moved to a hidden name first and removed afterwards."""
+    # Order matters: between the two renames the step is its hidden folder, which ``steps`` finds after a crash.
     replaced = None
     if target.exists():
         replaced = replaced_path(target)

@@ -73,6 +73,8 @@ class Gather:
 class WeightGroup:
     """The converted weights that FSDP2 gathers together, from gather to gather."""
 
+    # FSDP2 calls the first hook of each weight in order: the first call prepares the payload of all.
+
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
         self.shards: list[Shard] = []

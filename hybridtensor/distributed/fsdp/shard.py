@@ -194,6 +194,7 @@ class Shard:
     def forward_face(self) -> Face | None:
         """Return the rowwise face of the local shard as the next forward gathers it, recording nothing; None in high
         precision."""
+        # All ranks call this for the same weights in the same order.
         tensor: Any = self.sharded.tensor
         if not self.sharded.before_backward or not self.has_recipe:
             self.adopt(tensor.recipe)

@@ -27,6 +27,7 @@ table = HybridTensor.ops
 def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in high precision, then quantize what the schema mutates; a trainable weight needs a master for small
     updates."""
+    # A frozen weight's values are its dequantized faces. In those of a trainable weight small changes would be lost.
     weights: dict[int, tuple[HybridTensor, Tensor]] = {}
 
     def values(item: Tensor) -> Tensor:
