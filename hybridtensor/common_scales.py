@@ -34,9 +34,7 @@ def common_scales(plan: Plan, groups: Iterable[Siblings]) -> dict[nn.Module, Com
             scale = CommonScale(layer.module for layer, _ in siblings)
             for layer, _ in siblings:
                 if layer.module in found:
-                    raise ValueError(
-                        f"{_WHO}: one common scale per layer is required, got two for {layer.name}"
-                    )
+                    raise ValueError(f"{_WHO}: layer {layer.name} is in two groups; name it in one")
                 found[layer.module] = scale
     return found
 
@@ -96,8 +94,8 @@ def check_alike(siblings: Plan) -> None:
     for layer, other in siblings:
         if layer.is_stack:
             raise ValueError(
-                f"{_WHO}: linear layers are required, got the experts {layer.name}, which have a scale each; keep "
-                "what engines fuse in one stack (gate_up_proj)"
+                f"{_WHO}: the experts {layer.name} have a scale each; keep what engines fuse in one stack "
+                "(gate_up_proj)"
             )
         if other.weight != config.weight or other.bf16_weight_values != config.bf16_weight_values:
             raise ValueError(
@@ -106,7 +104,7 @@ def check_alike(siblings: Plan) -> None:
             )
     if len({layer.weight.dtype for layer, _ in siblings}) > 1:
         raise ValueError(
-            f"{_WHO}: weights of one dtype are required for {first.name} and its siblings"
+            f"{_WHO}: the weights of {first.name} and its siblings have different dtypes; cast them to one"
         )
     fmt = config.weight.rowwise_format
     if (None, None) not in (fmt.block, fmt.tensor_block) or fmt.is_identity or fmt.hadamard:

@@ -303,7 +303,7 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(
-                "costs.measure: a CUDA device is required, got none; name another device, such as 'cpu'"
+                "costs.measure: torch finds no CUDA device; name another device, such as 'cpu'"
             )
         return torch.cuda.get_device_name(device)
     if device.type == "meta":

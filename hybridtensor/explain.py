@@ -86,8 +86,8 @@ class Explanation(Printed, Rows):
         prediction = predicted(self, prices)
         if prediction is None:
             raise ValueError(
-                f"predicted_speed: layers of at least {prices.least_features} features in and out are required by the "
-                f"table of {prices.name}, got smaller ones only; pass a table that costs.measure makes of their sizes"
+                f"predicted_speed: all layers have fewer than {prices.least_features} features in or out, the "
+                f"least in the table of {prices.name}; pass a table that costs.measure makes of their sizes"
             )
         return prediction.speed
 

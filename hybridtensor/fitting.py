@@ -47,15 +47,13 @@ def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
     told = f"; what is no layer: {', '.join(others[:_TOLD])}" if others else ""
     if layers:
         names = ", ".join(layer.name or "<root>" for layer in layers)
-        return ValueError(
-            f"quantize_: a recipe that matches a layer is required, got none; layers are: {names}{told}"
-        )
+        return ValueError(f"quantize_: the recipe matches no layer; layers are: {names}{told}")
     owners = [module for module in model.modules() if module._parameters]
     classes = ", ".join(sorted({type(module).__name__ for module in owners}))
     got = f"whose parameters are of {classes}" if classes else "without parameters"
     return ValueError(
-        f"quantize_: a model with linear layers is required, got one {got}{told}; "
-        "pass a model that has nn.Linear (or a class derived of it), or experts with num_experts"
+        f"quantize_: the model has no linear layers, but modules {got}{told}; pass a model that has nn.Linear "
+        "(or a class derived of it), or experts with num_experts"
     )
 
 
@@ -73,8 +71,8 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
                 f"{config or 'none'} for {name}" for name, config in zip(names, given, strict=True)
             )
             raise ValueError(
-                f"{who}: one recipe for layers that hold one weight is required, got {told}; choose all of "
-                "them, or none, or give each a weight of its own"
+                f"{who}: layers that hold one weight would get different recipes: {told}; choose all of them, "
+                "or none, or give each a weight of its own"
             )
 
 
@@ -83,9 +81,9 @@ def check_weight(layer: Layer, persistent: bool) -> None:
     refers to it."""
     where, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     if not isinstance(weight, nn.Parameter) and (persistent or type(weight) is not Tensor):
-        kind = "a Parameter" if persistent else "a Parameter, or a plain tensor,"
+        kind = "a Parameter" if persistent else "a Parameter or a plain tensor"
         raise TypeError(
-            f"{where}: {kind} is required as weight, got {type(weight).__name__}; remove what computes it"
+            f"{where}: its weight is a {type(weight).__name__}, not {kind}; remove what computes it"
         )
     if isinstance(part_of(weight), HybridTensor) and not persistent:
         raise ValueError(
@@ -93,8 +91,7 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         )
     if isinstance(weight, DTensor) and locate(layer.module) and not is_converted(part_of(weight)):
         raise TypeError(
-            f"{where}: a plain Parameter is required, got one that FSDP2 shards; call quantize_ "
-            "before fully_shard"
+            f"{where}: FSDP2 shards its weight already; call quantize_ before fully_shard"
         )
     if (
         layer.transposed
@@ -103,23 +100,23 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         and not locate(layer.module)
     ):
         raise TypeError(
-            f"{where}: a weight [out, in] is required under tensor parallelism, got a {type(layer.module).__name__} "
-            "with weight [in, out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
+            f"{where}: tensor parallelism shards a {type(layer.module).__name__} with weight [in, out]; leave "
+            "it whole, or leave it out of quantize_ (keep_bf16)"
         )
     part = part_of(weight)
     if not is_converted(part) and type(part) not in (nn.Parameter, Tensor):
         raise TypeError(
-            f"{where}: a plain Parameter is required, got {type(part).__name__}; quantize the model first"
+            f"{where}: its weight is a {type(part).__name__}, not a plain Parameter; quantize the model first"
         )
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(
-            f"{where}: a bfloat16, float16 or float32 weight is required, got {weight.dtype}; cast the model"
+            f"{where}: its weight is in {weight.dtype}, not bfloat16, float16 or float32; cast the model"
         )
     taken = getattr(layer.module, layer.state_name, None)
     if taken is not None and not isinstance(taken, LayerState):
         raise ValueError(
-            f"{where}: an attribute {layer.state_name} that is free is required for the state of quantizers, got a "
-            f"{type(taken).__name__}; rename it"
+            f"{where}: its attribute {layer.state_name} is a {type(taken).__name__}, where the state of "
+            "quantizers belongs; rename it"
         )
     stays = isinstance(part, HybridTensor) or (isinstance(part, MasterWeight) and not persistent)
     if isinstance(weight, nn.Parameter) and not stays:
@@ -151,8 +148,8 @@ def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
     if layer.is_stack or persistent:
         what = "a stack of experts' weights" if layer.is_stack else "a persistent weight"
         raise NotImplementedError(
-            f"quantize_: layer {layer.name or '<root>'}: a linear layer with a weight in high precision is required "
-            f"for rounding='eden' in {', '.join(drawn)}, got {what}; use rounding='stochastic' for it"
+            f"quantize_: layer {layer.name or '<root>'}: rounding='eden' in {', '.join(drawn)} is for "
+            f"high-precision weights of linear layers, not {what}; use rounding='stochastic' for it"
         )
 
 

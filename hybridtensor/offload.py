@@ -335,18 +335,18 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
     for module in modules:
         require_kind(who, "a module as block", module, nn.Module, "give for example model.blocks")
     if not modules:
-        raise ValueError(f"{who}: at least one block is required, got none")
+        raise ValueError(f"{who}: blocks is empty; pass at least one module")
     below = [id(m) for block in modules for m in block.modules()]
     if any(below.count(id(block)) > 1 for block in modules):
         raise ValueError(
-            f"{who}: blocks apart from each other are required, got one twice or inside of another"
+            f"{who}: a block is given twice, or is inside of another one; pass each once"
         )
     require_int(who, at_least=0, keep_last=keep_last, min_bytes=min_bytes)
     known = [block for others in _offloaded for block in others]
     if _is_inside(modules, known) or _is_inside(known, modules):
         raise RuntimeError(
-            f"{who}: blocks that no open context offloads are required, got one of another context, or "
-            "one inside of its blocks; open one context around the model"
+            f"{who}: another open context offloads one of these blocks, or one inside of it; open one context "
+            "around the model"
         )
     return modules
 

@@ -68,8 +68,8 @@ def _check_gradient(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> N
     gradient = parameter.grad
     if gradient is not None and gradient.dtype != dtype:
         raise ValueError(
-            f"plain_: a gradient in the dtype of the weight, {told(dtype)}, or none is required, got "
-            f"{told(gradient.dtype)} of {name}; call zero_grad() before, or leave dtype out"
+            f"plain_: the gradient of {name} is in {told(gradient.dtype)}, and its weight would be in "
+            f"{told(dtype)}; call zero_grad() before, or leave dtype out"
         )
 
 

@@ -16,7 +16,7 @@ class Printed:
     """Results that ``print``, a prompt and notebooks show as tables; ``rich`` is imported only then."""
 
     def __rich__(self) -> RenderableType:
-        raise NotImplementedError(f"{type(self).__name__}: __rich__ is required")
+        raise NotImplementedError(f"{type(self).__name__}: __rich__ is missing; define it")
 
     def __str__(self) -> str:
         """Return the tables as text, as wide as the terminal."""

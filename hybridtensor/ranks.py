@@ -159,7 +159,9 @@ class Ranks:
 def _world() -> dist.ProcessGroup:
     """Return the process group of all ranks, which must be initialized."""
     if dist.group.WORLD is None:
-        raise RuntimeError("a process group is required; call torch.distributed.init_process_group")
+        raise RuntimeError(
+            "ranks: no process group is initialized; call torch.distributed.init_process_group"
+        )
     return dist.group.WORLD
 
 

@@ -254,7 +254,7 @@ def test_layers_that_formats_do_not_fit_and_tokens_that_are_no_whole_blocks():
     assert advice.specs["0"].startswith("nvfp4/")
     assert "nvfp4" not in advice.specs["1"]
     ht.quantize_(model, advice.recipe)
-    with pytest.raises(ValueError, match=r"a format that fits layer .* is required, got nvfp4"):
+    with pytest.raises(ValueError, match=r"layer .* fits none of nvfp4"):
         ht.advise(nn.Linear(64, 10), [torch.randn(32, 64)], formats=["nvfp4"], **options)
 
 
@@ -321,7 +321,7 @@ def test_options_that_are_not_worth_it_are_left_out():
         (ValueError, {"budget": "fp8_delayed"}, "without delayed scales"),
         (ValueError, {"formats": ["fp8_delayed"]}, "without delayed scales"),
         (ValueError, {"formats": ["bf16/fp8/fp8"]}, "one format for all products"),
-        (ValueError, {"formats": []}, "at least one format"),
+        (ValueError, {"formats": []}, "formats is empty"),
         (TypeError, {"formats": 3}, "a list of specs"),
         (ValueError, {"hardware": "h1000"}, "h200"),
         (ValueError, {"hardware": "a100"}, r"known: h200, h100, b200; .* costs\.measure\(\)"),
@@ -339,9 +339,9 @@ def test_batches_without_a_signal():
     zeros, model = torch.zeros(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     for bias in (False, True):  # with a bias the second layer has something to multiply
         net = nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Linear(64, 64))
-        with pytest.raises(ValueError, match=r"a signal in every layer are required, got .* all zeros in 0(, 1)?;"):
+        with pytest.raises(ValueError, match=r"the products of 0(, 1)? are all zeros;"):
             ht.advise(net, [zeros], loss=lambda m, x: m(x).square().mean(), hardware="b200")
-    with pytest.raises(ValueError, match="whose loss has gradients are required, got gradients that are zero"):
+    with pytest.raises(ValueError, match="the gradients of every layer are zero"):
         ht.advise(model, [torch.randn(64, 64)], loss=lambda m, x: 0 * m(x).sum(), hardware="b200")
     one = ht.advise(model, [zeros, torch.randn(64, 64)], loss=lambda m, x: m(x).square().mean(), hardware="b200")
     assert set(one.specs) == {"0", "1"}
@@ -352,15 +352,15 @@ def test_wrong_models_and_batches():
         ht.advise(model_of(), [], loss=loss, hardware="b200")
     with pytest.raises(TypeError, match="a loss of one number"):
         ht.advise(model_of(), [torch.ones(16, 64)], hardware="b200")
-    with pytest.raises(ValueError, match="a linear layer that runs"):
+    with pytest.raises(ValueError, match="no linear layer of the model ran"):
         ht.advise(nn.Sequential(nn.LayerNorm(64)), [torch.ones(16, 64)], loss=lambda m, b: m(b).sum(), hardware="b200")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="a GPU to measure, or hardware as one of h200, h100, b200"):
+        with pytest.raises(ValueError, match="no GPU to measure costs on; pass hardware as one of h200, h100, b200"):
             ht.advise(model_of(), batches(), loss=loss)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(value):
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"advise: a finite loss is required, got (nan|inf); give batches like"):
+    with pytest.raises(ValueError, match=r"advise: the loss is (nan|inf); give batches like"):
         ht.advise(net, [torch.randn(8, 32)], hardware="h100", loss=lambda m, x: m(x).square().mean() * value)

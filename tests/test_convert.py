@@ -249,14 +249,16 @@ class TestTied:
     )
     def test_two_recipes_are_refused(self, recipe, options, given):
         model = self.model()
-        with pytest.raises(ValueError, match=f"hold one weight is required, got {given}; choose all of them"):
+        with pytest.raises(
+            ValueError, match=f"hold one weight would get different recipes: {given}; choose all of them"
+        ):
             ht.quantize_(model, recipe, **options)
         assert configs(model) == dict.fromkeys("abc")
         ht.quantize_(model, "fp8", keep_bf16=["a", "b"])
         ht.quantize_(model, "fp8")
         assert all(configs(model).values())
         named = recipe if isinstance(recipe, FqnToConfig) else FqnToConfig({"a": "fp8_rowwise"})
-        with pytest.raises(ValueError, match="set_config_: one recipe for layers that hold one weight"):
+        with pytest.raises(ValueError, match="set_config_: layers that hold one weight would get different recipes"):
             ht.set_config_(model, named)
 
     def test_one_that_was_tied_later_has_it_too(self):
@@ -455,7 +457,7 @@ class TestPersistent:
         expected = torch.zeros(64, 32, device=device).index_add_(0, tokens.view(-1), torch.ones(4, 32, device=device))
         assert torch.equal(weight.grad, expected)
         assert torch.equal(torch.compile(model["embed"], fullgraph=True, backend="aot_eager")(tokens), y)
-        with pytest.raises(NotImplementedError, match="max_norm writes to the weight"):
+        with pytest.raises(NotImplementedError, match=r"max_norm=.* would write to a weight"):
             nn.functional.embedding(tokens, weight, max_norm=1.0)
 
     def test_master_weights_can_become_persistent_but_not_the_reverse(self):
@@ -470,9 +472,7 @@ class TestPersistent:
 
 class TestBadInput:
     def test_nothing_matches(self):
-        with pytest.raises(
-            ValueError, match="a model with linear layers is required, got one whose parameters are of Lay"
-        ):
+        with pytest.raises(ValueError, match="the model has no linear layers, but modules whose parameters are of Lay"):
             ht.quantize_(nn.LayerNorm(4), "fp8")
         with pytest.raises(ValueError, match="layers are: lm_head"):
             ht.quantize_(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), "fp8")
@@ -511,15 +511,17 @@ class TestBadInput:
 
     def test_weights_that_cannot_be_converted(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-        with pytest.raises(TypeError, match=r"layer 1: a bfloat16, float16 or float32 weight .* got torch\.float64"):
+        with pytest.raises(
+            TypeError, match=r"layer 1: its weight is in torch\.float64, not bfloat16, float16 or float32"
+        ):
             ht.quantize_(model, "fp8")
         assert not isinstance(model[0].weight, MasterWeight)
         computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        with pytest.raises(TypeError, match="a Parameter is required as weight"):
+        with pytest.raises(TypeError, match="its weight is a Tensor, not a Parameter"):
             ht.quantize_(computed, "fp8", persistent=True)
         foreign = nn.Linear(4, 4)
         foreign.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
-        with pytest.raises(TypeError, match="a plain Parameter is required, got TwoTensor"):
+        with pytest.raises(TypeError, match="its weight is a TwoTensor, not a plain Parameter"):
             ht.quantize_(foreign, "fp8")
 
     def test_a_live_graph_is_refused_and_nothing_is_lost(self):

@@ -114,10 +114,10 @@ WAYS = {
     "no forward": (refuse("forward"), {}, AttributeError, "no forward"),
     "no state": (refuse("quantization_state"), {}, AttributeError, "no quantization_state"),
     "no hooks": (refuse("hooks"), {}, RuntimeError, "no hooks"),
-    "another dtype": (double, {}, TypeError, "layer 2: a bfloat16, float16 or float32 weight is required"),
+    "another dtype": (double, {}, TypeError, "layer 2: its weight is in torch.float64"),
     "a buffer of that name": (
         lambda m: m[2].register_buffer("quantization_state", torch.ones(1)), {}, ValueError,
-        "layer 2: an attribute quantization_state that is free is required for the state of quantizers, got a Tensor",
+        "layer 2: its attribute quantization_state is a Tensor, where the state of quantizers belongs",
     ),
     "a size": (lambda _: None, {"last": 24}, ValueError, "2"),
 }  # fmt: skip

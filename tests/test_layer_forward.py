@@ -172,7 +172,7 @@ def test_transforms_raise(name):
 
 def test_persistent_weights_are_parameters():
     layer = parametrizations.weight_norm(nn.Linear(64, 64))
-    with pytest.raises(TypeError, match="a Parameter is required as weight, got Tensor; remove what computes it"):
+    with pytest.raises(TypeError, match="its weight is a Tensor, not a Parameter; remove what computes it"):
         ht.quantize_(layer, "fp8", persistent=True)
 
 

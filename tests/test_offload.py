@@ -263,7 +263,7 @@ def test_one_graph_of_what_is_offloaded_is_refused():
 
 def test_contexts_follow_each_other_and_are_not_nested():
     model = make("fp8")
-    message = "blocks that no open context offloads are required"
+    message = "another open context offloads one of these blocks"
     for blocks in (model, [model[0].up], [nn.Sequential(*model)]):
         with offload_activations(model), pytest.raises(RuntimeError, match=message), offload_activations(blocks):
             pass
@@ -278,8 +278,8 @@ def test_contexts_follow_each_other_and_are_not_nested():
         (nn.Linear(2, 2), {}, TypeError, "several blocks are required, got one Linear; put it in a list"),
         (3, {}, TypeError, "a list of blocks is required, got 3; give for example model.blocks"),
         ([3], {}, TypeError, "a module as block is required, got 3; give for example"),
-        ([], {}, ValueError, "at least one block is required, got none"),
-        ([nn.Sequential(nn.Linear(2, 2))] * 2, {}, ValueError, "got one twice or inside of another"),
+        ([], {}, ValueError, "blocks is empty; pass at least one module"),
+        ([nn.Sequential(nn.Linear(2, 2))] * 2, {}, ValueError, "a block is given twice, or is inside of another one"),
         ([nn.Linear(2, 2)], {"keep_last": -1}, ValueError, "0 or more is required as keep_last, got -1"),
         ([nn.Linear(2, 2)], {"min_bytes": 1.5}, TypeError, "an integer as min_bytes is required, got 1.5"),
     ],

@@ -491,7 +491,7 @@ class TestBadInput:
 
     def test_delayed_scaling_without_state(self):
         with pytest.raises(
-            ValueError, match="takes its scale from a layer's state, got none; convert a model with quantize_"
+            ValueError, match="has no layer's state to take its scale from; convert a model with quantize_"
         ):
             DelayedFloat8Quantizer().quantize(torch.zeros(2, 2))
         state = LayerState.of({"weight": DelayedFloat8Quantizer()})

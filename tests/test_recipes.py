@@ -296,11 +296,11 @@ class TestKeepBf16:
             ht.quantize_(self.model(), "fp8", keep_bf16=["block.0"])
         with pytest.raises(TypeError, match="keep_bf16 is a list of names"):
             ht.quantize_(self.model(), "fp8", keep_bf16="blocks.0.*")
-        with pytest.raises(ValueError, match="got none; layers are"):
+        with pytest.raises(ValueError, match="the recipe matches no layer; layers are"):
             ht.quantize_(self.model(), "fp8", keep_bf16=["blocks.*"])
 
     def test_edge_blocks_needs_blocks(self):
-        with pytest.raises(ValueError, match=r"an nn\.ModuleList of blocks is required"):
+        with pytest.raises(ValueError, match=r"the model has no nn\.ModuleList of blocks"):
             recipes.edge_blocks(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="fewer blocks than the 4 of 'blocks' are required, got first=2, last=2"):
             recipes.edge_blocks(self.model(), first=2, last=2)

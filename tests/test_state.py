@@ -647,7 +647,7 @@ class TestStepAfter:
         for wrong in (None, 3, [net], "SGD"):
             with pytest.raises(TypeError, match="step_after: an optimizer, or a list of them, is required, got"):
                 ht.step_after(wrong, net)
-        with pytest.raises(ValueError, match="step_after: at least one optimizer is required, got none"):
+        with pytest.raises(ValueError, match="step_after: no optimizer was given"):
             ht.step_after([], net)
 
 
@@ -656,9 +656,7 @@ def test_state_on_another_device_is_refused(recipe):
     """A kernel would read memory of the wrong device; as when parameters are offloaded, and buffers moved with them."""
     net = ht.quantize_(nn.Linear(64, 64), recipe)
     net.quantization_state.to("meta")
-    with pytest.raises(
-        ValueError, match=r"state on cpu, as what is quantized, is required, got .* state on meta; move"
-    ):
+    with pytest.raises(ValueError, match=r"state on meta, and what is quantized is on cpu; move"):
         net(random_tensor(64, 64, dtype=torch.float32)).sum().backward()
 
 

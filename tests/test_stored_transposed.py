@@ -146,7 +146,7 @@ def test_who_is_such_a_layer():
 
 def test_a_product_of_the_other_layout_raises():
     model = ht.quantize_(nn.Sequential(ByLinear(IN, IN)), "fp8")
-    with pytest.raises(ValueError, match=r"x @ weight is required of a weight that is stored \[in, out\].* layer 0;"):
+    with pytest.raises(ValueError, match=r"weight of layer 0 is stored \[in, out\], which x @ weight multiplies.*;"):
         model(batch())
 
 

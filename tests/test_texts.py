@@ -129,13 +129,13 @@ ValueError: HybridConfig: unknown format 'fp9'; did you mean 'fp8'? known: bf16,
   nvfp4_row_scaled_fwd_high_precision_bwd
 TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, got 3;
   HybridConfig(input=, weight=, grad_output=) makes a config of quantizers
-ValueError: quantize_: a model with linear layers is required, got one whose parameters are of LayerNorm; pass
-  a model that has nn.Linear (or a class derived of it), or experts with num_experts
+ValueError: quantize_: the model has no linear layers, but modules whose parameters are of LayerNorm; pass a
+  model that has nn.Linear (or a class derived of it), or experts with num_experts
 TypeError: quantize_: keep_bf16 is a list of names, got the string 'up'; put it in a list
 ValueError: quantize_: keep_bf16 must name a layer, got 'sideways'; layers to convert are: up, down
 ValueError: quantize_: layer <root>, input: the rowwise face in mxfp8_e4m3 needs a multiple of 32 along the
   contraction axis, got 48 of [0, 48]; pad the tensor, or use another format for this product
-TypeError: quantize_: layer up: a bfloat16, float16 or float32 weight is required, got torch.float64; cast the
+TypeError: quantize_: layer up: its weight is in torch.float64, not bfloat16, float16 or float32; cast the
   model
 ValueError: quantize_: layer up: the weight is persistent and has no high-precision value; pass
   persistent=True
@@ -233,7 +233,7 @@ NotImplementedError: HybridTensor: aten.geometric_.default is not an operation o
 NotImplementedError: HybridTensor: aten.abs.default would compute with the values of a weight that is
   persistent, of which there are quantized faces only; multiply it by F.linear, read dequantize(), or leave
   the layer out of quantize_ (keep_bf16)
-NotImplementedError: MasterWeight: share_memory_() needs one storage, got a tensor of several; share the inner
+NotImplementedError: MasterWeight: share_memory_() cannot share a tensor of several storages; share the inner
   tensors, or send the state dict
 NotImplementedError: MasterWeight: aten._fft_r2c.default is not an operation of this class; operate on
   dequantize(), or on a plain copy of the weight""",

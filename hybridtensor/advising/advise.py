@@ -168,7 +168,7 @@ def advise(
     require_function("advise", "loss", loss)
     given = require_items("advise", "a list of batches", batches)
     if not given:
-        raise ValueError("advise: at least one batch is required, got none")
+        raise ValueError("advise: batches is empty; pass at least one batch")
     specs = _checked_formats(formats)
     if isinstance(budget, str):
         _config("budget", budget)
@@ -179,7 +179,7 @@ def advise(
     products = measure(model, given, measured, _checked(loss or _default_loss))
     if not products:
         raise ValueError(
-            "advise: a linear layer that runs is required, got none; see explain(model)"
+            "advise: no linear layer of the model ran; explain(model) lists those that can be quantized"
         )
     allowed = float(budget) if not isinstance(budget, str) else _error_of(products, budget)
     options = _options(products, specs, prices)
@@ -204,7 +204,7 @@ def _within(
 def _checked_formats(formats: Iterable[str]) -> list[str]:
     specs = require_items("advise", "a list of specs as formats", formats)
     if not specs:
-        raise ValueError("advise: at least one format is required, got none")
+        raise ValueError("advise: formats is empty; pass at least one spec")
     for spec in specs:
         _config("format", spec)
     return list(dict.fromkeys(specs))
@@ -230,7 +230,7 @@ def _prices(hardware: object) -> CostTable:
         if not torch.cuda.is_available():
             known = ", ".join(costs.TABLES)
             raise ValueError(
-                f"advise: a GPU to measure, or hardware as one of {known}, is required, got neither"
+                f"advise: there is no GPU to measure costs on; pass hardware as one of {known}"
             )
         return costs.measure("cuda")
     if not isinstance(hardware, str):
@@ -276,7 +276,7 @@ def _options(
         fitting = [spec for spec in specs if spec in p.noise]
         if not fitting:
             raise ValueError(
-                f"advise: a format that fits layer {p.layer} is required, got {', '.join(specs)}; allow {PLAIN!r}, too"
+                f"advise: layer {p.layer} fits none of {', '.join(specs)}; allow {PLAIN}, too"
             )
         made.append(
             [

@@ -149,14 +149,13 @@ def _require_signal(layers: Iterable[Noise]) -> None:
     silent = [one.layer.name or "<root>" for one in ran if not one.has_signal()]
     if silent:
         raise ValueError(
-            f"advise: batches with a signal in every layer are required, got products that are all zeros in "
-            f"{', '.join(silent)}; give batches like those of training, and weights after some steps"
+            f"advise: the products of {', '.join(silent)} are all zeros; give batches like those of training, "
+            "and weights after some steps"
         )
     trained = [one for one in ran if one.operations["grad_weight"]]
     if trained and all(one.gradient == 0 for one in trained):
         raise ValueError(
-            "advise: batches whose loss has gradients are required, got gradients that are zero for every layer; give "
-            "batches and a loss like those of training"
+            "advise: the gradients of every layer are zero; give batches and a loss like those of training"
         )
 
 
@@ -164,12 +163,12 @@ def _run(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Tenso
     value = run(model, batch)
     if not value.requires_grad:
         raise ValueError(
-            "advise: a loss that depends on parameters with gradients is required, got one that does not"
+            "advise: the loss depends on no parameter that requires a gradient; return one that does"
         )
     if not bool(value.isfinite().all()):
         raise ValueError(
-            f"advise: a finite loss is required, got {float(value.detach()):.3g}; give batches like those of training, "
-            "and a model that has not diverged"
+            f"advise: the loss is {float(value.detach())}; give batches like those of training, and a model "
+            "that has not diverged"
         )
     value.backward()
 

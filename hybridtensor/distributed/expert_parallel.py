@@ -212,8 +212,8 @@ class ExpertParallel(ParallelStyle):
         count = _experts_of(module)
         if count % device_mesh.size():
             raise ValueError(
-                f"ExpertParallel: experts for every rank, as many for each, are required, got {count} on "
-                f"{device_mesh.size()} ranks; use another mesh"
+                f"ExpertParallel: {count} experts cannot be spread evenly over {device_mesh.size()} ranks; "
+                "use another mesh"
             )
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.dim() and parameter.shape[0] == count:

@@ -74,8 +74,8 @@ def quantize_master_weights(
     require_group("quantize_master_weights", group)
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "quantize_master_weights: ranks that hold fragments are required, got no process group; "
-            "call torch.distributed.init_process_group, or update_ of the weight's quantizer"
+            "quantize_master_weights: no process group is initialized; call "
+            "torch.distributed.init_process_group, or update_ of the weight's quantizer"
         )
     parts, error = fragments(weights, master_shards, offsets)
     agree(parts, error, group)

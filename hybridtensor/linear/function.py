@@ -278,8 +278,8 @@ def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
     """Raise RuntimeError where a graph writes a saved tensor in place, which torch only checks per operator."""
     if node is not None and node_of(tensor) not in (node, None):
         raise RuntimeError(
-            f"linear: what a layer saves for backward must stay as it is in a graph, got {list(tensor.shape)} in "
-            f"{tensor.dtype} that is written after the layer, by an operator of lists or through data; write a copy"
+            f"linear: a graph writes {list(tensor.shape)} in {tensor.dtype}, which a layer saved for "
+            "backward, by an operator of lists or through data; write a copy"
         )
 
 
@@ -364,7 +364,7 @@ def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:
             ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
         )
         raise ValueError(
-            f"linear: {product} is required of a weight that is stored {stored}, got a product of the other layout "
-            f"with that of {_layer_of(state)}; have the module's is_transposed say how it is stored, or leave "
-            "it out of quantize_ (keep_bf16)"
+            f"linear: the weight of {_layer_of(state)} is stored {stored}, which {product} multiplies, and "
+            "was used in the other layout; have the module's is_transposed say how it is stored, or leave it "
+            "out of quantize_ (keep_bf16)"
         )

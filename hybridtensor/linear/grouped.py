@@ -101,8 +101,9 @@ def _check_layout(weight: Weight) -> None:
     if 1 not in weight.shape[1:] and state.transposed != is_transposed(weight):
         layout = "[E, in, out]" if state.transposed else "[E, out, in]"
         raise ValueError(
-            f"grouped_mm: experts {state.name} are taken to be stored {layout}, got a product of the other "
-            "layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their module's is_transposed"
+            f"grouped_mm: experts {state.name} were converted as stored {layout}, and were multiplied in the "
+            "other layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their "
+            "module's is_transposed"
         )
 
 
@@ -114,8 +115,9 @@ def _check_first(weight: Weight) -> None:
     known = {slot.partition("[")[2] for slot in state.slots}
     if len(known) != weight.shape[0]:
         raise ValueError(
-            f"grouped_mm: layer {state.name} has delayed scales of {len(known)} experts, got weights of "
-            f"{weight.shape[0]}; call hybridtensor.set_mesh_(model, mesh) once experts are distributed"
+            f"grouped_mm: layer {state.name} has delayed scales of {len(known)} experts, but weights of "
+            f"{weight.shape[0]} on this rank; call hybridtensor.set_mesh_(model, mesh) once experts are "
+            "distributed"
         )
 
 

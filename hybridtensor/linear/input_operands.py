@@ -309,7 +309,7 @@ def _of_tokens(
         or quantizer.columnwise_source == "original"
     ):
         raise ValueError(
-            "grad_weight: tokens of experts with a rowwise face, of which the recipe makes the columnwise "
-            f"one, are required, got {input!r} for {config}; give the layer the tokens themselves"
+            f"grad_weight: {input!r} cannot give the columnwise face of tokens of experts that {config} "
+            "needs; give the layer the tokens themselves"
         )
     return Operand(row, quantizer.of_rowwise(row, dtype, context))

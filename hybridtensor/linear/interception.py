@@ -64,8 +64,7 @@ def _require_only_operands(who: str, others: Kwargs) -> None:
     for name, value in others.items():
         if value is not None:
             raise NotImplementedError(
-                f"{who}: only operands are possible with the weight of a layer, got {name}; "
-                "take what is returned"
+                f"{who}: {name} is not possible with the weight of a layer; take what is returned"
             )
 
 
@@ -126,8 +125,8 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return default(func, args, kwargs)
     if operands.get("max_norm") is not None:
         raise NotImplementedError(
-            f"embedding: max_norm writes to the weight, which holds quantized values, got {operands['max_norm']}; "
-            "leave the layer with this weight out of quantize_"
+            f"embedding: max_norm={operands['max_norm']} would write to a weight that a quantized layer "
+            "holds, too; leave the layer with this weight out of quantize_"
         )
     with torch._C.DisableTorchFunctionSubclass():
         operands["weight"] = _Rows.apply(weight)  # type: ignore[no-untyped-call]
@@ -205,8 +204,8 @@ def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Raise for products that no handler quantizes."""
     if any(map(is_weight, tree_leaves((args, kwargs)))):
         raise NotImplementedError(
-            f"{func.__name__}: F.linear, x @ weight.t(), weight @ x, and torch.bmm and F.grouped_mm for experts are "
-            "quantized, got another product with the weight of a layer; use one of those, or leave the layer out of "
+            f"{func.__name__}: this product with the weight of a layer is not quantized; use F.linear, x @ "
+            "weight.t(), weight @ x, or torch.bmm and F.grouped_mm for experts, or leave the layer out of "
             "quantize_ (keep_bf16)"
         )
     return default(func, args, kwargs)
@@ -216,8 +215,8 @@ def _of_stack(left: Tensor, right: Any, ends: Tensor | None) -> Tensor:
     """Multiply tokens by experts' weights, in groups or, without ends, in batches."""
     if is_weight(left) or not is_weight(right) or right.dim() != 3:
         raise NotImplementedError(
-            "grouped_mm: tokens on the left and the weights of experts [E, in, out] on the right are required, "
-            f"got {left!r} and {right!r}; see grouped products in the documentation"
+            f"grouped_mm: {left!r} times {right!r} does not multiply tokens by the weights of experts [E, in, "
+            "out] on the right; see grouped products in the documentation"
         )
     weight = right.transpose(-2, -1)
     if ends is None:

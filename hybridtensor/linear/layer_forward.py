@@ -229,9 +229,8 @@ def _require_ranks(state: LayerState) -> None:
     """Raise where random rounding cannot know which ranks hold equal data."""
     if state.rounding is not None and not state.ranks.named:
         raise ValueError(
-            f"linear: layer {state.name} rounds at random, and under tensor parallelism needs to "
-            "know which ranks hold the same rows of a batch, got no mesh; call "
-            "hybridtensor.set_mesh_(model, mesh)"
+            f"linear: layer {state.name} rounds stochastically, and no mesh says which tensor-parallel ranks "
+            "hold the same rows of a batch; call hybridtensor.set_mesh_(model, mesh)"
         )
 
 
@@ -239,8 +238,8 @@ def _require_cuttable(layer: nn.Module, state: LayerState) -> None:
     """Raise where a weight stored ``[in, out]`` is sharded over ranks."""
     if state.transposed:
         raise NotImplementedError(
-            f"linear: a weight [out, in] is required under tensor parallelism, got that of layer {state.name}, a "
-            f"{type(layer).__name__} with weight [in, out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
+            f"linear: tensor parallelism shards layer {state.name}, a {type(layer).__name__} with weight [in, "
+            "out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
         )
 
 
@@ -311,8 +310,9 @@ class _AtWeight(TorchFunctionMode):
         if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
             raise NotImplementedError(
                 f"linear: {type(self._layer).__name__}.forward multiplies its weight by another function than "
-                f"{self._wanted()} while the weight is a plain tensor (functional_call, a parametrization): that "
-                "product would not be quantized"
+                f"{self._wanted()} while the weight is a plain tensor (functional_call, a parametrization), "
+                f"which would not be quantized; use {self._wanted()}, or leave the layer out of quantize_ "
+                "(keep_bf16)"
             )
 
 

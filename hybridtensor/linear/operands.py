@@ -64,9 +64,7 @@ class Operand:
     def rowwise(self) -> Face:
         """Return the rowwise face."""
         if self._row is None:
-            raise ValueError(
-                "output: a rowwise face of each operand is required, got a quantizer that made none"
-            )
+            raise ValueError("output: the quantizer made no rowwise face")
         return self._row
 
     def save(self) -> list[Tensor]:
@@ -90,9 +88,7 @@ class Operand:
     def columnwise(self, saved: list[Tensor]) -> Face:
         """Return the columnwise face from the saved tensors; raise ValueError if there was none."""
         if self._kind is None:
-            raise ValueError(
-                "backward: a columnwise face is required, got an operand that was made without"
-            )
+            raise ValueError("backward: the operand was made without a columnwise face")
         return Face.of(saved, self._kind)
 
 
@@ -111,7 +107,7 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
 def required_face(face: Face | None, direction: str, gemm: str) -> Face:
     """Return a face that a product needs; raise ValueError if it is None."""
     if face is None:
-        raise ValueError(f"{gemm}: a {direction} face is required, got a quantizer that made none")
+        raise ValueError(f"{gemm}: the quantizer made no {direction} face")
     return face
 
 

@@ -87,7 +87,7 @@ class Backward(NamedTuple):
         """Return this object with the saved offsets of tokens."""
         groups = self.context.groups
         if groups is None:
-            raise ValueError("backward: tokens with groups are required, got none")
+            raise ValueError("backward: the tokens of experts came without groups")
         context = self.context._replace(groups=groups._replace(ends=ends))
         return self._replace(context=context)
 

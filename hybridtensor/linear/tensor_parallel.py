@@ -141,15 +141,16 @@ def _check(name: str, x: Tensor, weight: DTensor) -> None:
         return
     if isinstance(x, DTensor) and isinstance(local(x), QUANTIZED):
         raise ValueError(
-            "linear: a quantized input as PrepareModuleInput gave it is required, got a DTensor of one, "
-            "whose gradient would be summed twice; give the layer hybridtensor.distributed.ColwiseParallel"
+            "linear: the input is a DTensor of quantized tokens, whose gradient would be summed twice; give "
+            "the layer hybridtensor.distributed.ColwiseParallel"
         )
     if not isinstance(x, DTensor):
         layer = getattr(getattr(local(weight), "layer", None), "name", "") or "without a name"
         raise TypeError(
-            f"linear: a DTensor is required as {name}, as the weight is one, got {type(x).__name__} for layer {layer}; "
-            "parallelize_module prepares inputs, DTensor.from_local makes one; under FSDP2, layers are called from the "
-            "forward of the module that fully_shard was given: shard one that holds all their callers"
+            f"linear: the weight of layer {layer} is a DTensor and its {name} a {type(x).__name__}; "
+            "parallelize_module prepares inputs, DTensor.from_local makes one; under FSDP2, layers are "
+            "called from the forward of the module that fully_shard was given: shard one that holds all "
+            "their callers"
         )
     if x.device_mesh != weight.device_mesh:
         raise ValueError(

@@ -40,9 +40,9 @@ def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
         and _is_first_part()
     ):
         raise NotImplementedError(
-            f"linear: backward in one part, or torch 2.13, is required, got the first part of two for {layer()}: torch "
-            f"{torch.__version__} frees the nodes of autograd functions before a zero-bubble schedule runs the second; "
-            "use GPipe, 1F1B or Interleaved1F1B, or a newer torch"
+            f"linear: a zero-bubble schedule runs the backward of {layer()} in two parts, and torch "
+            f"{torch.__version__} frees the nodes of autograd functions before the second; use GPipe, 1F1B or "
+            "Interleaved1F1B, or torch 2.13"
         )
     return Needs(*asked)
 

@@ -121,12 +121,12 @@ class MasterOperand(Operand):
         name = f"that of {of}" if of else "one"
         if replaced or seen.writes != self._seen.writes:
             raise RuntimeError(
-                f"grad_input: a weight that is as forward used it is required, got {name} written or replaced since; "
-                "do that after backward"
+                f"grad_input: a weight was written or replaced between its forward and backward: {name}; do "
+                "that after backward"
             )
         raise RuntimeError(
-            f"grad_input: a weight with the scales of forward is required, got {name} with others since; call step_, "
-            "and write weights that have a common_scale with it, after backward"
+            f"grad_input: the scales of a weight changed between its forward and backward: {name}; call "
+            "step_, and write weights that have a common_scale with it, after backward"
         )
 
     def release(self, *, used: bool) -> None:

@@ -24,7 +24,7 @@ def kernels(name: str) -> Any:
         if error.name != "triton":
             raise
         raise ImportError(
-            "hybridtensor: quantizing on a GPU needs Triton, got none; install it: pip install triton"
+            "hybridtensor: Triton is not installed, which quantizing on a GPU needs; pip install triton"
         ) from error
 
 

@@ -129,7 +129,8 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
         state = context.state
         if state is None or state.encode_scale is None:
             raise ValueError(
-                f"{context}: DelayedFloat8Quantizer takes its scale from a layer's state, got none; convert a model "
-                "with quantize_, or pass context=Context(role, LayerState.of({role: quantizer}).tensors())"
+                f"{context}: DelayedFloat8Quantizer has no layer's state to take its scale from; convert a "
+                "model with quantize_, or pass context=Context(role, "
+                f"LayerState.of({{role: quantizer}}).tensors())"
             )
         return Cast(self.format, slot=state.position(context.slot))

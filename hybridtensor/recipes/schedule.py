@@ -30,10 +30,7 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
     require_int("edge_blocks", at_least=0, first=first, last=last)
     lists = [item for item in model.named_modules() if isinstance(item[1], nn.ModuleList)]
     if not lists:
-        raise ValueError(
-            "edge_blocks: a model with an nn.ModuleList of blocks is required, got none; "
-            "name the layers"
-        )
+        raise ValueError("edge_blocks: the model has no nn.ModuleList of blocks; name the layers")
     name, blocks = max(lists, key=lambda item: len(item[1]))
     number = len(blocks)
     if first + last >= number:

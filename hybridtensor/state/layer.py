@@ -434,7 +434,7 @@ class LayerState(nn.Module):
 def required(tensor: Tensor | None) -> Tensor:
     """Return a tensor that must not be None."""
     if tensor is None:
-        raise ValueError("LayerState: delayed scales are required, got none")
+        raise ValueError("LayerState: the recipe of this layer has no delayed scales")
     return tensor
 
 

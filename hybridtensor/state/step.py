@@ -116,7 +116,7 @@ class step_after:  # noqa: N801  (used as a function)
         if not all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
             raise wrong("step_after", "an optimizer, or a list of them,", optimizers)
         if not self._optimizers:
-            raise ValueError("step_after: at least one optimizer is required, got none")
+            raise ValueError("step_after: no optimizer was given; pass those that train the model")
         self._model = model
         self._stepped: set[int] = set()
         self._handles = [
@@ -192,8 +192,8 @@ def _groups(
         return groups
     if states and size < dist.get_world_size():
         raise RuntimeError(
-            f"step_: the ranks that train a stage together are required, got a pipeline of {size} of "
-            f"{dist.get_world_size()} ranks and no mesh, for layer {states[0].name}; call set_mesh_(stage, mesh) first"
+            f"step_: {size} of {dist.get_world_size()} ranks run the pipeline of layer {states[0].name}, and "
+            "no mesh says which of them train a stage together; call set_mesh_(stage, mesh) first"
         )
     return []
 

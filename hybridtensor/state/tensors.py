@@ -74,16 +74,16 @@ class StateTensors(NamedTuple):
         for tensor in (self.encode_scale, self.rounding):
             if tensor is not None and tensor.device != device:
                 raise ValueError(
-                    f"{who}: state on {device}, as what is quantized, is required, got layer {self.name!r} "
-                    f"with state on {tensor.device}; move all of the model, or its buffers, by to()"
+                    f"{who}: layer {self.name} has its state on {tensor.device}, and what is quantized is on "
+                    f"{device}; move all of the model, or its buffers, by to()"
                 )
 
     def position(self, slot: str) -> int:
         """Return the index of ``slot``; raise ValueError, or NotImplementedError for one of several experts."""
         if f"{slot}[0]" in self.slots:
             raise NotImplementedError(
-                f"layer {self.name!r}: F.grouped_mm is required for experts with delayed scales, got a product "
-                "of one expert, which does not say whose scale it takes"
+                f"layer {self.name}: a product of one expert does not say which of the experts' delayed "
+                "scales it takes; multiply by F.grouped_mm"
             )
         if slot not in self.slots:
             raise ValueError(

@@ -85,8 +85,8 @@ class CommonScale:
         others = {type(weight).__name__ for weight in weights} - {"MasterWeight"}
         if others:
             raise RuntimeError(
-                f"common_scale: master weights in all layers of one common scale are required, got {sorted(others)} "
-                "beside them; shard and quantize these layers alike"
+                f"common_scale: layers of one common scale hold {sorted(others)} beside master weights; shard "
+                "and quantize these layers alike"
             )
         measured: list[tuple[object, ...]] = [
             (weakref.ref(weight.record), weight.version, weight.config, weight.plain.data_ptr())
@@ -128,8 +128,8 @@ def by_scale(
     for scale, members in found.values():
         if len({id(part_of(item).record) for item in members}) != scale.num_weights:
             raise RuntimeError(
-                f"common_scale: all {scale.num_weights} weights of a common scale are required together, got "
-                f"{len(members)}; shard and quantize their layers alike"
+                f"common_scale: {len(members)} of the {scale.num_weights} weights of a common scale were "
+                "given, which are quantized together; shard and quantize their layers alike"
             )
     return list(found.values())
 

@@ -166,8 +166,8 @@ class HybridTensor(InterceptingTensor):
                 face = self.taken(of_all)
         if face is None:
             raise ValueError(
-                f"{gemm}: the {direction} face of {name} is required, got a HybridTensor of shape {tuple(self.shape)} "
-                f"without it; quantize with {direction}=True"
+                f"{gemm}: {name} has no {direction} face, a HybridTensor of shape {tuple(self.shape)}; "
+                f"quantize with {direction}=True"
             )
         found: FaceTensor = face
         return found
@@ -281,8 +281,8 @@ class HybridTensor(InterceptingTensor):
             return super().numpy(force=force)
         if self.requires_grad:
             raise RuntimeError(
-                "HybridTensor: numpy() of a weight without gradient is required, got one that "
-                "requires it; call detach().numpy()"
+                "HybridTensor: numpy() would lose the gradient that this weight requires; call "
+                "detach().numpy()"
             )
         values = self.dequantize().numpy()
         values.flags.writeable = False

@@ -101,7 +101,7 @@ class InterceptingTensor(WrapperTensor):
         """
         if self.config is None:
             raise ValueError(
-                f"{type(self).__name__}: the weight of a converted layer is required, got {self!r}"
+                f"{type(self).__name__}: no recipe is known of {self!r}; call quantize_"
             )
         return self.config
 
@@ -213,9 +213,9 @@ class InterceptingTensor(WrapperTensor):
         # experts nothing else knows the recipe.
         if not isinstance(data, InterceptingTensor) and data.dim() != 2:
             raise TypeError(
-                f"{cls.__name__}: a weight with a recipe is required to make a parameter of {list(data.shape)}, got a "
-                "plain tensor; experts cannot be offloaded by replacing their parameters: leave their module where it "
-                "is, or leave it out of quantize_ (keep_bf16)"
+                f"{cls.__name__}: a plain tensor {list(data.shape)} would become a parameter of experts "
+                "without a recipe; experts cannot be offloaded by replacing their parameters: leave their "
+                "module where it is, or leave it out of quantize_ (keep_bf16)"
             )
         return nn.Parameter(data, requires_grad=requires_grad)
 
@@ -277,7 +277,5 @@ class InterceptingTensor(WrapperTensor):
 
 def _required(gathering: Gathering | None) -> Gathering:
     if gathering is None:
-        raise RuntimeError(
-            "fully_shard: hybridtensor.distributed is required, got a package without it; import it"
-        )
+        raise RuntimeError("fully_shard: hybridtensor.distributed is not imported; import it")
     return gathering

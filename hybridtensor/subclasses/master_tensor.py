@@ -129,8 +129,8 @@ class MasterWeight(QuantizedWhenUsed):
         require_flag("MasterWeight.numpy", force=force)
         if self.requires_grad and not force:
             raise RuntimeError(
-                "MasterWeight: numpy() of a weight without gradient is required, got one that "
-                "requires it; call detach().numpy()"
+                "MasterWeight: numpy() would lose the gradient that this weight requires; call "
+                "detach().numpy()"
             )
         return self.master.numpy(force=force)
 

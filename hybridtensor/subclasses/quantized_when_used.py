@@ -283,8 +283,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         state = self.state
         if state is not None and state.common_amax is not None and self.writes:
             raise NotImplementedError(
-                "common_scale: a weight that is written outside of the graph that uses it is required, got a "
-                "write and then a product in one graph; compile the optimizer's step by itself"
+                "common_scale: one graph writes a weight and then multiplies by it, and takes its common "
+                "scale from before; compile the optimizer's step by itself"
             )
 
 

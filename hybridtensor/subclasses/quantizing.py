@@ -242,15 +242,16 @@ def _with_siblings(pairs: list[tuple[HybridTensor, Tensor]]) -> list[tuple[Hybri
         layer = weight.record.layer
         if isinstance(layer, StateTensors) and layer.common_amax is not None:
             raise NotImplementedError(
-                "common_scale: writing a persistent weight outside of compiled code is required, where its "
-                "siblings are known; leave this write out of torch.compile"
+                "common_scale: compiled code writes a persistent weight, whose siblings it does not know; "
+                "leave this write out of torch.compile"
             )
         scale = getattr(layer, "common", None)
         if scale is None or not measures_tensor(weight.recipe.weight):
             continue
         if weight.taken is not whole:
             raise NotImplementedError(
-                "common_scale: all of a persistent weight is written at once, got a view of one; write the weight"
+                "common_scale: a view of a persistent weight is written, whose common scale follows from all "
+                "of it; write the weight"
             )
         for sibling in scale.parts:
             if id(sibling.record) not in given:

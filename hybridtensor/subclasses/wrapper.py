@@ -40,8 +40,8 @@ class _NoMemory(torch.UntypedStorage):
     def data_ptr(self) -> int:
         """Raise RuntimeError."""
         raise RuntimeError(
-            "hybridtensor: a plain tensor is required where memory is read, got a wrapper, which has none of its own "
-            "(an invalid python storage); use dequantize()"
+            "hybridtensor: a wrapper has no memory of its own to read (an invalid python storage); use "
+            "dequantize()"
         )
 
 
@@ -98,9 +98,7 @@ class WrapperTensor(Tensor):
         """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal
         dtype).
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: dequantize() is for the classes that hold values"
-        )
+        raise NotImplementedError(f"{type(self).__name__}: dequantize() is missing; define it")
 
     # -- inner tensors and metadata
     # -----------------------------------------------------------------------------
@@ -215,7 +213,8 @@ class WrapperTensor(Tensor):
             return known
         if not self.is_leaf:
             raise RuntimeError(
-                f"{type(self).__name__}: deepcopy needs a leaf tensor, got a result; detach it first"
+                f"{type(self).__name__}: deepcopy cannot copy the result of an operation that autograd "
+                "recorded; detach it first"
             )
         with torch.no_grad():
             new = cast(Self, self.clone())  # this class's handler of ``aten.clone`` makes it
@@ -238,7 +237,7 @@ class WrapperTensor(Tensor):
     def __dlpack__(self, **_: object) -> NoReturn:
         """Raise: a wrapper has no memory to export."""
         raise NotImplementedError(
-            f"{type(self).__name__}: DLPack needs one plain tensor, got a wrapper of several; export dequantize()"
+            f"{type(self).__name__}: DLPack cannot export a wrapper of several tensors; export dequantize()"
         )
 
     def __dlpack_device__(self) -> NoReturn:
@@ -255,8 +254,8 @@ class WrapperTensor(Tensor):
     def share_memory_(self) -> Self:
         """Raise: the inherited method would access a missing storage."""
         raise NotImplementedError(
-            f"{type(self).__name__}: share_memory_() needs one storage, got a tensor of several; "
-            "share the inner tensors, or send the state dict"
+            f"{type(self).__name__}: share_memory_() cannot share a tensor of several storages; share the "
+            "inner tensors, or send the state dict"
         )
 
     @property

@@ -35,7 +35,8 @@ def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | No
         raise RuntimeError(f"watch: another rank cannot watch: {failed}")
     if len({one for one, _, _ in every}) > 1:
         raise RuntimeError(
-            f"watch: the same every, rows and steps are required on all ranks, got {[one for one, _, _ in every]}"
+            f"watch: ranks have different every, rows or steps: {[one for one, _, _ in every]}; pass the same "
+            "on all of them"
         )
     if not any(known for _, known, _ in every):
         raise ValueError("watch: the model has no quantized weights; call quantize_ first")

@@ -89,9 +89,7 @@ def _recording(watched: object) -> Recording:
         raise wrong("report", "what watch returned, a Recording or its file", watched)
     if not recording.samples:
         where = f" in {watched}" if isinstance(watched, (str, Path)) else ""
-        raise ValueError(
-            f"report: a step that was measured is required, got none{where}; watch at least two steps"
-        )
+        raise ValueError(f"report: no step was measured{where}; watch at least two steps")
     return recording
 
 

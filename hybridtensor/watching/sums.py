@@ -58,8 +58,8 @@ def watched_layers(model: torch.nn.Module) -> tuple[dict[int, Watched], torch.de
             _check_device(layer.name, layer.weight)
     if len(devices) > 1:
         raise NotImplementedError(
-            f"watch: a model on one device is required, got {[str(device) for device in devices]}; watch its "
-            "parts by themselves"
+            f"watch: the model is on several devices, {[str(device) for device in devices]}; watch its parts "
+            "by themselves"
         )
     return found, next(iter(devices), torch.device("cpu"))
 
@@ -68,8 +68,8 @@ def _check_device(name: str, weight: Tensor) -> None:
     """Raise NotImplementedError for a parameter on another device than its products."""
     if isinstance(weight, DTensor) and weight.device_mesh.device_type != weight.device.type:
         raise NotImplementedError(
-            f"watch: parameters on {weight.device_mesh.device_type}, where they are multiplied, are required, got "
-            f"{name} on {weight.device.type}, as FSDP2's CPUOffloadPolicy has them; watch a run without it"
+            f"watch: {name} is on {weight.device.type} and multiplied on {weight.device_mesh.device_type}, as "
+            "with FSDP2's CPUOffloadPolicy; watch a run without it"
         )
 
 

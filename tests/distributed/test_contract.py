@@ -187,7 +187,7 @@ def arguments_of_exports(rank):
         "bucket_bytes": [1 << 20, 1 << 21],
         "ranks": ["all", "first"],
     }.items():
-        with RaisesSoon(f"inference_tensors: the same arguments .*{name}=", ValueError):
+        with RaisesSoon(f"inference_tensors: ranks passed different arguments: .*{name}=", ValueError):
             list(ht.inference_tensors(model, **{name: mine[rank]}))
 
 

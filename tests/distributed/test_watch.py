@@ -291,7 +291,7 @@ def test_stages_without_layers(two):
 def otherwise(rank):
     model = make("fp8").to(here())
     with (
-        pytest.raises(RuntimeError, match="the same every, rows and steps are required on all ranks"),
+        pytest.raises(RuntimeError, match="ranks have different every, rows or steps"),
         ht.watch(model, every=2 + rank),
     ):
         pass
@@ -323,9 +323,7 @@ def offloaded(rank):
         model = ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "mxfp8")
     fully_shard(model, mesh=init_device_mesh(here(), (2,)))
     with (
-        pytest.raises(
-            NotImplementedError, match=r"watch: parameters on .*, where they are multiplied, .* got 0 on meta"
-        ),
+        pytest.raises(NotImplementedError, match=r"watch: 0.* is on meta and multiplied on"),
         ht.watch(model),
     ):
         pass

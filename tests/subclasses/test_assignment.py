@@ -190,7 +190,7 @@ def test_a_master_of_another_shape_is_not_left_behind():
 
 def test_faces_on_their_own_have_no_data_to_replace():
     faces = ht.Float8Quantizer().quantize(plain(0))
-    with pytest.raises(NotImplementedError, match=r"HybridTensor\.data: a weight with a recipe is required"):
+    with pytest.raises(NotImplementedError, match=r"HybridTensor\.data: .* has no recipe"):
         faces.data = plain(1)
     for leaf in (faces.rowwise, ht.IdentityTensor(plain(0))):
         with pytest.raises(NotImplementedError, match=r"aten\.set_data\.default is not an operation"):
@@ -275,7 +275,7 @@ def test_arrays_share_the_memory():
     array[:] = plain(1).numpy()
     del array
     assert_is_made_of(net, plain(1), "fp8", False)
-    with pytest.raises(RuntimeError, match=r"numpy\(\) of a weight without gradient is required"):
+    with pytest.raises(RuntimeError, match=r"numpy\(\) would lose the gradient"):
         net.weight.numpy()
     assert net.weight.tolist() == plain(1).tolist()
     assert isinstance(net.weight, MasterWeight)
@@ -323,7 +323,7 @@ def test_persistent_weights_are_not_joined():
 
 def test_arrays_of_persistent_weights_are_not_written():
     net = layer(persistent=True)
-    with pytest.raises(RuntimeError, match=r"numpy\(\) of a weight without gradient is required"):
+    with pytest.raises(RuntimeError, match=r"numpy\(\) would lose the gradient"):
         net.weight.numpy()
     with pytest.raises(ValueError, match="read-only"):
         net.weight.data.numpy()[0] = 1.0

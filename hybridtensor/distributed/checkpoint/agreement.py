@@ -37,8 +37,7 @@ def check_arguments(ranks: Ranks, /, **given: object) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{ranks.who}: the same arguments are required on all ranks, got {_some(wrong)}; pass "
-            "the same on each"
+            f"{ranks.who}: ranks passed different arguments: {_some(wrong)}; pass the same on each"
         )
 
 
@@ -61,8 +60,8 @@ def check_plans(ranks: Ranks, plans: list[SavePlan]) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{ranks.who}: every tensor in one shape and dtype is required on all ranks, got "
-            f"{_some(wrong)}; build model and optimizer alike everywhere"
+            f"{ranks.who}: ranks have tensors of different shapes or dtypes: {_some(wrong)}; build model and "
+            "optimizer alike everywhere"
         )
 
 
@@ -112,8 +111,8 @@ def compare_replicas(ranks: Ranks, collected: StateDict) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{ranks.who}: the same values are required on ranks that hold the same, got others in "
-            f"{_some(wrong)}; load the last intact step on all ranks"
+            f"{ranks.who}: ranks have different values of what they replicate: {_some(wrong)}; load the last "
+            "intact step on all ranks"
         )
 
 

@@ -150,7 +150,10 @@ def _read_newest(
         raise RuntimeError(
             f"checkpoint.load: no {wanted} in {root}; pass the folder that save was given"
         )
-    raise RuntimeError(f"checkpoint.load: no intact {wanted} in {root}: {' | '.join(reasons)}")
+    raise RuntimeError(
+        f"checkpoint.load: no intact {wanted} in {root}: {' | '.join(reasons)}; load an earlier step, or from "
+        "another folder"
+    )
 
 
 def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:

@@ -86,7 +86,9 @@ class _Write:
     ) -> Path:
         """Write the manifest, sync the folder to disk and rename it, on the first rank."""
         if self.metadata is None:
-            raise RuntimeError("checkpoint.save: the planner made no metadata on the first rank")
+            raise RuntimeError(
+                "checkpoint.save: the planner made no metadata on the first rank; please report this"
+            )
         self.writer.finish(self.metadata, [results for results, _ in everything])
         for rank, (_, files) in enumerate(everything):
             missing = [name for name in files if not (self.folder / name).is_file()]

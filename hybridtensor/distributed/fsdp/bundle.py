@@ -82,7 +82,9 @@ class Ready:
 def _known(shard: Shard) -> GatheredFaces:
     """Return the faces that a received payload contains."""
     if shard.faces is None:
-        raise RuntimeError(f"fully_shard: no hook received the weight {shard.sharded.size}")
+        raise RuntimeError(
+            f"fully_shard: no hook received the weight {shard.sharded.size}; please report this"
+        )
     return shard.faces
 
 

@@ -53,8 +53,8 @@ def _require_common_scales(layer: nn.Linear, mesh: DeviceMesh) -> None:
     if None in groups or _ranks_of(mesh.get_group()) in map(_ranks_of, groups):
         return
     raise ValueError(
-        f"linear: layer {recipe.state.name} has delayed scales, which tensor-parallel ranks must have "
-        "in common, got ranks without them; call hybridtensor.set_mesh_ with the tp dimension"
+        f"linear: layer {recipe.state.name} has delayed scales that differ between tensor-parallel ranks; "
+        "call hybridtensor.set_mesh_ with the tp dimension"
     )
 
 

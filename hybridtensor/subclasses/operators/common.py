@@ -210,7 +210,8 @@ def _register_transposing(table: OpTable) -> None:
 def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
     if x.dim() != 2 and not (dims == {1, 2} and getattr(x, "is_stack", False)):
         raise NotImplementedError(
-            f"transpose: only a matrix, or each of a stack, can be transposed, got dimensions {dims} of {x!r}"
+            f"transpose: only a matrix, or each of a stack, can be transposed, got dimensions {dims} of {x!r}; "
+            "dequantize first"
         )
     transposed: Tensor = table.call(aten.t.default, (x,), {})
     return transposed

@@ -108,8 +108,8 @@ def _views(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
 def _both_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
-            f"fully_shard: rows for every rank are required, got a persistent weight with fewer, "
-            f"of shards {tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
+            "fully_shard: a persistent weight has fewer rows than there are ranks, with shards "
+            f"{tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
         )
     return _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
 
@@ -174,7 +174,7 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     weight, value = args
     if weight.config is None:
         raise NotImplementedError(
-            f"HybridTensor.data: a weight with a recipe is required, got {weight!r}; use copy_()"
+            f"HybridTensor.data: {weight!r} has no recipe to quantize the new values with; use copy_()"
         )
     values = assignable(weight, value)
     if not isinstance(value, HybridTensor):

@@ -74,13 +74,13 @@ def require_reader(
         return
     if weight is None or all(weight.record is not one for one in readers.weights):
         raise ValueError(
-            f"{who}: one of the layers that {tensor!r} was quantized for is required, got another reader; name it "
-            "in into=, or leave into= out, and each quantizes for itself"
+            f"{who}: {tensor!r} was quantized for other layers than the one that reads it; name it in into=, "
+            "or leave into= out, and each quantizes for itself"
         )
     if weight.recipe.input != readers.quantizer:
         raise ValueError(
-            f"{who}: an input that was quantized by the recipe {weight.recipe} is required, got {tensor!r} from before "
-            "the recipe was set; compute it again"
+            f"{who}: {tensor!r} was quantized before its layer got the recipe {weight.recipe}; compute it "
+            "again"
         )
 
 
@@ -93,9 +93,9 @@ def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm"
     weights = [t for t in hybrids if t.config is not None]
     if weights and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{gemm}: a product that autograd sees is required with {weights[0]!r}, the weight of a layer, got one "
-            "below it, as from torch.func transforms and DTensors; call F.linear, x @ weight.t() where that is no "
-            "DTensor, or do it in torch.no_grad()"
+            f"{gemm}: autograd does not see this product with {weights[0]!r}, the weight of a layer, as in "
+            "torch.func transforms and DTensors; call F.linear, x @ weight.t() where that is no DTensor, or "
+            "do it in torch.no_grad()"
         )
     return multiply(
         take_face(left, "rowwise", name="the left operand", gemm=gemm),
@@ -113,7 +113,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     bias, left, right = args
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if isinstance(bias, (HybridTensor, QuantizedTensor, IdentityTensor)):
-        raise NotImplementedError("addmm: a plain tensor is required as the summand; dequantize it")
+        raise NotImplementedError("addmm: the summand is not a plain tensor; dequantize it")
     if bias.dim() == 1 and beta == 1 and alpha == 1:
         return mm(left, right, bias, "addmm")
     out: Tensor = beta * bias + alpha * mm(left, right, gemm="addmm")

@@ -114,7 +114,7 @@ def _t(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         )
     if x.dim() != 2 or x.matrix_shape != tuple(x.shape):
         raise NotImplementedError(
-            f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix"
+            f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix; dequantize first"
         )
     axis = 0 if x.axis == -1 else -1
     return x.map_inner(
@@ -136,7 +136,7 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         )
     if not x.is_contiguous():
         raise RuntimeError(
-            f"view: a contiguous tensor is required, got strides {tuple(x.stride())}; call contiguous()"
+            f"view: a tensor with strides {tuple(x.stride())} is not contiguous; call contiguous()"
         )
     if len(size) != 1 and not x.is_stack and size[-1] != x.matrix_shape[1]:
         raise NotImplementedError(
