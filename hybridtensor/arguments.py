@@ -1,7 +1,6 @@
-"""Errors for arguments of the wrong kind: one check per kind, for every public
-function.
+"""Checks of arguments, one per kind, for every public function.
 
-All raise TypeError for another kind and ValueError for a value that is not possible, as
+All raise TypeError for another kind, and ValueError for an impossible value, as
 ``who: what is required, got what; what to do``.
 """
 

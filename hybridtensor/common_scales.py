@@ -69,7 +69,7 @@ def _siblings(plan: Plan, patterns: list[str]) -> list[Plan]:
 
 
 def _matching(plan: Plan, pattern: str) -> dict[tuple[str, ...], tuple[Layer, HybridConfig]]:
-    """Return the layers that a pattern names, by what its wildcards stand for."""
+    """Return the layers that a pattern matches, by the text that its wildcards match."""
     parts = (
         {"*": "(.*)", "?": "(.)"}.get(part, re.escape(part))
         for part in re.split(r"([*?])", pattern)

@@ -64,7 +64,7 @@ class Explanation(Printed, Rows):
 
     @property
     def saved_bytes_per_token(self) -> tuple[float, float]:
-        """Bytes that converted layers keep of their inputs until backward, and that plain ones would."""
+        """Bytes per token that converted layers save of their inputs for backward, and that plain ones would."""
         return saved_bytes(self.layers)
 
     def predicted_speed(self, costs: str | CostTable = "h200") -> float:

@@ -181,7 +181,7 @@ class Format(metaclass=_OnePerValue):
 
     @property
     def mantissa_bits(self) -> int:
-        """Explicit mantissa bits of an element, of E2M1 one, which ``torch.finfo`` does not tell."""
+        """Explicit mantissa bits of an element; 1 for E2M1, which ``torch.finfo`` does not know."""
         if self.element is None or self.elements_per_byte > 1:
             return 52 if self.element is None else 1
         return 1 - math.frexp(torch.finfo(self.element).eps)[1]

@@ -1,4 +1,4 @@
-"""Graphs that torch keeps on disk: what one version of this package traced is no graph of another one."""
+"""Keys of torch's on-disk graph caches: graphs traced by another version of this package are not reused."""
 
 from __future__ import annotations
 

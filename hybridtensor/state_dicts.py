@@ -1,4 +1,4 @@
-"""What state dicts of converted layers give, and what loading them keeps."""
+"""Hooks of state dicts: saving plain tensors, and preserving recipes when loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tell whether checkpoints are what was written: ``hybridtensor verify DIR``, or ``python -m hybridtensor.verify DIR``.
+"""Verify checkpoints by their digests: ``hybridtensor verify DIR``, or ``python -m hybridtensor.verify DIR``.
 
 Prints every step of a run's folder with what is wrong with it. Exits with 0 if all are good, 1 if
 one is not, 2 if there is none.

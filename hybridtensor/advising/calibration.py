@@ -1,8 +1,8 @@
-"""What noise in outputs, and in gradients of inputs, makes of the gradients of all parameters.
+"""How much quantization noise in outputs, and in input gradients, arrives in the gradients of all parameters.
 
-Shares of the stream say which product counts more than which; how much of such noise arrives in gradients depends on
-all that comes behind. So it is measured: one batch is run as it is, once with outputs, and once with gradients of
-inputs, replaced by those of quantized products.
+Shares of the residual stream rank the products. How much of their noise arrives in gradients depends on all later
+layers, so it is measured: one batch runs unchanged, once with quantized outputs, and once with quantized gradients of
+inputs.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ def _observable(one: Noise) -> nn.Parameter:
 
 
 class _Told:
-    """Observer of products with stacks: ``stacks`` by the state that stands for each; ``order`` numbers layers'
-    outputs."""
+    """Observer of products with stacks, which are identified by their ``LayerState``."""
 
     def __init__(self, stacks: Mapping[int, Noise], order: Iterator[int]) -> None:
         self._stacks, self._order = stacks, order

@@ -1,14 +1,12 @@
-"""Quantize weights whose fp32 masters are scattered over ranks, as a distributed optimizer (ZeRO-1)
-keeps them.
+"""Quantize weights whose fp32 masters are scattered over ranks, as by a distributed optimizer (ZeRO-1).
 
-Every rank holds a fragment of each flattened master: any range, also none, also one that cuts
-blocks. No rank sees a whole master. Two collectives serve all weights: a MAX of the magnitudes of
-all scale groups, and a SUM of bytes in which each rank fills in the elements of its fragment.
+Every rank holds a fragment of each flattened master: any range, maybe empty, maybe cutting blocks. No rank has a whole
+master. Two collectives serve all weights: a MAX of the amaxes of all scale groups, and a SUM of bytes in which each
+rank fills in the elements of its fragment.
 
-In between each rank quantizes a stand-in for the whole matrix: its fragment, and in every scale
-group that reaches beyond it one number in a place that is not its own, the group's largest
-magnitude. So all scales come out as those of the whole, and the fragment's elements with them, in
-every format and by the one way there is to quantize.
+In between, each rank quantizes a substitute of the whole matrix: its fragment and, in every scale group that extends
+beyond it, the group's amax at one position outside the fragment. All scales are then those of the whole master, and so
+are the fragment's elements, in every format and by the ordinary cast.
 
 Shape letters: ``N, K`` a weight; ``G`` scale groups of ``E`` elements; ``W`` weights.
 """

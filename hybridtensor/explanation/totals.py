@@ -96,7 +96,7 @@ def _products(config: HybridConfig) -> list[tuple[Format, Format]]:
 
 
 def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
-    """Return the bytes per token that a layer keeps of its input until backward, if nothing else does.
+    """Return the bytes per token that a layer saves of its input for backward, without sharing.
 
     Scales shared by all tokens (one per tensor, one per column) are left out: they do not grow with
     the tokens. So are the zeros that fill the last block of tokens.

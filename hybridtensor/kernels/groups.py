@@ -216,7 +216,7 @@ class Place(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How matrices that are cast together lie: groups of rows of one, or a stack.
+    """The layout of matrices that are cast together: groups of rows of one, or a stack.
 
     Attributes:
         plan: Of groups: which rows each row of tiles has, int32 ``[tiles, 8]``; see ``plan_kernel``.

@@ -217,7 +217,7 @@ def fp8_words(y, P: tl.constexpr, Q: tl.constexpr, E5M2: tl.constexpr, HW: tl.co
 
 @triton.jit
 def _signed(magnitude, sign):
-    """Give a magnitude its sign; Triton's own minus has no negative zero."""
+    """Copy the sign of a value; Triton's unary minus does not make a negative zero."""
     return (magnitude.to(tl.int32, bitcast=True) | (sign << 31)).to(tl.float32, bitcast=True)
 
 

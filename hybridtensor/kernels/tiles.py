@@ -1,4 +1,4 @@
-"""Tiles of a matrix: loading them, seeing them as either face does, blocks in them, and largest magnitudes.
+"""Tiles of a matrix: loading them, orienting them for either face, reducing their blocks, and amaxes.
 
 Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``,
 so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own.
@@ -103,7 +103,7 @@ def spread(blocks, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH:
 
 @triton.jit
 def raise_to(target, amax, mask):
-    """Raise fp32 maxima, which are not negative, in place; bits of such numbers are ordered as they are.
+    """Raise nonnegative fp32 maxima in place by an integer atomic: bits of such numbers have their order.
 
     Most do not raise anything, which a look tells: writing takes turns.
     """
@@ -130,7 +130,7 @@ def _larger(a, b):
 
 @triton.jit
 def largest(v, AXIS: tl.constexpr, HW: tl.constexpr):
-    """Return the largest magnitude along an axis as bits, which are ordered as magnitudes are, with NaN above Inf."""
+    """Return the amax along an axis as bits, which have the order of the numbers, with NaN above Inf."""
     if HW:
         return tl.reduce(tl.abs(v), AXIS, _larger).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:

@@ -1,5 +1,4 @@
-"""What a converted layer runs: its own forward, with its recipe applied to whatever stands at
-``weight``.
+"""The forward of a converted layer: its original forward, with the recipe applied to any tensor at ``weight``.
 
 | at ``weight`` | what runs |
 |---|---|

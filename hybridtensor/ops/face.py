@@ -153,8 +153,7 @@ class TensorLayout(NamedTuple):
 
 
 def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[TensorLayout, ...]:
-    """Return how the tensors of a quantized ``[other, contraction]`` face lie, in the order of
-    ``Face.tensors``.
+    """Return the layouts of a quantized ``[other, contraction]`` face's tensors, in the order of ``Face.tensors``.
 
     Scales of blocks along the contraction lie block by block, not row by row: so hardware reads
     them, and so one block of neighbouring rows is written at once. Of formats without partial

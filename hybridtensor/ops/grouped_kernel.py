@@ -1,4 +1,4 @@
-"""The products of groups on a GPU: by torch where it has them, else by kernels of ours.
+"""The products of groups on a GPU: by torch where it has them, else by this package's kernels.
 
 No group's extent is read by the host.
 

@@ -1,10 +1,9 @@
-"""How Inductor lowers the operators of this package: to calls of their implementations, without the dispatcher, and the
-casts of a region's weights together.
+"""Lowering of this package's operators in Inductor: to calls without the dispatcher, and weights cast together.
 
-A graph's code calls an object of its own at each place, so that what was looked up once is at hand. Names of Inductor
-are private, and are driven here only: ``FallbackKernel`` is what an operator without lowering becomes, an instance
-prints its ``python_kernel_name`` into the code, and ``add_import_once`` writes a line at the begin of the module, also
-from subgraphs. Where Inductor writes C++ in place of Python, operators stay what they are.
+A graph's code calls an object of its own at each place, which caches what was looked up. All private names of Inductor
+are used here only: ``FallbackKernel`` is what an operator without lowering becomes, an instance prints its
+``python_kernel_name`` into the code, and ``add_import_once`` adds a line at the beginning of the module, also from
+subgraphs. Where Inductor writes C++ instead of Python, operators are not lowered.
 """
 
 from __future__ import annotations

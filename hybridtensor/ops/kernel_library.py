@@ -98,7 +98,7 @@ def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Return what ``make`` makes on the current stream of a device, in memory that may outlive a CUDA graph.
+    """Allocate a tensor with ``make`` on the device's current stream, in memory that may outlive a CUDA graph.
 
     While ``reduce-overhead`` records a graph, and in the call before, all memory that the thread allocates is of the
     graph's pool, and torch raises if any of it is kept. Memory of another thread is not.

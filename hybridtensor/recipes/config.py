@@ -198,7 +198,7 @@ class HybridConfig(AOBaseConfig):
             )
 
     def delayed_rules(self) -> dict[str, DelayedRule]:
-        """Return the delayed scales that a layer with this recipe keeps, by slot."""
+        """Return the delayed scales of a layer with this recipe, by slot."""
         rules = (getattr(self, role).delayed_rules(role) for role in ROLES)
         return {slot: rule for of_role in rules for slot, rule in of_role.items()}
 

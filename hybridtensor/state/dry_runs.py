@@ -1,6 +1,6 @@
-"""Detect dry runs: torch runs models on uninitialized memory, to infer shapes or to warm up.
+"""Detect dry runs, in which torch runs models on uninitialized memory to infer shapes or to warm up.
 
-Nothing public says so, so that a forward looks for the functions of torch that it runs inside.
+There is no public flag, so a forward looks for the code of torch's functions on the stack.
 """
 
 from __future__ import annotations

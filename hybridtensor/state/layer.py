@@ -131,7 +131,7 @@ class LayerState(nn.Module):
 
     @property
     def amax(self) -> Tensor | None:
-        """fp32 ``[S]``, the largest magnitudes since the last step; None without delayed scales.
+        """fp32 ``[S]``, the amaxes since the last step; None without delayed scales.
 
         Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
         """

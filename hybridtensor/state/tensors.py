@@ -13,7 +13,7 @@ from hybridtensor.state.dry_runs import is_dry_run
 
 
 class StateTensors(NamedTuple):
-    """What quantizing needs of a layer's state: plain tensors, and what they stand for.
+    """The tensors of a layer's state that quantizing needs, with their slots.
 
     Attributes:
         rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.

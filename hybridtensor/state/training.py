@@ -1,7 +1,7 @@
-"""The training of one model as an object: at which step it is, and who is called at each.
+"""The training of one model as an object: its step counts, and their subscribers.
 
-A step of the optimizers ends when each that holds parameters of the model has stepped. ``step_`` advances what
-quantizers remember. Whoever wants to know of either subscribes here: nothing else counts steps.
+A step of the optimizers ends when each that holds parameters of the model has stepped. ``step_`` advances the state of
+quantizers. Whoever depends on either subscribes here: nothing else counts steps.
 """
 
 from __future__ import annotations

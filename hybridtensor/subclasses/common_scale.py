@@ -1,8 +1,8 @@
-"""One scale for the weights of several layers, as engines have it that fuse these layers into one.
+"""One scale for the weights of several layers, as inference engines need that fuse these layers.
 
-Formats with one scale per tensor, and NVFP4 with its tensor scale, take it from an amax. Weights with a
-common scale take the largest of their amaxes. It belongs to the state of each of their layers, with
-which quantizers are called; whoever quantizes one of the weights renews it before.
+Formats with one scale per tensor, and NVFP4 with its tensor scale, take it from an amax. Weights with a common scale
+take the largest of their amaxes. It is part of the state of each layer; it is updated before one of the weights is
+quantized.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class IdentityTensor(WrapperTensor):
 
     @property
     def is_stack(self) -> bool:
-        """Whether this may be a stack of matrices: values lie alike, whatever they are."""
+        """Whether this may be a stack of matrices; plain values always may."""
         return not isinstance(self.source, QuantizedTensor) or self.source.is_stack
 
     @property

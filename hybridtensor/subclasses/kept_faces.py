@@ -1,10 +1,8 @@
-"""The faces that are kept of a weight, and for how long.
+"""The cached faces of a weight, and their lifetime.
 
-A face lives as long as it is needed. In a step with one microbatch the rowwise one goes when forward
-has used it; the columnwise one is made in backward, and goes when that has used it. Where a weight
-is used again before it is written, by further microbatches, keeping both costs memory and saves
-casts: what happened between the last two writes says so. A face that was made before a write is of
-no use, and goes with it.
+With one microbatch per step, the rowwise face is released after forward; the columnwise one is quantized in backward
+and released after it. With several microbatches, caching both costs memory and saves casts: the uses between the last
+two writes decide. A write invalidates all faces.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class LastUse(NamedTuple):
 
 
 class KeptFaces:
-    """The faces that are kept of one weight.
+    """The cached faces of one weight.
 
     Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
     more than once is kept until training goes on.
@@ -171,7 +169,7 @@ class KeptFaces:
                 kept.row = None
 
     def end_backward(self, policy: str) -> None:
-        """Let go of what a backward has used and nothing will use again."""
+        """Release what a backward used and nothing will use again."""
         # A step of several microbatches ends when as many backwards have run as forwards before the last write, if this
         # step has no more forwards than that one.
         self._backwards += 1
@@ -193,7 +191,7 @@ class KeptFaces:
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
-        """Return all faces that are kept."""
+        """Return all cached faces."""
         found = (face for kept in self._kept.values() for face in (kept.row, kept.column))
         return [face for face in found if face is not None]
 

@@ -1,7 +1,6 @@
-"""Quantizing into tensors: what ``quantizer.quantize`` and ``quantizer.update_`` do.
+"""Quantizing into tensors: ``quantizer.quantize`` and ``quantizer.update_``.
 
-Quantizers make faces and know nothing of tensors; the two methods that make tensors of faces are
-added to them here.
+Quantizers make faces and do not depend on the tensor classes; the two methods that return tensors are added here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the formats do to a model while it trains: measured in some steps, and told."""
+"""Measure quantization errors of operands and products while a model trains."""
 
 from hybridtensor.watching.recording import Recording
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample

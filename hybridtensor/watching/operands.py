@@ -1,4 +1,4 @@
-"""What is known of the operands of one forward and of its backward: their values, as far as they are here.
+"""The operands of one forward and its backward: their high-precision values, as far as they are on this rank.
 
 Of a stack of experts one is measured in each forward, the next one from sample to sample: its tokens and
 its weight are those of a linear layer, and its faces are cut out of those of all.

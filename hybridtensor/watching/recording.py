@@ -63,7 +63,7 @@ class Recording(Printed):
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
-        """Return what ``save`` wrote."""
+        """Load a recording that ``save`` wrote; raise ValueError if it is damaged or no regular file."""
         require_kind("Recording.load", "a path", path, (str, Path))
         try:
             file = Path(path).resolve()

@@ -140,7 +140,7 @@ class _Place(NamedTuple):
 
 
 def sample_of(step: int, measured: Measured) -> Sample:
-    """Return what was measured in a step."""
+    """Return the rows of a measured step."""
     faces: list[FaceRow] = []
     products: list[ProductRow] = []
     for watched, places, together in _by_layer(measured):

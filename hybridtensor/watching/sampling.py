@@ -1,8 +1,7 @@
 """Measuring the operands and products of one step as they run.
 
-Of every face, some entries along its first axis are measured, a stretch that moves from sample to
-sample; of every product the same stretches of both operands. Nothing is read from the device, but for
-where the tokens of experts end.
+Of every face a stretch along its first axis is measured, which moves from sample to sample; of every product the same
+stretches of both operands. Nothing synchronizes with the device, except the offsets of experts' tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Converted weights as plain tensors that share their memory: what checkpoints are made of.
+"""Converted weights as plain tensors in the same memory, which is what checkpoints store.
 
-A ``MasterWeight`` becomes its plain tensor. A ``HybridTensor`` becomes a dictionary of the tensors
-of its faces: ``{"rowwise": {"qdata": ..., "scale": ...}, "columnwise": {...}}``, without a face
-that follows from the other one. A DTensor of either becomes a DTensor, or a dictionary of DTensors,
-that says which part of the whole this rank holds. Nothing is copied: what is loaded into a result
-is loaded into the weight.
+A ``MasterWeight`` becomes its plain tensor. A ``HybridTensor`` becomes a dictionary of its faces' tensors,
+``{"rowwise": {"qdata": ..., "scale": ...}, "columnwise": {...}}``, without a face that is requantized from the other
+one. A DTensor of either becomes a DTensor, or a dictionary of DTensors, of the local shard. Nothing is copied: loading
+into a result loads into the weight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""FSDP2: shards of converted weights are quantized, and only the bytes of the face that is needed
-are gathered.
+"""FSDP2: local shards of converted weights are quantized, and only the face that is needed is all-gathered.
 
-``fully_shard`` finds two hooks on a sharded weight. ``pre_all_gather`` returns what this rank
-sends, ``post_all_gather`` makes of what all ranks sent a ``HybridTensor``, the weight that the
-layers compute with. Its faces have memory of their own that is there only while FSDP2 says that the
-weight is gathered, and only for the face that was wanted; the tensor objects stay the same, so that
-autograd and compiled graphs can hold on to them.
+``fully_shard`` finds two hooks on a sharded weight. ``pre_all_gather`` returns the payload of this rank;
+``post_all_gather`` returns the gathered ``HybridTensor`` that the layers compute with. Storage of its faces is
+allocated only while FSDP2 has the weight gathered, and only for the requested face. The tensor objects are persistent,
+so that autograd and compiled graphs can hold them.
 """
 
 from __future__ import annotations

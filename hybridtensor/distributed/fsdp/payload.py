@@ -1,9 +1,8 @@
-"""The bytes of shards on the wire.
+"""The payload of shards that are gathered together.
 
-The shards that a rank gathers together send one flat tensor of bytes: of every face that is wanted
-its tensors, one weight after the other, each from a multiple of 16 on and as casts lay it out
-(``Wire``). Faces are cast straight into that tensor, which is kept until a shard is written again
-(``Payload``): backward, and every further microbatch, send what forward made.
+A rank sends one flat tensor of bytes: the tensors of every requested face, weight by weight, each at a multiple of 16
+bytes and in the layout that casts write (``Wire``). Shards are quantized straight into it. It is cached until a shard
+is written (``Payload``): backward, and every further microbatch, send what forward quantized.
 
 Shape letters: ``R`` ranks.
 """

@@ -1,20 +1,17 @@
-"""Which bytes of a sharded weight are sent, and what its shards must know of each other before they
-are quantized.
+"""Which bytes of a sharded weight are sent, and which amaxes its shards exchange before they are quantized.
 
-A shard holds whole rows. What it can quantize alone depends on where the groups of a face lie that
-share a scale:
+A shard holds whole rows. What it can quantize alone depends on the scale groups of a face:
 
 - within a row (rowwise blocks and rows), or in blocks of rows that no shard cuts: alone;
-- across the whole tensor, all of a column, or square blocks that shards cut: after the largest
-  magnitudes of the shards were reduced;
-- across blocks of one column that shards cut: not at all, the values are sent and are quantized after
-  the gather. There would be as many magnitudes to reduce as bytes are saved.
+- across the whole tensor, a whole column, or square blocks that shards cut: after an all-reduce of amaxes;
+- across blocks of one column that shards cut: not at all. High-precision values are sent and quantized after the
+  gather, because as many amaxes would be reduced as bytes are saved.
 
-A shard of a stack of experts' weights holds whole experts, with all that shares a scale: each
-quantizes its own, and whatever their faces consist of is put one after the other.
+A shard of a stack of experts' weights holds whole experts, and so whole scale groups: each is quantized alone, and
+their faces are concatenated.
 
-Shape letters: ``N`` rows of the whole weight, ``n`` of a shard, ``K`` columns, ``R`` ranks, ``E``
-experts, ``e`` of a shard.
+Shape letters: ``N`` rows of the whole weight, ``n`` of a shard, ``K`` columns, ``R`` ranks, ``E`` experts, ``e`` of a
+shard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantizing a rank's part of a weight with the scales of the whole, from the amaxes of all ranks."""
+"""Quantizing a local shard with the scales of the whole weight, from the amaxes of all ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _with_amaxes(values: Tensor, plan: Plan, rank: int, amaxes: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of this rank together with the largest magnitudes, and where its rows begin.
+    """Return the local rows together with the reduced amaxes as values, and the first local row.
 
     Whatever is quantized together with them gets the scales of the whole. They are in rows that are
     cut off afterwards: below, in scale groups of their own; or where a block is cut, in the rows of

@@ -1,4 +1,4 @@
-"""What a rank sends of its part of a weight: values, or faces in a payload."""
+"""What a rank sends of its local shard: high-precision values, or faces in a payload."""
 
 from __future__ import annotations
 

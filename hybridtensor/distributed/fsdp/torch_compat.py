@@ -1,8 +1,6 @@
-"""What this library uses of FSDP2 that torch does not publish: all of it, and nothing of it
-anywhere else.
+"""All private names of FSDP2 that this library uses; no other file uses any.
 
-Read in torch 2.11 to 2.13; ``tests/distributed/test_torch_compat.py`` fails where a version lacks
-one of these names.
+Read in torch 2.11 to 2.13; ``tests/distributed/test_torch_compat.py`` fails where a version lacks one of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From the bytes that all ranks sent to the faces of the whole weights.
+"""From all ranks' payloads to the faces of the whole weights.
 
-Which bytes go where is worked out once per kind of gather; a gather then runs the copies of all its
-weights. Where one face is the transpose of the other, its elements are transposed on the way, both
-faces while they are read once.
+The copies are prepared once per kind of gather; a gather then runs those of all its weights. Where one face is the
+transpose of the other, its elements are transposed in the same read.
 
 Shape letters: ``R`` ranks.
 """

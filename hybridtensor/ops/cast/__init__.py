@@ -48,7 +48,7 @@ def prepare(
     *,
     direct: bool | None = None,
 ) -> PreparedCast:
-    """Return the cast for matrices that lie as ``x`` does, with inputs of the kind of ``inputs``.
+    """Return the cast for matrices with the layout of ``x``, and inputs of the kinds of ``inputs``.
 
     Args:
         x: ``[M, K]``, bf16, fp16 or fp32, any strides, may be empty; K is whole blocks of formats

@@ -79,7 +79,7 @@ def grouped_cast(
 
 
 def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
-    """Return whether matrices lie transposed, and can be cast so: a face is then the other one of what lies there.
+    """Return whether matrices are stored transposed and can be cast so, by swapping the faces.
 
     Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
     """

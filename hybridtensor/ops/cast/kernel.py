@@ -1,5 +1,4 @@
-"""Casting with kernels: which kernels cast one kind of matrix, with which arguments, worked out
-once.
+"""Casting with kernels: which kernels cast one kind of matrix, with which arguments, cached.
 
 Shape letters: ``M`` rows, ``K`` columns.
 """

@@ -1,4 +1,4 @@
-"""Launches of the cast kernels, for matrices that lie alike."""
+"""Launches of the cast kernels, for matrices with one layout."""
 
 from __future__ import annotations
 

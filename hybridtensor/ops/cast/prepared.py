@@ -1,6 +1,4 @@
-"""A cast that is worked out for matrices that lie alike, so that running it again takes little
-time.
-"""
+"""A cast that is prepared for matrices with one layout, so that running it again is fast."""
 
 from __future__ import annotations
 

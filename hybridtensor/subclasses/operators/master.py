@@ -1,10 +1,8 @@
-"""What ``MasterWeight`` answers to aten operators: it is its high-precision tensor, whose writes
-are counted.
+"""The aten operators of ``MasterWeight``: those of its high-precision tensor, with writes counted.
 
-Four kinds of handler cover everything: *views and copies* give a ``MasterWeight`` again, *writes*
-happen in place and are noted, *collectives* likewise, *reads* give plain tensors. Matrix products
-are none of these: they belong to ``hybridtensor.linear``, which quantizes, and reach this table
-only from below autograd.
+There are four kinds of handlers: *views and copies* return a ``MasterWeight``; *writes* and *collectives* run in place
+and are recorded; *reads* return plain tensors. Matrix products belong to ``hybridtensor.linear``, which quantizes them,
+and reach this table only from below autograd.
 """
 
 from __future__ import annotations
