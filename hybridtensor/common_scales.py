@@ -143,7 +143,7 @@ def common_scales_of(plan: Plan) -> dict[nn.Module, CommonScale]:
 
 
 def forget_common_scales(plan: Plan) -> list[nn.Module]:
-    """Give layers their own scales again, also those that shared one with a layer of the plan; return them all."""
+    """Restore separate scales of layers, also of those that shared one with a layer of the plan; return all."""
     scales = [layer.recipe.state.common for layer, _ in plan if layer.recipe is not None]
     modules = [m for scale in scales if scale is not None for m in scale.modules if m is not None]
     for module in modules:

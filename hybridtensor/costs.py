@@ -42,7 +42,7 @@ KNOWN = ("bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", MIXED)
 
 @dataclass(frozen=True)
 class Row:
-    """What products of one kind of formats cost.
+    """Time of one kind of product, relative to BF16.
 
     Args:
         word: ``bf16``, ``fp8``, ``fp8_rowwise``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, as specs have it; or
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CostTable:
-    """What products cost on one device.
+    """Times of products on one device, relative to BF16.
 
     Args:
         name: What ``table`` knows it by, or the device's name.

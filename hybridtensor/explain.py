@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Explanation(Printed, Rows):
-    """What ``explain`` found; printed, layers that are alike but for numbers in their names are one line.
+    """The result of ``explain``; printed, layers that differ only in numbers in their names are one line.
 
     Attributes:
         rows, skipped, gathers, shared, coverage, sequence, layers: See ``Rows``.
@@ -68,7 +68,7 @@ class Explanation(Printed, Rows):
         return saved_bytes(self.layers)
 
     def predicted_speed(self, costs: str | CostTable = "h200") -> float:
-        """Return how fast the model's matrix products are, over BF16.
+        """Return the predicted speed of the model's matrix products, relative to BF16.
 
         Attention, norms and the optimizer are not counted, nor are layers smaller than those of the table.
 

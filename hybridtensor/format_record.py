@@ -199,9 +199,7 @@ class Format(metaclass=_OnePerValue):
         return 1 if self.ragged or along is None else along
 
     def stored(self, contraction: int) -> int:
-        """Return how many entries along the contraction a face stores: whole steps; the last of
-        them are zeros.
-        """
+        """Return the number of stored entries along the contraction: whole steps, zero-padded."""
         step = self.step
         return contraction if step == 1 else (contraction + step - 1) // step * step
 

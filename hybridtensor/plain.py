@@ -21,7 +21,7 @@ from hybridtensor.swap import drop_apply, swap_all
 
 
 def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make a converted model plain again, in place: ``quantize_`` undone.
+    """Undo ``quantize_`` in place: make a converted model plain again.
 
     The parameter objects stay, so that optimizers, tied weights and hooks of the user go on. Master
     weights keep their memory; persistent weights get the high-precision values that there are (an

@@ -15,7 +15,7 @@ from hybridtensor.subclasses.quantizing import persistent_weight
 
 
 def give_plain_values_(module: nn.Module) -> None:
-    """Have ``module.state_dict()`` give the plain tensors of master weights, in the same memory."""
+    """Make ``module.state_dict()`` return the plain tensors of master weights, in the same memory."""
     if not getattr(module, "_hybridtensor_save_hook", False):
         module.register_state_dict_post_hook(plain_values)
         module.__dict__["_hybridtensor_save_hook"] = True

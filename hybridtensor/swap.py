@@ -43,8 +43,7 @@ def swap_all(who: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def swap(who: str, parameter: nn.Parameter, new: Tensor) -> Callable[[], None]:
-    """Make ``parameter``, the object, be ``new``: every module and optimizer that holds it sees the
-    new weight.
+    """Replace the contents of the object ``parameter`` by ``new``, for every module and optimizer that holds it.
 
     Its gradient, its hooks and what others put on it stay.
 

@@ -75,7 +75,7 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Advice(Printed):
-    """What ``advise`` found.
+    """The recipe that ``advise`` found, with its error, cost and alternatives.
 
     Attributes:
         recipe: A config for each layer, for ``quantize_``; None leaves a layer in high precision.

@@ -175,7 +175,7 @@ def _run(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Tenso
 
 @contextlib.contextmanager
 def _hooked(layers: list[Noise], order: Iterator[int]) -> Iterator[None]:
-    """Have linear layers measured while the model runs."""
+    """Measure linear layers in hooks while the model runs."""
     with contextlib.ExitStack() as stack:
         for one in layers:
             hook = one.layer.module.register_forward_hook(_measuring(one, order), with_kwargs=True)

@@ -22,7 +22,7 @@ _SIGNAL, _NOISE = 0, 2  # in the numbers of a product
 
 
 class Noise:
-    """What is found out about a layer while the model runs.
+    """Quantization noise of one layer's products, measured while the model runs.
 
     Args:
         layer: The layer.

@@ -45,7 +45,7 @@ def block_of(model: nn.Module, layer: Layer) -> nn.Module | None:
 
 @contextlib.contextmanager
 def measured_blocks(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Block]]:
-    """Have blocks measured while the model runs."""
+    """Measure blocks in hooks while the model runs."""
     blocks = {module: Block() for module in modules}
     with contextlib.ExitStack() as stack:
         for module, block in blocks.items():

@@ -155,7 +155,7 @@ def _take_common_scales(parts: list[Fragment], magnitudes: dict[tuple[int, str],
 
 
 def _seen(matrix: Tensor, direction: str) -> Tensor:
-    """Return the matrix as a face stores it: transposed, rotated, or unchanged."""
+    """Return the matrix as a face stores it: itself, or its transpose."""
     return matrix if direction == ROW else matrix.t()
 
 

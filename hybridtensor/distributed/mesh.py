@@ -32,7 +32,7 @@ def set_mesh_(
     ep: Names = "ep",
     pp: Names = "pp",
 ) -> nn.Module:
-    """Say what the dimensions of a mesh are for.
+    """Assign the dimensions of a device mesh to data, tensor, expert and pipeline parallelism.
 
     Delayed scales are reduced over dp, tp and ep, as each rank sees a part of the batch or of the
     layer: they are those of the model on one device. Random rounding draws by the rank's part of
@@ -111,7 +111,7 @@ def _dimensions(mesh: DeviceMesh, role: str, names: Names) -> tuple[str, ...]:
 
 
 def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Say which ranks train on parts of one batch: all by default. ``set_mesh_`` says it by a mesh.
+    """Set the data-parallel process group (all ranks by default). ``set_mesh_`` does so by a mesh.
 
     Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run
     does not depend on how many they are (given that a batch is split among them in order and

@@ -57,7 +57,7 @@ class ReadRow:
 
 @dataclass(frozen=True, repr=False)
 class Check(Printed):
-    """What ``check`` found.
+    """The result of ``check``.
 
     Attributes:
         products: What ran.
@@ -79,7 +79,7 @@ class Check(Printed):
 
     @property
     def problems(self) -> list[str]:
-        """What is unexpectedly not quantized, a sentence each."""
+        """A sentence for each thing that is unexpectedly not quantized."""
         found = [
             f"{row.layer}: {row.gemm} ran as {row.left} by {row.right} ({row.backend}), not by the recipe"
             for row in self.products

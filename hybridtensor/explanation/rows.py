@@ -63,7 +63,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class GatherRow:
-    """What FSDP2 sends of one layer's weight.
+    """The all-gathers of one layer's weight under FSDP2.
 
     Attributes:
         layer: Fully qualified name.
@@ -81,7 +81,7 @@ class GatherRow:
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """What ranks send of an activation whose tokens they share.
+    """The gathers of an activation whose tokens are sharded.
 
     Attributes:
         module: Fully qualified name of the module with the style.

@@ -11,7 +11,7 @@ from hybridtensor.kernels.numbers import e2m1_codes, e2m1_words, fp8_codes, fp8_
 
 @triton.jit
 def stored(entries, STEP: tl.constexpr):
-    """Return how many entries along the contraction are stored: a tile holds zeros beyond those of the matrix."""
+    """Return the number of stored entries along the contraction; a tile holds zeros beyond the matrix."""
     if STEP > 1:
         return tl.cdiv(entries, STEP) * STEP
     else:

@@ -101,7 +101,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class LayerForward:
-    """What runs as the ``forward`` of one converted layer.
+    """The callable that replaces ``forward`` of one converted layer.
 
     The layer's ``forward`` attribute is the method ``bound``: Dynamo guards an attribute ``forward`` by identity,
     unless it is a bound method, of which it compares the function's code. So equal layers share one graph.

@@ -36,7 +36,7 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
 class Gradients(NamedTuple):
-    """What backward returns; None where a gradient is not needed."""
+    """The gradients of a linear layer; None where one is not needed."""
 
     input: Tensor | None
     weight: Tensor | None

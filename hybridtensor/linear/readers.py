@@ -63,8 +63,8 @@ class Readers(NamedTuple):
 
 
 def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -> Readers | None:
-    """Return how sibling layers quantize a tensor, or None where they need it in high precision, or a compiler fuses
-    casts."""
+    """Return the common quantizer of sibling layers' input, or None where they need high precision, or a compiler
+    fuses casts."""
     if not layers or not 1 < x.dim() <= 4 or not x.numel():
         return None
     if observers or autocasts(x.device.type):

@@ -43,7 +43,7 @@ class Groups(NamedTuple):
 
 
 class FaceKind(NamedTuple):
-    """What the tensors of a face mean; ``dequantized_rowwise`` as in ``Face``."""
+    """The format of a face's tensors; ``dequantized_rowwise`` as in ``Face``."""
 
     format: Format
     dequantized_rowwise: torch.dtype | None = None

@@ -36,12 +36,12 @@ def _extents(codes: Tensor, name: str) -> tuple[int, int]:
 
 
 def count_as_product(operator: object) -> None:
-    """Let torch count an operator with the arguments of ``scaled_mm``."""
+    """Register an operator with ``scaled_mm``'s arguments in torch's FLOP counter."""
     count_flops(operator, product_flops)
 
 
 def count_flops(operator: object, formula: Callable[..., object]) -> None:
-    """Let torch count an operator by a formula that takes its arguments."""
+    """Register an operator's FLOP formula in torch's counter."""
     _torch_counter().register_flop_formula(operator, get_raw=True)(formula)
 
 

@@ -77,7 +77,7 @@ def _lower_in_inductor(name: str) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether what runs now becomes a graph of ``torch.compile``.
+    """Return whether ``torch.compile`` traces the current code into a graph.
 
     Dynamo takes ``is_dynamo_compiling`` for true, and the rest cannot be traced; the tracing context is there while
     AOTAutograd and export run what Dynamo left whole, such as a layer's torch function. ``is_compiling`` takes three

@@ -178,7 +178,7 @@ class OneFormatQuantizer(CastQuantizer):
 
     @abstractmethod
     def cast(self, context: Context) -> Cast:
-        """Return how a face is made."""
+        """Return the cast that makes a face."""
 
     def request(
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context

@@ -28,7 +28,7 @@ KEEP_FACES = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """What a quantizer is for; the argument of a factory.
+    """The tensor that a quantizer is for; the argument of a quantizer factory.
 
     Attributes:
         module_type: ``"linear"``, or ``"grouped_linear"`` for one of several experts.

@@ -151,7 +151,7 @@ def _quantizer(word: str | Quantizer, role: str, gemm: str) -> Quantizer:
 
 
 class Modifier(Protocol):
-    """What a word after ``+`` changes."""
+    """The effect of a word after ``+``."""
 
     def apply(self, faces: Faces) -> None:
         """Change ``faces`` in place."""

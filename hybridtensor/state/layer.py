@@ -139,7 +139,7 @@ class LayerState(nn.Module):
 
     @property
     def record(self) -> AmaxRecord | None:
-        """What amaxes are recorded in; None without delayed scales."""
+        """The record of amaxes; None without delayed scales."""
         found: AmaxRecord | None = self.__dict__["_record"]
         return found
 

@@ -45,7 +45,7 @@ class _Advance:
 
 
 def watch(model: nn.Module) -> None:
-    """Have optimizers that step ``model`` raise where its state is not advanced."""
+    """Make optimizers that step ``model`` raise if ``step_`` is never called."""
     training = training_of(model)
     training.is_compared = False
     others = [one for one in training.followers if not isinstance(one, _Advance)]

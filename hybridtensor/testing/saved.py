@@ -16,9 +16,7 @@ from hybridtensor.subclasses.structure import flatten
 
 @dataclass
 class SavedTensors:
-    """What was saved: plain tensors, in order; ``tensors`` may repeat a storage, ``nbytes`` counts
-    each once.
-    """
+    """Plain tensors that autograd saved, in order; ``tensors`` may repeat a storage, ``nbytes`` counts each once."""
 
     tensors: list[Tensor] = field(default_factory=list)
 

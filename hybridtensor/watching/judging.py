@@ -48,7 +48,7 @@ class Judged(NamedTuple):
 
     @property
     def threshold(self) -> float | None:
-        """What stands out is below this: one mantissa bit less than expected."""
+        """SQNR below which a finding stands out: one mantissa bit less than expected."""
         return None if self.expected is None else self.expected - ONE_BIT
 
     @property

@@ -30,7 +30,7 @@ _SHOWN = 16  # rows of the table
 
 @dataclass(frozen=True, repr=False)
 class Recording(Printed):
-    """What was watched of a run.
+    """The measurements of a watched run.
 
     Attributes:
         every: Of how many steps one was measured.

@@ -40,7 +40,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class FaceRow(_Row):
-    """What a format did to one face in one sampled step.
+    """Statistics of one face in one sampled step.
 
     Attributes:
         step: How many steps the optimizer had taken.
@@ -61,7 +61,7 @@ class FaceRow(_Row):
 
 @dataclass(frozen=True)
 class ProductRow(_Row):
-    """What the formats of both operands did to one product in one sampled step.
+    """Statistics of one product in one sampled step.
 
     Attributes:
         step: How many steps the optimizer had taken.

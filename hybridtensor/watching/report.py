@@ -78,7 +78,7 @@ def report(
 
 
 def _recording(watched: object) -> Recording:
-    """Take or load a recording in which something was measured."""
+    """Return a recording, or load it; raise ValueError if no step was measured."""
     if isinstance(watched, (str, Path)):
         recording = Recording.load(watched)
     elif isinstance(watched, watch):

@@ -146,7 +146,7 @@ def measure_face(part: Part, amax: Tensor) -> FaceNumbers:
 
 
 def face_sizes(part: Part) -> tuple[int, int]:
-    """Return how many values and blocks a part has."""
+    """Return the numbers of values and blocks in a part."""
     other, contraction = part.values.shape[::-1] if part.turned else part.values.shape
     across, along = part.face.format.scale_shape(other, contraction)
     return part.values.numel(), across * along

@@ -41,7 +41,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step consists of.
+    """The contents of a step.
 
     Attributes:
         step: Its number.

@@ -24,7 +24,7 @@ class Written(NamedTuple):
 
 
 def renew(written: Sequence[Written]) -> None:
-    """Update common scales in one collective per process group, after per-weight amaxes were reduced; on every rank."""
+    """Update common scales on every rank; all-reduce those whose weights' amaxes are not reduced already."""
     for scale, members in by_scale(written, lambda one: one.part):
         order_of(scale).take(members[0].values)
         known = [

@@ -310,8 +310,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
-    """Say whether backward runs the forward again (activation checkpointing), so that it needs both
-    faces.
+    """Set whether backward reruns forward (activation checkpointing), and so needs both faces.
 
     By default that is found out: the first backward that does gathers a second time, later ones
     gather both faces at once. Compiled code cannot be watched, so that both are gathered for it;

@@ -24,7 +24,7 @@ from hybridtensor.quantizers import Quantizer
 
 
 class Sends(NamedTuple):
-    """What of an activation ranks send.
+    """Description of what ranks send of an activation.
 
     Attributes:
         tensor: ``"input"`` or ``"grad_output"``; or ``"tokens"``, which go to their experts.

@@ -125,7 +125,7 @@ def _kind(fmt: Format, slot: int) -> int:
 
 
 class Tile(NamedTuple):
-    """What one program casts, and how.
+    """The tile of one program, and its launch options.
 
     Attributes:
         rows: Rows of the matrix.

@@ -71,7 +71,7 @@ def read_metadata(path: Path, files: Mapping[str, tuple[int, str]] | None = None
 
 
 def use_present_names(metadata: dcp.Metadata) -> None:
-    """Give tensors that a former version stored under another name the present one, in place."""
+    """Rename tensors that a former version stored under another name, in place."""
     # ``planner_data`` is private to torch's planners: the path of each flat name. A torch that
     # keeps something else there leaves former names as they are, and loading them says what is
     # missing.

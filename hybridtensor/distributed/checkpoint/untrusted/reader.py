@@ -24,7 +24,7 @@ from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
 
 
 class UnreadableError(ValueError):
-    """A stored entry cannot be read although the digests of its files match."""
+    """A stored entry cannot be read, even if the digests of its files match."""
 
 
 class Staged:
