@@ -120,7 +120,7 @@ def rms_norm(
     Args:
         x: ``[..., N]``, bf16, fp16 or fp32.
         weight: ``[N]``, of the dtype of ``x``, or None.
-        eps: What is added to the mean; None is the smallest step from 1 in fp32, as torch takes it.
+        eps: Added to the mean square; None is the smallest step from 1 in fp32, as torch takes it.
         into: The layers that read what is returned; see ``swiglu``.
 
     Raises:

@@ -98,7 +98,7 @@ def quantize_(
             (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
         persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
             one holds on to its original until ``optim.MasterWeights`` takes it.
-        name: What ``model`` is called in a larger model: random rounding draws by a layer's full name. A nameless
+        name: Name of ``model`` in a larger model: random rounding draws by a layer's full name. A nameless
             layer draws its key from torch's generator; ranks that share it seed alike.
         transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where their module
             has no ``is_transposed`` that says so, nor a ``hidden_size`` that shows it; all others are ``[E, out, in]``.

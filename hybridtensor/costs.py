@@ -47,7 +47,7 @@ class Row:
     Args:
         word: ``bf16``, ``fp8``, ``fp8_rowwise``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, as specs have it; or
             ``mixed``, of formats that no hardware multiplies with each other.
-        time: Of one product over that of the same product in BF16.
+        time: Time of one product relative to the same product in BF16.
         native: Whether the device multiplies the formats itself; else values are multiplied in BF16 or FP32.
         source: Where the time comes from.
 
@@ -73,7 +73,7 @@ class CostTable:
     """Times of products on one device, relative to BF16.
 
     Args:
-        name: What ``table`` knows it by, or the device's name.
+        name: Key of ``table``, or the device's name.
         device: The device.
         how: ``measured`` or ``published``.
         counts_casts: Whether times include quantizing the operands.
@@ -105,7 +105,7 @@ class CostTable:
         """Return the row of a product.
 
         Args:
-            formats: Of its left and right operand, as ``HybridConfig.formats`` returns them.
+            formats: Formats of the left and right operand, as ``HybridConfig.formats`` returns them.
 
         Raises:
             TypeError: If they are no two formats.
@@ -199,7 +199,7 @@ def word_of(formats: Iterable[Format]) -> str:
     """Return the word by which tables know a product; see ``Row``.
 
     Args:
-        formats: Of its left and right operand.
+        formats: Formats of the left and right operand.
 
     Raises:
         TypeError: If they are no two formats.
@@ -237,7 +237,7 @@ def cost(formats: Iterable[Format], device: str | CostTable = "h200") -> float:
     """Return the time of a product over that of the same product in BF16.
 
     Args:
-        formats: Of its left and right operand, as ``HybridConfig.formats`` returns them.
+        formats: Formats of the left and right operand, as ``HybridConfig.formats`` returns them.
         device: The name of a table, or a table such as ``measure`` returns.
 
     Raises:

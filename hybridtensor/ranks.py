@@ -47,13 +47,13 @@ class Ranks:
     it, so that all others raise at once. Some of the ranks talk through the group that is given.
 
     Args:
-        who: What they do, for errors.
+        who: Name of the operation, for errors.
         group: Process group of these ranks; None is all ranks.
-        timeout: How long to wait for a rank.
+        timeout: Longest wait for a rank.
 
     Attributes:
         rank: This rank, in the group.
-        size: How many they are.
+        size: Number of ranks.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class AdvisedProduct:
         format: The spec of its format.
         noise: Relative squared error of the product, by spec.
         weight: What this noise counts by in the error of a recipe; see ``hybridtensor.advising.measuring``.
-        share: Of the operations of all products.
+        share: Share in the operations of all products.
     """
 
     layer: str
@@ -80,7 +80,7 @@ class Advice(Printed):
     Attributes:
         recipe: A config for each layer, for ``quantize_``; None leaves a layer in high precision.
         cost: Time of all products over that in BF16, by the table of costs.
-        error: Of the recipe; see ``hybridtensor.advising.measuring``.
+        error: Error of the recipe; see ``hybridtensor.advising.measuring``.
         budget: The error that was allowed.
         table: The products, in the order of the forward.
         curve: Error over cost: what can be had, and the recipes that are the same everywhere.
@@ -150,7 +150,7 @@ def advise(
 
     Args:
         model: In high precision, or converted.
-        batches: What it is run with: a few that are like those of training.
+        batches: A few batches like those of training.
         formats: Specs of which each product may have one, without state (delayed scales).
         budget: The error that is allowed: that of a spec everywhere, or a number of the same measure.
         hardware: The name of a table of costs (``"h200"``, ``"h100"``, ``"b200"``), or a table; None measures the

@@ -63,7 +63,7 @@ def measure(
 
     Args:
         model: In high precision, or converted: it runs as it is.
-        batches: What it is run with.
+        batches: Inputs of the model.
         formats: Specs that are measured.
         run: Returns the loss of a batch.
 

@@ -31,7 +31,7 @@ class Noise:
     Attributes:
         layer: The same.
         formats: Those that are measured.
-        order: Which of all layers' outputs was its first; -1 before.
+        order: Index of the layer in the order of first outputs; -1 before.
         operations: Multiplications of each product.
         gradient: Sum of squares of the weight's gradient.
     """

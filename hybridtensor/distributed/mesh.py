@@ -43,11 +43,11 @@ def set_mesh_(
     Args:
         model: A model that went through ``quantize_``.
         mesh: The mesh, or a part of it; with names.
-        dp: What parts of a batch go to, in their order: ``("dp_replicate", "dp_shard")`` for HSDP.
-        tp: What parts of a layer go to.
-        ep: What experts go to. To all other layers its ranks are data-parallel ones. Each expert has
+        dp: Dimensions that parts of a batch are spread over, in order: ``("dp_replicate", "dp_shard")`` for HSDP.
+        tp: Dimension that parts of a layer are spread over.
+        ep: Dimension of experts. To all other layers its ranks are data-parallel ones. Each expert has
             delayed scales of its own, known to all ranks.
-        pp: What stages of a pipeline go to.
+        pp: Dimension that pipeline stages are spread over.
 
     Returns:
         ``model``.

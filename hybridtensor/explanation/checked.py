@@ -25,7 +25,7 @@ class ProductRow:
         left: Format of the left operand's face.
         right: Format of the right operand's face.
         backend: ``native``, ``emulated`` or ``high precision``.
-        times: How often it ran.
+        times: Number of calls.
         expected: Whether it ran as the recipe says.
     """
 
@@ -46,7 +46,7 @@ class ReadRow:
         layer: Fully qualified name.
         reader: Operator that read them.
         inside: Module in whose forward it ran, or "".
-        times: How often it ran.
+        times: Number of calls.
     """
 
     layer: str
@@ -60,10 +60,10 @@ class Check(Printed):
     """The result of ``check``.
 
     Attributes:
-        products: What ran.
-        reads: What read weights as values.
+        products: Products that ran.
+        reads: Operators that read weights in high precision.
         unused: Converted layers of which no product ran.
-        coverage: How much of the model is quantized, and which large matrices are not.
+        coverage: Quantized share of the model, and the large matrices that are plain.
         flops: Share of the floating-point operations of all products that ran quantized.
         uncounted: Operators that are not in ``flops``, as torch's formula for them raised.
         untouched: Layers that are neither converted nor left alone on purpose: ``quantize_`` never saw them.

@@ -42,10 +42,10 @@ class LayerRow:
     Attributes:
         layer: Fully qualified name; ``<root>`` for the model itself.
         config: Its recipe.
-        shape: Of its weight; of experts' stack ``[E, out, in]``, or ``[E, in, out]``.
-        in_features: Of its input.
-        dtype: Of its weight.
-        parameters: How many its weight has; 0, if that is the weight of a layer before, too.
+        shape: Shape of its weight; of a stack of experts ``[E, out, in]``, or ``[E, in, out]``.
+        in_features: Features of its input.
+        dtype: Dtype of its weight.
+        parameters: Number of elements of its weight; 0 if an earlier layer has the same weight.
         common_scale: Layers whose weights have one scale in common with this one's, itself included.
         own_forward: Name of the layer's class if that has a forward of its own, which may read the weight instead of
             multiplying by it; else "".
@@ -67,7 +67,7 @@ class GatherRow:
 
     Attributes:
         layer: Fully qualified name.
-        forward: What is sent before forward.
+        forward: Description of the all-gather before forward.
         backward: What is sent before backward, where the weight is not kept until then.
         reason: Why values are sent that could have been quantized before, or what is done otherwise
             than asked; or "".
@@ -86,8 +86,8 @@ class SequenceRow:
     Attributes:
         module: Fully qualified name of the module with the style.
         tensor: ``input`` or ``grad_output``.
-        forward: What is sent before forward, or "" for nothing.
-        backward: What is sent in backward, or "".
+        forward: Description of the gather in forward, or "" for none.
+        backward: Description of the gather in backward, or "".
         reason: Why values are sent; or for which numbers of tokens bytes do.
     """
 
@@ -108,7 +108,7 @@ class Rows:
         gathers: What FSDP2 sends, for weights that it shards.
         shared: The layers whose weight is quantized anew at each use, because someone else holds
             its memory: a state dict, ``weight.master``, or what was made from these.
-        coverage: How much of the model is quantized, and which large matrices are not.
+        coverage: Quantized share of the model, and the large matrices that are plain.
         sequence: What sequence parallelism sends, for modules with the styles of
             ``hybridtensor.distributed``.
         layers: The converted layers.

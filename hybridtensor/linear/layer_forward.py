@@ -111,7 +111,7 @@ class LayerForward:
         inner: A forward that another library had given the layer before, or None.
 
     Attributes:
-        inner: The same.
+        inner: See above.
     """
 
     _ran = False  # whether a forward has run, the first of which is watched

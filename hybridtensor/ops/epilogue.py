@@ -33,7 +33,7 @@ def scale_and_round(
             that is zero.
         right: fp32 ``[1, N]`` or ``[1, 1]``, or None.
         bias: ``[N]`` or None.
-        dtype: Of the result.
+        dtype: Dtype of the result.
     """
     if left is None and right is None and bias is None:
         return total.to(dtype).contiguous()

@@ -58,7 +58,7 @@ class Face(NamedTuple):
         scale: Block scales, ``format.scale_shape(other, contraction)``; None in the identity
             format.
         tensor_scale: Second-level scale, fp32 ``format.tensor_scale_shape(...)``, or None.
-        format: What the bytes mean.
+        format: Format of the elements.
         dequantized_rowwise: If not None, the tensors above are those of the tensor's rowwise face,
             and this is the columnwise face in high precision, in this dtype, that they give back.
             It stores nothing of its own.

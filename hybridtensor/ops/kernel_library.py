@@ -39,7 +39,7 @@ class Launch:
     Args:
         module: Name in ``hybridtensor.kernels``.
         kernel: Name in the module.
-        programs: How many programs run.
+        programs: Number of programs.
         options: Triton's, such as ``num_warps``.
         constants: Values of the kernel's compile-time parameters, in order.
 

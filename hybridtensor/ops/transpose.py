@@ -125,7 +125,7 @@ def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits:
         column: What to write the transpose into, uint8, contiguous: ``[B, P * R]``; of 4-bit
             elements ``[2 * B, P * R / 2]``.
         row: What to write the matrix into, uint8 ``[P * R, B]``, contiguous; None leaves it out.
-        bits: Of an element, 8 or 4.
+        bits: Bits of an element, 8 or 4.
 
     Raises:
         TypeError: If what should be a tensor is none, or not uint8.

@@ -101,7 +101,7 @@ class Quantizer(ABC):
             rowwise: Make the rowwise face.
             columnwise: Make the columnwise face.
             dtype: Dtype of a face in high precision, which may share the memory of ``x``.
-            context: Which tensor of which layer this is.
+            context: The layer and role of the tensor.
 
         Raises:
             ValueError: If the features, or the rows of a weight, are not whole blocks.

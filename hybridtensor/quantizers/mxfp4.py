@@ -17,7 +17,7 @@ class MXFP4Quantizer(OneFormatQuantizer):
     """MXFP4: E2M1 values, a power-of-two scale per 32 along the contraction axis of each face.
 
     Args:
-        scale_rounding: How a scale follows from the largest magnitude of its block: ``"rceil"``, rounded up, so that
+        scale_rounding: How a scale is rounded that follows from its block's amax: ``"rceil"``, rounded up, so that
             nothing is clipped; ``"floor"``, by the exponent alone, which clips up to a quarter of the largest values;
             or ``"even"``, as ``"floor"`` after rounding the magnitude to one mantissa bit.
         two_d: Blocks of 32x32, for weights: one face is the transpose of the other.
@@ -25,7 +25,7 @@ class MXFP4Quantizer(OneFormatQuantizer):
             Both operands of a product need it, or neither.
         rounding: ``"nearest"``, or ``"stochastic"``: up or down at random so that the mean is kept (with ``"rceil"``;
             what is clipped loses it), for gradients.
-        seed: Of the random rounding: from 0 to 2^29 - 1.
+        seed: Seed of the random rounding, from 0 to 2^29 - 1.
 
     Raises:
         TypeError: If an option is of the wrong kind.

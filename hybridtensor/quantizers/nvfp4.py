@@ -28,11 +28,11 @@ class NVFP4Quantizer(OneFormatQuantizer):
             or down at random, or ``"eden"``, the scales are, after elements were rounded to nearest under a rotation
             of 128 values with random signs, which errs half as much. Both operands of a product need ``"eden"``, with
             one seed, or neither; ``hadamard`` is not for these.
-        seed: Of the random rounding: from 0 to 2^29 - 1.
+        seed: Seed of the random rounding, from 0 to 2^29 - 1.
         four_over_six: Quantize every block twice, with its amax mapped to 6 and to 4, and store the result that has
             the smaller error: ``"mae"``, the sum of absolute errors, or ``"mse"``, of squared ones. What is stored is
             NVFP4 as ever. For weights and inputs.
-        scale_max: What block scales of the largest block come to: 448, the largest E4M3 value, or 256, which leaves
+        scale_max: Block scale of the block with the largest amax: 448, the largest E4M3 value, or 256, which leaves
             room for scales that are 1.5 times as large. By default 256 with ``four_over_six``, else 448.
 
     Raises:

@@ -33,14 +33,14 @@ class CastPlan:
     """The one cast that makes some faces of some tensor of a layer, decided once.
 
     Args:
-        request: What it makes.
-        context: Which tensor that is.
+        request: The faces to make, and their casts.
+        context: The layer and role of the tensor.
         device: Where it is.
 
     Attributes:
         request: The same.
         run_request: The same, as values where products read these at once and the device does not multiply elements.
-        needs: What the cast needs beside the matrix.
+        needs: Inputs of the cast besides the matrix.
         measured: Whether the rowwise and the columnwise face are scaled by amaxes that one pass over the matrix finds.
         suits_lists: Whether matrices of a list can be cast so: from themselves, by amaxes of what is not rotated.
     """
@@ -96,8 +96,8 @@ class CastPlan:
 
         Args:
             matrix: The matrix.
-            context: Which tensor it is.
-            amaxes: What the faces are scaled by, if not ``context.amaxes``.
+            context: The layer and role of the tensor.
+            amaxes: Amaxes that the faces are scaled by, if not ``context.amaxes``.
 
         Raises:
             ValueError: If the features of the matrix, or both axes of a weight, are not of whole blocks, or the layer's

@@ -224,8 +224,8 @@ class HybridConfig(AOBaseConfig):
 
         Args:
             output: A word such as ``"fp8"``, or a quantizer for both operands.
-            grad_input: The same.
-            grad_weight: The same.
+            grad_input: As ``output``.
+            grad_weight: As ``output``.
             backward_override: See the class.
             save_original_input: See the class.
             fast_accum: See the class.

@@ -49,10 +49,10 @@ class RecipeRow(NamedTuple):
     """A named recipe.
 
     Attributes:
-        name: What ``from_name`` and ``quantize_`` know it by.
-        spec: What it means.
+        name: Name for ``from_name`` and ``quantize_``.
+        spec: Spec that it stands for.
         source: Where it comes from.
-        promise: What it does, in a sentence.
+        promise: Description in a sentence.
     """
 
     name: str
@@ -308,8 +308,8 @@ class ByType(NamedTuple):
     """A recipe for each kind of layer; ``by_type`` makes it.
 
     Attributes:
-        linear: That of linear layers, or None to leave them alone.
-        grouped_linear: That of experts, or None.
+        linear: Recipe of linear layers, or None to leave them alone.
+        grouped_linear: Recipe of experts, or None.
     """
 
     linear: HybridConfig | None
@@ -329,7 +329,7 @@ def by_type(
 
     Args:
         linear: Recipe of linear layers: a name, a spec or a config; None leaves them alone.
-        grouped_linear: That of experts.
+        grouped_linear: Recipe of experts.
 
     Raises:
         ValueError: If a name is unknown, or there is no recipe at all.

@@ -27,7 +27,7 @@ class Context(NamedTuple):
         record: Whether delayed scaling records amaxes of this tensor: where a gradient is needed.
         first_row: Index of the first row in the whole tensor, for random rounding. By default ranks
             have the rows of one batch in order, and all of a weight.
-        section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
+        section: This rank's section of the layer under tensor parallelism; None is all of it.
         groups: Which rows belong to which of several weights, or None; see ``ops.groups``.
         amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
             tensor is a part of one whose scales it gets; see ``ops.quantize``.

@@ -54,7 +54,7 @@ class LayerState(nn.Module):
         transposed: Whether the weight is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``; None of one
             of ``nn.Linear``.
         slots: Names of the delayed scales: a role, or ``<role>_<direction>`` in a hybrid.
-        rules: How each follows.
+        rules: Rule by which each scale follows from amaxes.
         common: The common scale that the weight has with those of other layers, or None.
         ranks: The ranks that train the layer together.
         version: Counts changes, for caches of what was quantized with this state.
@@ -102,7 +102,7 @@ class LayerState(nn.Module):
 
         Args:
             quantizers: Quantizer by role.
-            name: What random rounding draws by; None for a key from torch's generator.
+            name: Name from which the key of random rounding follows; None for a key from torch's generator.
             device: Where the tensors are.
 
         Raises:

@@ -22,7 +22,7 @@ class StateTensors(NamedTuple):
         amax: Where casts record amaxes, fp32 ``[S]``: that of the step, or of one forward and its backward; in a
             graph the address of a record, or ``Notes``; None where nothing is recorded.
         slots: Names of the delayed scales.
-        rank: Which part of a batch this rank has; 0 where nothing rounds at random.
+        rank: Index of this rank's part of a batch; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
         hints: What speeds up casts of tensors like those before, by slot; None while compiling.
         common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several

@@ -24,7 +24,7 @@ class HighPrecisionValues:
     optimizer's master, which is the optimizer's alone to keep alive, copy and save.
 
     Args:
-        original: What the weight was made from; its memory may be someone else's.
+        original: Tensor that the weight was made from; it may be aliased.
         follows: Whether the faces are those that quantizing the values gives.
 
     Attributes:

@@ -152,7 +152,7 @@ class HybridTensor(InterceptingTensor):
         Args:
             direction: ``"rowwise"`` or ``"columnwise"``.
             name: What this tensor is to the caller, for the error.
-            gemm: What the face is needed for, for the error.
+            gemm: Name of the product, for the error.
 
         Raises:
             ValueError: If the face is absent: it is not made up silently; or unknown.

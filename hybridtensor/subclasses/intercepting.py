@@ -83,7 +83,7 @@ class InterceptingTensor(WrapperTensor):
 
     Attributes:
         config: The recipe of the layer whose weight this is, or None.
-        record: What is known of the weight, shared by its aliases and views.
+        record: Metadata of the weight, shared by its aliases and views.
     """
 
     functions: ClassVar[OpTable]

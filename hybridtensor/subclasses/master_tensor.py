@@ -29,7 +29,7 @@ class MasterWeight(QuantizedWhenUsed):
         plain: The plain tensor. Inside this package it is only read, or written with
             ``note_write``; ``master`` hands it out.
         config: The recipe.
-        place: Which view of the memory of the weight this is.
+        place: Key of this view of the weight's memory.
     """
 
     ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")

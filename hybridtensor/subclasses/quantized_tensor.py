@@ -46,7 +46,7 @@ class QuantizedTensor(WrapperTensor):
             are packed.
         scale: Block scales, ``format.scale_shape(*qdata.shape)``: element times scale is the value.
         tensor_scale: Second-level scale (fp32, ``format.tensor_scale_shape``), or None.
-        format: What the bytes mean.
+        format: Format of the elements.
         axis: -1 or 0.
         dtype: Nominal dtype, the default of ``dequantize``.
         cuts_group: Whether this is a slice through a scale group, which it shares with the rest of

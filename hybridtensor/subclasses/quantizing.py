@@ -51,7 +51,7 @@ def quantize(
         columnwise: Make the columnwise face. A face's bits never depend on whether the other is
             made.
         dtype: Nominal dtype of the result; by default that of ``x``.
-        context: Which tensor of which layer this is. Delayed scaling needs one, with a state;
+        context: The layer and role of the tensor. Delayed scaling needs one, with a state;
             without one, stochastic rounding draws from torch's generator.
 
     Returns:

@@ -66,7 +66,7 @@ class WeightRecord:
             model would never be collected: autograd's views refer to tensors where Python's
             collector does not look.
         gathered: What keeps the faces, if this is a weight that FSDP2 gathered, or None.
-        section: Which part of the layer tensor parallelism gives to this rank; None is all of it.
+        section: This rank's section of the layer under tensor parallelism; None is all of it.
         first: Number of the first expert that this rank has of a stack; None if nobody said so.
         changes: Changes that no face outlives: writes that handlers or torch counted, and moments at which somebody
             else may have written.

@@ -33,7 +33,7 @@ class Recording(Printed):
     """The measurements of a watched run.
 
     Attributes:
-        every: Of how many steps one was measured.
+        every: One step of this many was measured.
         recipes: The recipe of each layer.
         machine: Device and versions.
         losses: Step and loss of what was noted.

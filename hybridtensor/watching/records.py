@@ -43,7 +43,7 @@ class FaceRow(_Row):
     """Statistics of one face in one sampled step.
 
     Attributes:
-        step: How many steps the optimizer had taken.
+        step: Number of optimizer steps before it.
         layer: Fully qualified name; of experts, that of their stack.
         operand: ``input.rowwise``, ``weight.columnwise``, ...
         format: Its format.
@@ -64,7 +64,7 @@ class ProductRow(_Row):
     """Statistics of one product in one sampled step.
 
     Attributes:
-        step: How many steps the optimizer had taken.
+        step: Number of optimizer steps before it.
         layer: Fully qualified name; of experts, that of their stack.
         product: ``output``, ``grad_input`` or ``grad_weight``.
         formats: Those of the left and of the right operand.
@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     """One sampled step.
 
     Attributes:
-        step: How many steps the optimizer had taken.
+        step: Number of optimizer steps before it.
         faces: Its faces, by layer in the model's order.
         products: Its products, in the same order.
         order: Faces, by layer and operand, in the order in which they were first used on this rank.

@@ -49,8 +49,8 @@ def report(
     products over time, the worst layers, the loss, the recipe and the machine.
 
     Args:
-        watched: What ``watch`` returned, its recording, or a file of ``Recording.save``.
-        path: Of the page.
+        watched: Result of ``watch``, its recording, or a file of ``Recording.save``.
+        path: Path of the page.
         beside: Another one of these to compare with, side by side on the same page. Its layers and
             formats may differ.
 

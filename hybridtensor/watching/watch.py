@@ -74,11 +74,11 @@ class watch(Printed):  # noqa: N801  (used as a function)
 
     Args:
         model: A model after ``quantize_``.
-        every: Of how many steps one is measured.
-        rows: How many rows, or columns, of each operand are measured, at most.
+        every: One step of this many is measured.
+        rows: Maximum number of rows, or columns, measured of each operand.
         sinks: Where samples go, a step later: paths (JSON lines), TensorBoard's writers, W&B's runs, loggers
             of Lightning, functions of a ``Sample``. They are called on the first rank only.
-        alarm: What is done when a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function
+        alarm: Action when a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function
             that is given the sentence that says layer, operand and step. It is the first such face of the
             step, and told a step later.
         saturated: From which share of ``overflows%`` on a face is saturated, in percent.
@@ -168,7 +168,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         """Record a loss, one number, for reports; nothing waits for it.
 
         Args:
-            loss: Of one step.
+            loss: Loss of one step.
             step: Which, as samples count them; by default the one under way.
 
         Raises:

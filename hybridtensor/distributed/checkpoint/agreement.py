@@ -77,7 +77,7 @@ def check_replicas(
     digests of all bytes: the time is that of reading them once on the host.
 
     Args:
-        state: What ``save`` gets. Of what is no tensor, nothing is compared.
+        state: As for ``save``. Only tensors are compared.
         group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 

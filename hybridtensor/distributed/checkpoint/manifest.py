@@ -46,8 +46,8 @@ class Manifest:
     Attributes:
         step: Its number.
         world_size: Ranks that wrote it.
-        versions: Of python, torch, torchao and this package.
-        entries: What was saved, name to kind: ``"module"``, ``"optimizer"``, ``"stateful"`` or
+        versions: Versions of python, torch, torchao and this package.
+        entries: Kind of each saved entry, by name: ``"module"``, ``"optimizer"``, ``"stateful"`` or
             ``"data"``.
         weights: Converted weights, by name.
         recipes: Fingerprint to recipe in words.

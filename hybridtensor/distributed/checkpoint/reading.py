@@ -65,7 +65,7 @@ def load(
     warning. Nothing in a checkpoint is executed.
 
     Args:
-        directory: What ``save`` was given.
+        directory: Folder that was passed to ``save``.
         state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in
             place, other data is replaced in this dictionary.
         step: Load this one, and no other.

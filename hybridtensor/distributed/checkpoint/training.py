@@ -25,7 +25,7 @@ class Training:
             ``load_state_dict``, and data.
 
     Attributes:
-        kinds: What each entry is.
+        kinds: Kind of each entry.
         weights: Converted weights by ``entry.name``, tied ones by each of their names.
         recipes: Fingerprint to recipe in words.
         optimizers: Those among the entries.

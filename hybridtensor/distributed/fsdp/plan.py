@@ -43,7 +43,7 @@ class FacePlan:
             face is in high precision, its values are sent in the dtype of the computation;
             ``"held"``: the face is the rowwise one; ``"whole"``: the values are sent in the weight's
             own dtype and are quantized after the gather.
-        format: Of the face.
+        format: Format of the face.
         reduce: Largest magnitudes that shards must know of each other: of the ``"tensor"``, of a
             ``"column"``, of square ``"blocks"`` that they cut; or None.
         reason: Why the face is ``"whole"``.

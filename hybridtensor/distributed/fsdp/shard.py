@@ -38,7 +38,7 @@ class Shard:
         has_recipe: Whether a recipe was adopted.
         faces: Of the gathered weight, after the first gather.
         amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
-        order: Of streams that use the magnitudes, or None.
+        order: Order of streams that use ``amaxes``, or None.
         exchange: Reduces the magnitudes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Version of the shard whose magnitudes ``amaxes`` are.

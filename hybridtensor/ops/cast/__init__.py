@@ -54,9 +54,9 @@ def prepare(
         x: ``[M, K]``, bf16, fp16 or fp32, any strides, may be empty; K is whole blocks of formats
             that need them. M is any: the columnwise face then is that of ``x`` with rows of zeros
             below, up to whole blocks.
-        request: Which faces, and how.
+        request: The faces to make, and their casts.
         inputs: What ``run`` will be given, or tensors of the same dtypes and alignment.
-        direct: What ``runs_directly(x)`` says, where that is known.
+        direct: ``runs_directly(x)``, if it is known.
 
     Raises:
         ValueError: If amaxes are given for a format that does not measure, or of another shape, or
@@ -81,7 +81,7 @@ def quantize(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) ->
 
     Args:
         x: As for ``prepare``.
-        request: Which faces, and how.
+        request: The faces to make, and their casts.
         inputs: The tensors that the request needs beside ``x``.
 
     Raises:
@@ -98,8 +98,8 @@ def quantize_into(
 
     Args:
         x: As for ``prepare``.
-        out: What the faces that ``quantize`` returns consist of.
-        request: Which faces, and how.
+        out: Tensors like those of the faces that ``quantize`` returns.
+        request: The faces to make, and their casts.
         inputs: The tensors that the request needs beside ``x``.
 
     Raises:

@@ -20,9 +20,9 @@ class Cast(NamedTuple):
         format: Its format.
         pow2_scale: Whether current scaling rounds encode scales down to powers of two, where the
             format does not say so.
-        slot: Which delayed scale to cast with; -1 measures the tensor instead.
+        slot: Index of the delayed scale; -1 measures the tensor instead.
         stream: Random numbers to round with; -1 rounds to nearest, which a format with drawn signs does not.
-        rule: Which block scale is chosen, where a format leaves a choice. Of NVFP4 ``"mae"`` or ``"mse"``: the
+        rule: Choice of block scales, where a format leaves one. Of NVFP4 ``"mae"`` or ``"mse"``: the
             amax of a block maps to 6 or to 4, whichever has the smaller error. Of MXFP4 ``"even"`` or ``"floor"``:
             how the exponent is rounded. ``""`` is the rule of the format.
     """
@@ -63,8 +63,8 @@ class CastRequest(NamedTuple):
     """Which faces to make of a matrix, and how.
 
     Attributes:
-        row: How the rowwise face is made, or None.
-        column: How the columnwise face is made, or None.
+        row: Cast of the rowwise face, or None.
+        column: Cast of the columnwise face, or None.
         source: What the columnwise face is made from: what this cast would make rowwise,
             dequantized to ``dtype``. None is the matrix itself.
         dtype: Dtype of what ``source`` gives back; None is that of the matrix.
@@ -150,9 +150,9 @@ class CastInputs(NamedTuple):
             where the matrix is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or
             None.
         column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
-        hint: What the last matrix of this kind was scaled by; see ``Hint``.
+        hint: Amax of the last matrix of this kind; see ``Hint``.
         after: What a graph computes before this cast, whose values do not matter; see ``ops.order``.
-        prologue: What the matrix is computed of while it is read; None where it is there.
+        prologue: Computation of the matrix while it is read; None if it is stored.
     """
 
     encode_scale: Tensor | None = None

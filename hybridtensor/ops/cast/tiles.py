@@ -45,16 +45,16 @@ class KernelFace(NamedTuple):
     """One face as the cast kernel sees it.
 
     Attributes:
-        kind: How it is scaled.
+        kind: Kind of its scales.
         side: Rows of a scale block.
         e5m2: Whether FP8 elements are E5M2.
         pow2: Whether encode scales are powers of two.
         rotated: Whether values are rotated first.
-        slot: Which delayed scale; -1 is none.
-        stream: Which random numbers; -1 is none.
-        step: Of what number the entries stored along the contraction are a multiple.
+        slot: Index of the delayed scale; -1 is none.
+        stream: Random stream; -1 is none.
+        step: Multiple of the entries stored along the contraction.
         values: Whether values are stored in place of elements and block scales.
-        rule: Which block scale is chosen.
+        rule: Choice of block scales.
         level_max: What an amax per tensor or row maps to in a two-level format.
     """
 

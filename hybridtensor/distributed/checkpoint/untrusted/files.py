@@ -58,7 +58,7 @@ def read_json(
     Args:
         folder: The folder of the file.
         name: The file.
-        limit: How large it may be.
+        limit: Maximum size in bytes.
         fractions: Whether numbers may have a fraction or an exponent.
         infinite: Whether ``NaN`` and ``Infinity`` are numbers, as ``json.dump`` writes them.
 
