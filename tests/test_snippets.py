@@ -122,6 +122,15 @@ def engines(tmp_path):
     return {"model": model, "other_model": other, "engine_weights": {}, "folder": tmp_path / "exported"}
 
 
+def experts_in_mxfp4(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    return {"gpt_oss": transformers.GptOssForCausalLM(config).bfloat16(), "folder": tmp_path / "exported"}
+
+
 def common_scales(tmp_path):
     return {"model": nn.ModuleList([Projections()])}
 
@@ -131,7 +140,8 @@ SCOPES = {
     "docs/experts.md": experts,
     "docs/pipeline.md": pipelines,
     "docs/inference.md": engines,
-    ("docs/inference.md", 1): common_scales,
+    ("docs/inference.md", 1): experts_in_mxfp4,
+    ("docs/inference.md", 2): common_scales,
     ("docs/recipes.md", 0): plain,
     "docs/choosing-a-recipe.md": plain,
 }

@@ -29,7 +29,12 @@ def add(parsers: Parsers) -> None:
     )
     export.add_argument("folder", type=Path, help="which is not there yet")
     export.add_argument("--recipe", required=True, help="a recipe's name or spec, as for quantize_")
-    export.add_argument("--layout", default="auto", choices=["auto", *LAYOUTS])
+    export.add_argument(
+        "--layout",
+        default="auto",
+        choices=["auto", *LAYOUTS],
+        help="of what is written; with hf_mxfp4 the recipe is for experts alone",
+    )
     export.add_argument("--experts", default="separate", choices=["separate", "stacked"])
     export.add_argument("--config", type=Path, help="folder of config.json, of a run's model")
     export.add_argument(
@@ -101,4 +106,12 @@ def _is_run(folder: Path) -> bool:
 
 
 def _converted(model: nn.Module, given: argparse.Namespace) -> nn.Module:
-    return quantize_(model, given.recipe, persistent=given.persistent)
+    layout = LAYOUTS.get(given.layout)
+    chosen = _is_stack if layout is not None and layout.experts_only else None
+    return quantize_(model, given.recipe, filter_fn=chosen, persistent=given.persistent)
+
+
+def _is_stack(module: nn.Module, name: str) -> bool:
+    """Tell whether a name is that of a stack of experts, not of a layer."""
+    weight = getattr(module, name.rpartition(".")[2], None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3

@@ -68,15 +68,20 @@ def inference_config(
     quantized = [one for one in found if one.layout is not None]
     if not quantized:
         return {}
-    plain = _plain_modules(model, found, names)
     first = quantized[0].layout
+    whole = first is not None and first.experts_only
+    plain = _plain_modules(model, found, names, whole_stacks=whole)
     if first is not None and not first.stored_as:
         return {**first.settings, "modules_to_not_convert": plain}
     return _compressed_tensors(quantized, names, plain, static_inputs)
 
 
-def _plain_modules(model: nn.Module, found: list[Exported], names: Names) -> list[str]:
-    """Return the names of modules that multiply by a matrix that is not quantized: linear layers, routers."""
+def _plain_modules(
+    model: nn.Module, found: list[Exported], names: Names, *, whole_stacks: bool
+) -> list[str]:
+    """Return the names of modules that multiply by a matrix that is not quantized: linear layers, routers, and
+    experts, together (``whole_stacks``) or one by one.
+    """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -87,8 +92,9 @@ def _plain_modules(model: nn.Module, found: list[Exported], names: Names) -> lis
         if one.layout is None and of_matrix and id(one.value) not in embeddings:
             plain += names.of_module(one.name)
         elif one.layout is None and id(one.value) in stacks:
-            plain += names.of_module(one.name, one.value)
-    return sorted(stored.removesuffix(".weight") for stored in plain)
+            own = [one.name.rpartition(".")[0]]
+            plain += own if whole_stacks else names.of_module(one.name, one.value)
+    return sorted({stored.removesuffix(".weight") for stored in plain})
 
 
 def _compressed_tensors(

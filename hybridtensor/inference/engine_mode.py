@@ -147,7 +147,7 @@ def engine_weight(
     config = one.part.recipe
     name = activation
     if activation is None and one.layout is not None and not one.layout.stored_as:
-        name = "1x128"  # whatever the recipe: its configuration says so
+        name = one.layout.inputs  # whatever the recipe: its configuration says so
     elif activation is None:
         fmt = config.input.rowwise_format
         if fmt not in _OF_FORMAT:

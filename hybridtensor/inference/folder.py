@@ -20,7 +20,7 @@ from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, rea
 from hybridtensor.inference.files import CONFIG, DIGESTS, INDEX
 
 _CACHES = ("models--", "datasets--")
-_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt")  # with elements as here
+_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4")  # with elements as here
 _SIDE = 128  # of the blocks of "fp8"
 _LIMIT = 1 << 28  # some hundred bytes per tensor, and per file
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError)
@@ -165,7 +165,7 @@ class Folder:
         if method is not None and method not in _METHODS:
             raise ValueError(
                 f"{self._who}: a quant_method of {', '.join(_METHODS)} is required in {path / CONFIG}, got "
-                f"{method!r:.80}; load a folder that export_pretrained wrote, or one in FP8"
+                f"{method!r:.80}; load a folder that export_pretrained wrote, or one in FP8 or MXFP4"
             )
         if block not in (None, [_SIDE, _SIDE]):
             raise ValueError(

@@ -6,8 +6,8 @@ reciprocal.
 
 Shape letters: ``N, K`` a weight.
 
-Source: the loaders of transformers 5 (``FineGrainedFP8Config``) and of compressed-tensors 0.20,
-which vLLM and SGLang share.
+Source: the loaders of transformers 5 (``FineGrainedFP8Config``, ``Mxfp4Config``) and of compressed-tensors
+0.20, which vLLM and SGLang share.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Layout:
         settings: What the configuration says of weights.
         stored_as: What compressed-tensors calls it; "" for the one of Hugging Face.
         block: Extents of blocks of which its readers need whole ones, if there are more than one.
+        experts_only: Whether it is of experts alone, stacks that models have as ``[E, K, N]``, each stored as one.
+        inputs: How its readers quantize inputs, by a rule of ``mismatch``, whatever the recipe; compressed-tensors'
+            do what the configuration says.
     """
 
     name: str
@@ -50,19 +53,22 @@ class Layout:
     settings: Settings
     stored_as: str = ""
     block: tuple[int, int] = (1, 1)
+    experts_only: bool = False
+    inputs: str | None = None
 
     @property
     def has_input_scales(self) -> bool:
         """Whether it can store a scale of inputs per tensor: engines have that beside scales per tensor and per row."""
         return self.settings.get("strategy") in ("tensor", "channel")
 
-    def check(self, who: str, fmt: Format, size: tuple[int, int]) -> None:
+    def check(self, who: str, fmt: Format, size: tuple[int, int], of_experts: bool) -> None:
         """Raise unless weights of a format and a size can be stored.
 
         Args:
             who: Begins the message: the function and the weight.
             fmt: Of the rowwise face.
             size: ``(N, K)``.
+            of_experts: Whether it is of a stack that the model has as ``[E, K, N]``.
 
         Raises:
             ValueError: If not, naming layouts that can.
@@ -70,17 +76,22 @@ class Layout:
         if fmt not in self.holds:
             raise ValueError(
                 f"{who}: a face of {self._told()} is required by layout {self.name!r}, got {fmt}; "
-                f"{_advice(fmt, size)}"
+                f"{_advice(fmt, size, of_experts)}"
+            )
+        if self.experts_only and not of_experts:
+            raise ValueError(
+                f"{who}: a stack of experts [E, K, N] is required by layout {self.name!r}, which has nothing else, got "
+                f"another weight; leave it alone with keep_bf16, or {_advice(fmt, size, of_experts)}"
             )
         if not self._fits(size):
             raise ValueError(
                 f"{who}: whole blocks of {self.block[0]}x{self.block[1]} are required by layout "
-                f"{self.name!r}, whose readers cut others wrongly, got {list(size)}; {_advice(fmt, size)}"
+                f"{self.name!r}, whose readers cut others wrongly, got {list(size)}; {_advice(fmt, size, of_experts)}"
             )
 
-    def can_hold(self, fmt: Format, size: tuple[int, int]) -> bool:
+    def can_hold(self, fmt: Format, size: tuple[int, int], of_experts: bool) -> bool:
         """Return whether weights of a format and a size can be stored."""
-        return fmt in self.holds and self._fits(size)
+        return fmt in self.holds and self._fits(size) and (of_experts or not self.experts_only)
 
     def _fits(self, size: tuple[int, int]) -> bool:
         return all(n % b == 0 or n < b for n, b in zip(size, self.block, strict=True))
@@ -89,9 +100,9 @@ class Layout:
         return " or ".join(str(fmt) for fmt in self.holds)
 
 
-def _advice(fmt: Format, size: tuple[int, int]) -> str:
+def _advice(fmt: Format, size: tuple[int, int], of_experts: bool) -> str:
     """Return advice for a face that a layout cannot store."""
-    others = [layout.name for layout in LAYOUTS.values() if layout.can_hold(fmt, size)]
+    others = [layout.name for layout in LAYOUTS.values() if layout.can_hold(fmt, size, of_experts)]
     if others:
         return f"layouts that hold it: {', '.join(others)}"
     return (
@@ -142,6 +153,10 @@ def _mxfp4(face: Face) -> Packed:
     return {"weight_packed": face.qdata, "weight_scale": _by_row(face)}
 
 
+def _hf_mxfp4(face: Face) -> Packed:
+    return {"blocks": face.qdata.unflatten(1, (-1, 16)), "scales": _by_row(face)}
+
+
 def _nvfp4(face: Face) -> Packed:
     amax = face.tensor_scale
     if amax is None:
@@ -166,6 +181,7 @@ def _float8(strategy: str, **more: Any) -> Settings:
 
 _TENSOR, _ROW = formats.FP8_E4M3_TENSOR, formats.FP8_E4M3_ROW
 _SQUARES = formats.FP8_E4M3_128X128, formats.FP8_E4M3_128X128_FP32_SCALE
+_MXFP4 = formats.MXFP4, formats.MXFP4_32X32
 _HF = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -178,10 +194,12 @@ _OF_32 = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uin
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("hf_fp8", _SQUARES, _hf_fp8, _HF, block=(128, 128)),
+        Layout("hf_fp8", _SQUARES, _hf_fp8, _HF, block=(128, 128), inputs="1x128"),
         Layout(
-            "hf_fp8_ue8m0", _SQUARES[:1], _hf_fp8_ue8m0, {**_HF, "scale_fmt": "ue8m0"}, block=(128, 128)
+            "hf_fp8_ue8m0", _SQUARES[:1], _hf_fp8_ue8m0, {**_HF, "scale_fmt": "ue8m0"}, block=(128, 128),
+            inputs="1x128",
         ),
+        Layout("hf_mxfp4", _MXFP4, _hf_mxfp4, {"quant_method": "mxfp4"}, experts_only=True),
         Layout("ct_fp8_tensor", (_TENSOR,), _per_tensor, _float8("tensor"), "float-quantized"),
         Layout("ct_fp8_row", (_ROW, _TENSOR), _per_row, _float8("channel"), "float-quantized"),
         Layout(
@@ -193,8 +211,8 @@ LAYOUTS = {
             "mxfp8-quantized",
         ),
         Layout(
-            "ct_mxfp4", (formats.MXFP4, formats.MXFP4_32X32), _mxfp4,
-            {**_float8("group", **_OF_32), "num_bits": 4}, "mxfp4-pack-quantized",
+            "ct_mxfp4", _MXFP4, _mxfp4, {**_float8("group", **_OF_32), "num_bits": 4},
+            "mxfp4-pack-quantized",
         ),
         Layout(
             "ct_nvfp4",
@@ -214,7 +232,13 @@ def require_layout(who: str, name: object) -> None:
 
 
 def choose(
-    who: str, name: str, fmt: Format, size: tuple[int, int], among: Iterable[Layout]
+    who: str,
+    name: str,
+    fmt: Format,
+    size: tuple[int, int],
+    among: Iterable[Layout],
+    *,
+    of_experts: bool = False,
 ) -> Layout:
     """Return the layout of a weight.
 
@@ -224,16 +248,18 @@ def choose(
         fmt: Format of the rowwise face.
         size: ``(N, K)``.
         among: What ``"auto"`` chooses from, best first.
+        of_experts: Whether it is of a stack that the model has as ``[E, K, N]``.
 
     Raises:
         ValueError: If no layout can hold it.
     """
     if name != AUTO:
-        LAYOUTS[name].check(who, fmt, size)
+        LAYOUTS[name].check(who, fmt, size, of_experts)
         return LAYOUTS[name]
     for layout in among:
-        if layout.can_hold(fmt, size):
+        if layout.can_hold(fmt, size, of_experts):
             return layout
     raise ValueError(
-        f"{who}: a face that a layout holds is required, got {fmt} of {list(size)}; {_advice(fmt, size)}"
+        f"{who}: a face that a layout holds is required, got {fmt} of {list(size)}; "
+        f"{_advice(fmt, size, of_experts)}"
     )

@@ -20,6 +20,7 @@ from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.stored import (
     columnwise_of_stored,
+    has_stack,
     in_format,
     packed_matrix,
     packed_stack,
@@ -41,7 +42,8 @@ _WHO = "load_pretrained"
 def load_pretrained(
     model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True
 ) -> nn.Module:
-    """Load a folder of ``export_pretrained``, or a checkpoint in FP8 blocks of 128x128 (DeepSeek's), in place.
+    """Load a folder of ``export_pretrained``, or a checkpoint in FP8 blocks of 128x128 (DeepSeek's) or with experts
+    in MXFP4 (gpt-oss's), in place.
 
     Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
     these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of
@@ -165,7 +167,7 @@ def _of_stack(
         value: The stack.
         turned: Whether it is stored ``[E, K, N]``.
     """
-    if name in stored:
+    if has_stack(name, stored):
         packed = packed_stack(name, stored)
         if any(one.shape[:1] != value.shape[:1] for one in packed.values()):
             raise ValueError(
@@ -173,8 +175,9 @@ def _of_stack(
                 f"{ {suffix: list(one.shape) for suffix, one in packed.items()} } in the folder"
             )
         if len(packed) == 1:
-            require_values(name, packed["weight"])
-            return packed["weight"]
+            (values,) = packed.values()
+            require_values(name, values)
+            return values
         each = [{k: one[e] for k, one in packed.items()} for e in range(value.shape[0])]
         return _joined(name, value, [_face(name, one) for one in each], turned)
     rows = value.shape[2] if turned else value.shape[1]
@@ -190,7 +193,7 @@ def _of_stack(
             _require_shape(own, (len(place), columns), parts[own]["weight"].shape)
             _require_numbers(own, value, parts[own]["weight"])
             whole[place] = parts[own]["weight"].to(value.dtype)
-        values: Tensor = whole.view(value.shape[0], rows, -1)
+        values = whole.view(value.shape[0], rows, -1)
         return values.transpose(-2, -1) if turned else values
     of_expert: list[list[tuple[int, Face]]] = [[] for _ in range(value.shape[0])]
     for own, place in places.items():

@@ -100,7 +100,7 @@ class Names:
         Raises:
             ValueError: If a checkpoint has parts of these matrices, and a scale belongs to two.
         """
-        if not self._separate:
+        if not self._separate or "blocks" in packed[0]:
             yield from _as_stack(name, packed)
             return
         count, rows = len(packed), next(iter(packed[0].values())).shape[0]

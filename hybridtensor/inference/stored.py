@@ -24,6 +24,7 @@ SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weig
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SIDE = 128
 _NAN = 0x7F  # of E4M3, without its sign
+_LARGEST = 252  # exponent of MXFP4: 6 * 2**125 is finite in fp32
 _GROUPS = {
     formats.MXFP8_E4M3_32X32: formats.MXFP8_E4M3,
     formats.MXFP4_32X32: formats.MXFP4,
@@ -54,17 +55,48 @@ def packed_matrix(name: str, tensors: Tensors) -> Packed:
     return found
 
 
+def has_stack(name: str, tensors: Tensors) -> bool:
+    """Return whether a stack is stored as one."""
+    return any(one in tensors for one in (name, *_halves(name)))
+
+
+def _halves(name: str) -> tuple[str, str]:
+    return f"{name}_blocks", f"{name}_scales"
+
+
 def packed_stack(name: str, tensors: Tensors) -> Packed:
     """Return the tensors of a stack that is stored as one, as ``names`` calls them."""
+    if any(half in tensors for half in _halves(name)):
+        return _of_blocks(name, tensors)
     found = {}
     for suffix in ("weight_scale_inv", "weight_scale", "weight_global_scale"):
         own = f"{name}{suffix.removeprefix('weight')}"
         if own in tensors:
             found[suffix] = tensors[own]
     if name in tensors:
-        found["weight_packed" if "weight_global_scale" in found else "weight"] = tensors[name]
+        elements = tensors[name]
+        is_packed = "weight_global_scale" in found or elements.dtype == torch.uint8
+        found["weight_packed" if is_packed else "weight"] = elements
     _require_one_spelling(name, found)
     return found
+
+
+def _of_blocks(name: str, tensors: Tensors) -> Packed:
+    """Return the tensors of a stack as gpt-oss stores it, blocks of 32 elements and their exponents."""
+    halves = _halves(name)
+    there = {one: tensors[one] for one in (name, *halves) if one in tensors}
+    if list(there) != list(halves):
+        raise ValueError(
+            f"{_WHO}: {name}: {halves[0]} with {halves[1]} are required, and nothing besides, got {list(there)}"
+        )
+    blocks, scales = there.values()
+    of_bytes = blocks.dtype == scales.dtype == torch.uint8
+    if not of_bytes or blocks.dim() != 4 or blocks.shape != (*scales.shape, 16):
+        raise ValueError(
+            f"{_WHO}: {name}: uint8 blocks [E, rows, groups, 16] with uint8 scales [E, rows, groups] are required, got "
+            f"{told(blocks.dtype)} {list(blocks.shape)} with {told(scales.dtype)} {list(scales.shape)}"
+        )
+    return {"weight_packed": blocks.flatten(2), "weight_scale": scales}
 
 
 def _require_one_spelling(name: str, packed: Packed) -> None:
@@ -204,6 +236,11 @@ def _mxfp4(name: str, packed: Packed) -> Face:
             f"weight_scale and one weight_global_scale, are required, got {list(codes.shape)} with others"
         )
     require_scales(name, scale.view(torch.uint8))
+    if scale.numel() and int(scale.view(torch.uint8).max()) > _LARGEST:
+        raise ValueError(
+            f"{_WHO}: {name}: exponents up to {_LARGEST} are required, with which elements are finite, got "
+            f"{int(scale.view(torch.uint8).max())}; the file is damaged, or was written by something else"
+        )
     return Face(codes, scale.view(torch.float8_e8m0fnu), None, formats.MXFP4)
 
 

@@ -54,12 +54,14 @@ def inference_tensors(
 
     Args:
         model: Any model.
-        layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
+        layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"hf_mxfp4"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
             ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
-            Face's where that holds all weights and the recipes quantize inputs per 1x128, as its
-            engines do, else for each weight what compressed-tensors has for its format.
+            Face's where that holds all weights and the recipes quantize inputs as its engines do (per
+            1x128, with gpt-oss's experts not at all), else for each weight what compressed-tensors has
+            for its format.
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
             checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
+            ``"hf_mxfp4"`` has stacks, whatever this is.
         dtype: Of everything that is not quantized.
         bucket_bytes: Of how many bytes of whole tensors are sent together; at least one tensor.
         ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
@@ -70,7 +72,8 @@ def inference_tensors(
     Yields:
         Names and plain tensors. ``weight`` float8_e4m3fn ``[N, K]`` with ``weight_scale_inv`` or
         ``weight_scale``, or ``weight_packed`` uint8 ``[N, K / 2]`` with ``weight_scale`` and
-        ``weight_global_scale``; ``input_scale`` fp32 ``[1]``.
+        ``weight_global_scale``; of a stack ``NAME_blocks`` uint8 ``[E, N, K / 32, 16]`` with ``NAME_scales``;
+        ``input_scale`` fp32 ``[1]``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -89,7 +92,11 @@ def inference_tensors(
     if everyone is not None:
         known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
         check_arguments(everyone, **known, weights=_digest(found))
-    stacks = {one.name for one in found if one.layout is not None and one.value.dim() == 3}
+    stacks = {
+        one.name
+        for one in found
+        if one.layout is not None and one.value.dim() == 3 and not one.layout.experts_only
+    }
     pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
     return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
 

@@ -23,6 +23,7 @@ from hybridtensor.formats import (
     FP8_E4M3_1X128_FP32_SCALE,
     FP8_E4M3_ROW,
     FP8_E4M3_TENSOR,
+    IDENTITY,
     Format,
 )
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
@@ -34,6 +35,7 @@ _INPUT = ("input", "input_rowwise")
 _HUGGING_FACE = {  # by the formats of inputs that engines then make
     "hf_fp8_ue8m0": {FP8_E4M3_1X128},
     "hf_fp8": {FP8_E4M3_1X128, FP8_E4M3_1X128_FP32_SCALE},
+    "hf_mxfp4": {IDENTITY},
 }
 
 
@@ -117,9 +119,17 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     among = _candidates(quantized)
     for i, one in enumerate(found):
         if one.format is not None:
-            chosen = choose(f"{who}: {one.name}", layout, one.format, one.matrix, among)
+            chosen = choose(
+                f"{who}: {one.name}",
+                layout,
+                one.format,
+                one.matrix,
+                among,
+                of_experts=one.is_turned,
+            )
             found[i] = one._replace(layout=chosen)
     if quantized:
+        _check_experts(who, found)
         _check_readers(who, model, {id(one.value): one.name for one in quantized})
     return found
 
@@ -141,9 +151,26 @@ def _check_adapters(who: str, model: nn.Module) -> None:
             )
 
 
+def _check_experts(who: str, found: list[Exported]) -> None:
+    """Raise ValueError where a layout of experts alone has some stacks of a module, and not all of them."""
+    chosen = {
+        _module(one.name) for one in found if one.layout is not None and one.layout.experts_only
+    }
+    for one in found:
+        if one.layout is None and one.value.dim() == 3 and _module(one.name) in chosen:
+            raise ValueError(
+                f"{who}: all stacks of {_module(one.name)} in MXFP4 are required by layout 'hf_mxfp4', got "
+                f"{one.name} in high precision; quantize it, too, or choose layout='ct_mxfp4'"
+            )
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _candidates(quantized: list[Exported]) -> list[Layout]:
     """Return the layouts that ``"auto"`` chooses from: Hugging Face's, if one holds all weights and quantizes inputs as
-    their recipes do, per 1x128.
+    their recipes do: per 1x128, with experts in MXFP4 not at all.
     """
     inputs = {one.part.recipe.input.rowwise_format for one in quantized}
     for name, known in _HUGGING_FACE.items():
@@ -151,7 +178,10 @@ def _candidates(quantized: list[Exported]) -> list[Layout]:
         if (
             inputs
             and inputs <= known
-            and all(one.format and layout.can_hold(one.format, one.matrix) for one in quantized)
+            and all(
+                one.format and layout.can_hold(one.format, one.matrix, one.is_turned)
+                for one in quantized
+            )
         ):
             return [layout]
     return [layout for layout in LAYOUTS.values() if layout.stored_as]
