@@ -1,6 +1,7 @@
 """Experts in MXFP4 as checkpoints of gpt-oss have them.
 
-Oracles: the reader of transformers, on the bytes that were written and on any others; ``from_pretrained``.
+Oracles: the reader of transformers, on the bytes that were written and on any others; ``from_pretrained``; for
+NVFP4 float64, and compressed-tensors.
 """
 
 import copy
@@ -9,6 +10,7 @@ import json
 import pytest
 import torch
 from inference_models import values_of
+from readers import read
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -242,3 +244,60 @@ def test_the_command_quantizes_experts_alone(tmp_path):
     assert all(torch.equal(decoded(tensors, name), values(model, name)) for name in STACKS)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(tensors[name], plain.get_parameter(name))
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def with_exponents(low, high):
+    """Return a layer with a weight in MXFP4 of all codes under exponents from low to high, and a block of both zeros."""
+    exponents = torch.linspace(low, high, 64).round()
+    weight = E2M1.float().repeat(64, 4) * exponents.exp2()[:, None]
+    weight[7, :16], weight[7, 16:32] = 0.0, -0.0
+    config = ht.HybridConfig(PLAIN, ht.MXFP4Quantizer(), PLAIN)
+    made = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), config, persistent=True)
+    with torch.no_grad():
+        made[0].weight.copy_(weight)
+    assert torch.equal(made[0].weight.rowwise.dequantize(torch.float32), weight)
+    return made, weight
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "level"),
+    [(-17, 0, 8), (-8, -8, 8), (-12, -4, 8), (-18, -1, 9), (-3, 14, -6), (-125, -110, 116), (106, 122, -114)],
+)
+def test_nvfp4_has_the_values_of_mxfp4(low, high, level, tmp_path):
+    """Codes, scales of blocks and the global scale, decoded in float64 and by compressed-tensors; and they are loaded
+    again.
+    """
+    model, weight = with_exponents(low, high)
+    folder = ht.export_pretrained(model, tmp_path / "out", "ct_nvfp4")
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["0.weight_global_scale"].tolist() == [2.0**level]
+    packed = tensors["0.weight_packed"]
+    assert torch.equal(packed, model[0].weight.rowwise.qdata)
+    elements = E2M1[torch.stack([packed & 15, packed >> 4], 2).flatten(1).long()]
+    scale = tensors["0.weight_scale"].double().repeat_interleave(16, 1)
+    assert torch.equal(elements * scale / tensors["0.weight_global_scale"].double(), weight.double())
+    if abs(level) < 100:  # its reader has bfloat16 between
+        got = read(tensors, ht.inference_config(model, "ct_nvfp4"))["0.weight"]
+        assert torch.equal(got.float(), weight)
+    back = ht.load_pretrained(nn.Sequential(nn.Linear(64, 64, bias=False)), folder)
+    assert torch.equal(back[0].weight, weight)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-18, 0), (-125, 0), (120, 124)])
+def test_exponents_that_nvfp4_has_not(low, high):
+    model, _ = with_exponents(low, high)
+    said = rf"inference_tensors: 0\.weight: exponents within 17 of each other.* got {low} to {high}; .*'ct_mxfp4'"
+    with pytest.raises(ValueError, match=said):
+        list(ht.inference_tensors(model, "ct_nvfp4"))
+
+
+@pytest.mark.parametrize("options", [{}, {"two_d": True}], ids=str)
+def test_experts_in_mxfp4_are_stored_as_nvfp4(options, tmp_path):
+    model = quantized(persistent=True, **options)
+    back = ht.load_pretrained(gpt_oss(1), ht.export_pretrained(model, tmp_path / "out", "ct_nvfp4"))
+    assert all(torch.equal(values(back, name), values(model, name)) for name in STACKS)
+    found = ht.mismatch(model, {"input_ids": torch.arange(12)[None]}, "ct_nvfp4")
+    assert all(layer.value == 0 for layer in found.layers)

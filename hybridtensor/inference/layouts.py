@@ -2,7 +2,7 @@
 
 A layout stores the bytes of a face as they are. Only what says the same in other words is rewritten:
 a scale per tensor as one per row, scales of square blocks once for each row, a tensor scale as its
-reciprocal.
+reciprocal, MXFP4 as NVFP4 where that has its exponents.
 
 Shape letters: ``N, K`` a weight.
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from hybridtensor import formats
 from hybridtensor.arguments import nearest, require_text
 from hybridtensor.formats import Format
+from hybridtensor.inference.recoded import nvfp4_of_mxfp4
 from hybridtensor.ops import Face
 
 Packed = dict[str, Tensor]
@@ -158,6 +159,8 @@ def _hf_mxfp4(face: Face) -> Packed:
 
 
 def _nvfp4(face: Face) -> Packed:
+    if face.format in _MXFP4:
+        face = nvfp4_of_mxfp4(face)
     amax = face.tensor_scale
     if amax is None:
         raise ValueError("inference layouts: a face with a tensor scale is required, got none")
@@ -216,7 +219,10 @@ LAYOUTS = {
         ),
         Layout(
             "ct_nvfp4",
-            (formats.NVFP4, formats.NVFP4_16X16, formats.NVFP4_MAX256, formats.NVFP4_16X16_MAX256), _nvfp4,
+            (
+                formats.NVFP4, formats.NVFP4_16X16, formats.NVFP4_MAX256, formats.NVFP4_16X16_MAX256, *_MXFP4,
+            ),
+            _nvfp4,
             {**_float8("tensor_group", **_OF_16), "num_bits": 4}, "nvfp4-pack-quantized",
         ),
     )

@@ -78,7 +78,8 @@ def inference_tensors(
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If no layout holds a weight, or not the one that was named: with the layer, and
-            what to use instead. On every rank, before anything is gathered.
+            what to use instead. On every rank, before anything is gathered; of MXFP4 whose exponents NVFP4 has
+            not, when it is packed.
             Also if ranks have other weights, recipes or layouts.
         RuntimeError: If a rank is gone; on every rank.
     """
@@ -200,7 +201,10 @@ def _packed(
             yield from names.of_values(one.name, whole)
         return
     faces = experts_of(whole) if one.value.dim() == 3 else [whole]
-    packed = [one.layout.pack(face) for face in faces]
+    try:
+        packed = [one.layout.pack(face) for face in faces]
+    except ValueError as error:
+        raise ValueError(f"inference_tensors: {one.name}: {error}") from error
     scales = one.input_scales if static_inputs else None
     for of_one, scale in zip(packed, () if scales is None else scales, strict=False):
         of_one[SUFFIX] = scale.reshape(1)
