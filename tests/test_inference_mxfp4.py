@@ -1,4 +1,4 @@
-"""Experts in MXFP4 as checkpoints of gpt-oss have them.
+"""Experts in MXFP4 as checkpoints of gpt-oss have them, and of DeepSeek V4; and MXFP4 as NVFP4.
 
 Oracles: the reader of transformers, on the bytes that were written and on any others; ``from_pretrained``; for
 NVFP4 float64, and compressed-tensors.
@@ -13,7 +13,9 @@ from inference_models import values_of
 from readers import read
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, DeepseekV4Config, GptOssConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import hybridtensor as ht
@@ -250,7 +252,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 
 
 def with_exponents(low, high):
-    """Return a layer with a weight in MXFP4 of all codes under exponents from low to high, and a block of both zeros."""
+    """Return a layer with a weight in MXFP4: all codes under exponents from low to high, and a block of zeros."""
     exponents = torch.linspace(low, high, 64).round()
     weight = E2M1.float().repeat(64, 4) * exponents.exp2()[:, None]
     weight[7, :16], weight[7, 16:32] = 0.0, -0.0
@@ -294,6 +296,17 @@ def test_exponents_that_nvfp4_has_not(low, high):
         list(ht.inference_tensors(model, "ct_nvfp4"))
 
 
+def test_squares_of_mxfp4_as_nvfp4(tmp_path):
+    config = ht.HybridConfig(PLAIN, ht.MXFP4Quantizer(two_d=True), PLAIN)
+    weight = torch.randn(96, 64) * torch.tensor([2.0**-9, 1, 8]).repeat_interleave(32)[:, None]
+    made = nn.Sequential(nn.Linear(64, 96, bias=False))
+    made[0].weight.data = weight
+    ht.quantize_(made, config, persistent=True)
+    back = nn.Sequential(nn.Linear(64, 96, bias=False))
+    ht.load_pretrained(back, ht.export_pretrained(made, tmp_path / "out", "ct_nvfp4"))
+    assert torch.equal(back[0].weight, made[0].weight.rowwise.dequantize(torch.float32))
+
+
 @pytest.mark.parametrize("options", [{}, {"two_d": True}], ids=str)
 def test_experts_in_mxfp4_are_stored_as_nvfp4(options, tmp_path):
     model = quantized(persistent=True, **options)
@@ -301,3 +314,72 @@ def test_experts_in_mxfp4_are_stored_as_nvfp4(options, tmp_path):
     assert all(torch.equal(values(back, name), values(model, name)) for name in STACKS)
     found = ht.mismatch(model, {"input_ids": torch.arange(12)[None]}, "ct_nvfp4")
     assert all(layer.value == 0 for layer in found.layers)
+
+
+DEEPSEEK = DeepseekV4Config(
+    hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=32, vocab_size=64, n_routed_experts=3, num_experts_per_tok=2, q_lora_rank=32, o_lora_rank=16, o_groups=2,
+    n_shared_experts=1,
+)  # fmt: skip
+
+
+def deepseek(seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(DEEPSEEK), dtype=torch.bfloat16).eval()
+
+
+def of_deepseek():
+    """Return a checkpoint with the names that transformers knows, experts in MXFP4 and all else in bfloat16."""
+    model, tensors = deepseek(), {}
+    plain = revert_weight_conversion(model, {name: p.detach() for name, p in model.state_dict().items()})
+    for name, value in plain.items():
+        tensors[name] = value.contiguous()
+        if ".ffn.experts." in name:
+            rows, columns = value.shape
+            tensors[name] = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            exponents = torch.randint(110, 130, (rows, columns // 32), dtype=torch.uint8)
+            tensors[name.removesuffix("weight") + "scale"] = exponents.view(torch.float8_e8m0fnu)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["plain", "master", "persistent"])
+def test_experts_of_deepseek_v4(kind, tmp_path):
+    """Oracle: what transformers' reader makes of each matrix."""
+    tensors, model = of_deepseek(), deepseek(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    method = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"expert_dtype": "fp4", "quantization_config": method}))
+    config = ht.HybridConfig(PLAIN, ht.MXFP4Quantizer(), PLAIN)
+    if kind != "plain":
+        ht.quantize_(model, config, filter_fn=is_stack, persistent=kind == "persistent")
+    ht.load_pretrained(model, tmp_path)
+
+    def matrix(expert, name):
+        own = f"model.layers.0.ffn.experts.{expert}.{name}"
+        return Fp8Dequantize(None)._dequantize_one(tensors[f"{own}.weight"], tensors[f"{own}.scale"], torch.bfloat16)
+
+    for e in range(3):
+        expected = {"gate_up_proj": torch.cat([matrix(e, "w1"), matrix(e, "w3")]), "down_proj": matrix(e, "w2")}
+        for name, wanted in expected.items():
+            stack = model.get_parameter(f"model.layers.0.mlp.experts.{name}")
+            got = stack.rowwise.dequantize() if kind == "persistent" else stack
+            assert torch.equal((got.dequantize() if kind == "master" else got)[e], wanted)
+    assert torch.equal(model.lm_head.weight, tensors["head.weight"])
+
+
+E8M0 = torch.float8_e8m0fnu
+BAD_MATRICES = {
+    "NaN": ("finite scales above zero", torch.full((32, 2), 255, dtype=torch.uint8).view(E8M0)),
+    "infinite": ("exponents up to 252", torch.full((32, 2), 253, dtype=torch.uint8).view(E8M0)),
+    "blocks of 64": ("weight_packed of whole blocks of 32", torch.ones(32, 1).to(E8M0)),
+    "a scale for all": ("weight_packed of whole blocks of 32", torch.ones(1, 1).to(E8M0)),
+    "int8 of integers": ("elements in float8_e4m3fn are required, got torch.int8", torch.ones(32, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MATRICES)
+def test_scales_that_experts_of_deepseek_cannot_have(name, tmp_path):
+    said, scale = BAD_MATRICES[name]
+    save_file({"0.weight": torch.ones(32, 32, dtype=torch.int8), "0.scale": scale}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"0\.weight: .*{said}.* from model\.safetensors"):
+        ht.load_pretrained(nn.Sequential(nn.Linear(64, 32, bias=False)), tmp_path)

@@ -43,7 +43,7 @@ def load_pretrained(
     model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True
 ) -> nn.Module:
     """Load a folder of ``export_pretrained``, or a checkpoint in FP8 blocks of 128x128 (DeepSeek's) or with experts
-    in MXFP4 (gpt-oss's), in place.
+    in MXFP4 (gpt-oss's, DeepSeek V4's), in place.
 
     Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
     these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of

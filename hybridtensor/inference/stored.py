@@ -183,6 +183,8 @@ def stored_face(name: str, packed: Packed) -> Face | None:
     if scale is None:
         require_values(name, elements)
         return None
+    if (elements.dtype, scale.dtype) == (torch.int8, torch.float8_e8m0fnu):  # DeepSeek V4's experts
+        return _mxfp4(name, {"weight_packed": elements.view(torch.uint8), "weight_scale": scale})
     require_scales(name, scale)
     if elements.dtype != torch.float8_e4m3fn:
         raise ValueError(
