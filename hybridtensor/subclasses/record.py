@@ -55,32 +55,29 @@ class ReadBy(NamedTuple):
 
 
 class WeightRecord:
-    """The facts about one weight.
+    """Metadata of one weight, shared by its aliases and views.
 
     Attributes:
-        layer: State of the layer whose weight this is, or None; in a graph that is being compiled
-            its tensors.
+        layer: State of the weight's layer, or None; in a graph that is being compiled its tensors.
         values: High-precision values of a persistent weight, or None.
-        shard: What FSDP2 shards, weakly, if this is a rank's part of it (a
-            ``distributed.fsdp.shard.Shard``), or None. FSDP2's parameter holds it; held here, a
-            model would never be collected: autograd's views refer to tensors where Python's
+        shard: The ``distributed.fsdp.shard.Shard`` of a local shard, weakly, or None. FSDP2's parameter owns it;
+            a strong reference here would leak the model, because autograd's views refer to tensors where Python's
             collector does not look.
-        gathered: What keeps the faces, if this is a weight that FSDP2 gathered, or None.
+        gathered: Owner of the faces of a weight that FSDP2 gathered, or None.
         section: This rank's section of the layer under tensor parallelism; None is all of it.
-        first: Number of the first expert that this rank has of a stack; None if nobody said so.
-        changes: Changes that no face outlives: writes that handlers or torch counted, and moments at which somebody
-            else may have written.
+        first: Number of this rank's first expert of a stack; None if unknown.
+        changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
-        written_on: CUDA stream of the last write, 0 on a CPU; None where it is not known.
-        compiled_writes: Writes that compiled code made, each counted at least once.
-        counted_writes: ``writes`` when a write of compiled code was looked for last.
-        is_held_elsewhere: Whether someone else held the memory when writes were counted last.
-        replayed: Whether a write went into a CUDA graph, whose replays nothing counts.
-        kept: The faces that are kept.
-        context: Which tensor the weight is to quantizers, as that was asked last; None if it was not, and of a stack.
-        for_products: The same, and that of faces which only products read.
-        readers: Of a tensor that was quantized for layers; None of any other tensor.
-        amaxes: Where the amaxes of such a tensor were recorded, for the forward that reads it, or None.
+        written_on: CUDA stream of the last write, 0 on a CPU; None if unknown.
+        compiled_writes: Writes of compiled code, each counted at least once.
+        counted_writes: ``writes`` when writes of compiled code were counted last.
+        is_held_elsewhere: Whether the memory had an alias when writes were counted last.
+        replayed: Whether a CUDA graph captured a write, whose replays are not counted.
+        kept: The cached faces.
+        context: Cached context of the weight; None if it was not requested, or for a stack.
+        for_products: Cached ``context``, and the context of faces that only products read.
+        readers: The layers that an input was quantized for; None of any other tensor.
+        amaxes: Record of such an input's amaxes, for the forward that reads it, or None.
     """
 
     __slots__ = (

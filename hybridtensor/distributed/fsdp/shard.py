@@ -26,28 +26,27 @@ from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 
 class Shard:
-    """One sharded weight, from gather to gather.
+    """A weight that FSDP2 shards: its plan, amaxes and gathered faces.
 
     Args:
         sharded: The parameter as FSDP2 holds it.
 
     Attributes:
-        sharded: The same.
-        config: Recipe of the last gather; from the first ``adopt`` on, as is ``plan``.
+        sharded: The parameter as FSDP2 holds it.
+        config: Recipe of the last gather; set by ``adopt``, like ``plan``.
         plan: How the weight is gathered.
         has_recipe: Whether a recipe was adopted.
-        faces: Of the gathered weight, after the first gather.
-        amaxes: Largest magnitudes over all shards, fp32, of shape ``plan.amaxes``, or None.
+        faces: Faces of the gathered weight, after the first gather.
+        amaxes: Amaxes over all shards, fp32, of shape ``plan.amaxes``, or None.
         order: Order of streams that use ``amaxes``, or None.
-        exchange: Reduces the magnitudes of all shards, if this is the first of them; or None.
+        exchange: Reduces the amaxes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
-        reduced: Version of the shard whose magnitudes ``amaxes`` are.
-        seen: What gathers depend on, as of the last one, see ``note``; None if that is to be asked anew.
-        replayed: Whether a CUDA graph writes it, or its scales, without being seen.
-        gathers: What is known of each kind of gather of this weight's group, by what is wanted: all in the group share
-            it.
-        turn: What its group prepared for the first hook of this weight: this rank's part, and what the hook returns, or
-            None if it has something to do; None if nothing is prepared.
+        reduced: Key of the shard's contents (``written``) when ``amaxes`` were reduced.
+        seen: State that the last gather depended on, see ``note``; None if unknown.
+        replayed: Whether a CUDA graph writes the weight, or its scales, uncounted.
+        gathers: Each kind of gather of the weight's group, by the requested faces; shared by the group.
+        turn: The local shard and the first hook's result as the group prepared them; the result is None if the hook has
+            work to do. None if nothing is prepared.
     """
 
     def __init__(self, sharded: Sharded) -> None:
