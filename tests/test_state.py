@@ -424,7 +424,7 @@ class TestDelayedScaling:
     def test_a_checkpoint_of_other_scales_is_refused(self):
         net = model("fp8_delayed")
         with pytest.raises(
-            RuntimeError, match=r"0.quantization_state: a checkpoint of the same delayed scales.*input: "
+            RuntimeError, match=r"0.quantization_state: the checkpoint has other delayed scales.*input: "
         ):
             net.load_state_dict(model("fp8_delayed+most_recent").state_dict())
 

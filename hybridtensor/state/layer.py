@@ -397,9 +397,8 @@ class LayerState(nn.Module):
             f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)
         )
         errors.append(
-            f"{prefix[:-1]}: a checkpoint of the same delayed scales is required, ({scales}), got "
-            "one of others; load it into a model with its own recipe, then change recipes with "
-            "set_config_"
+            f"{prefix[:-1]}: the checkpoint has other delayed scales than this model, ({scales}); "
+            "load it into a model with its own recipe, then change recipes with set_config_"
         )
         return False
 
