@@ -12,6 +12,7 @@ from hybridtensor.__main__ import main as _main
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run ``hybridtensor verify`` with the arguments, and return its exit code."""
     return _main(["verify", *(sys.argv[1:] if arguments is None else arguments)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,8 +62,8 @@ def inference_tensors(
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
             checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
             ``"hf_mxfp4"`` has stacks, whatever this is.
-        dtype: Of everything that is not quantized.
-        bucket_bytes: Of how many bytes of whole tensors are sent together; at least one tensor.
+        dtype: Dtype of everything that is not quantized.
+        bucket_bytes: Bytes of whole tensors that are sent together; at least one tensor.
         ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
         static_inputs: Whether layers with delayed scales of inputs have these as ``input_scale``, where compressed
             tensors per tensor or row have that; else engines measure inputs.
@@ -78,9 +78,8 @@ def inference_tensors(
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If no layout holds a weight, or not the one that was named: with the layer, and
-            what to use instead. On every rank, before anything is gathered; of MXFP4 whose exponents NVFP4 has
-            not, when it is packed.
-            Also if ranks have other weights, recipes or layouts.
+            what to use instead; or if ranks have other weights, recipes or layouts. On every rank, before anything
+            is gathered; of MXFP4 whose exponents NVFP4 has not, when it is packed.
         RuntimeError: If a rank is gone; on every rank.
     """
     who = "inference_tensors"
@@ -93,13 +92,15 @@ def inference_tensors(
     if everyone is not None:
         known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
         check_arguments(everyone, **known, weights=_digest(found))
-    stacks = {
-        one.name
-        for one in found
-        if one.layout is not None and one.value.dim() == 3 and not one.layout.experts_only
-    }
+    stacks = _stacks_to_split(found)
     pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
     return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
+
+
+def _stacks_to_split(found: Iterable[Exported]) -> set[str]:
+    """Return the names of stacks whose experts get names of their own in quantized layouts."""
+    of_layouts = [one for one in found if one.layout is not None and one.value.dim() == 3]
+    return {one.name for one in of_layouts if one.layout and not one.layout.experts_only}
 
 
 def _read(

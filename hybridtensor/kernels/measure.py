@@ -14,6 +14,7 @@ from hybridtensor.kernels.tiles import as_columns, as_rows, largest, load_tile, 
 
 @triton.jit
 def amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """Return the amax of every row of a tile ``[P, Q]`` of a face, ``[P]``, ignoring NaN."""
     if ROTATED:
         bits = largest(rotate(v, P, Q, True, HW), 1, HW)
         if tl.max(bits, 0) < INF_BITS:

@@ -67,6 +67,7 @@ def scale_and_round_cuda(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Implement ``scale_and_round`` on a GPU: one kernel scales, adds the bias and rounds."""
     rows, columns = total.shape
     out = torch.empty(rows, columns, dtype=dtype, device=total.device)
     factors = tuple(None if factor is None else factor.numel() > 1 for factor in (left, right))

@@ -131,6 +131,7 @@ def _over_matrices(scale: Tensor, across: int | None, qdata: Tensor, groups: Gro
 
 
 def over_groups(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups) -> Tensor:
+    """Return a scale for each row of ``qdata``, from scales per ``across`` rows of each group (None: one per group)."""
     if across == 1:
         return scale
     rows = torch.arange(qdata.shape[0], device=qdata.device)

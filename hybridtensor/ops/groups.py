@@ -88,6 +88,7 @@ def _ends(groups: Groups) -> Tensor:
 
 
 def stack_layouts(fmt: Format, count: int, other: int, contraction: int) -> list[TensorLayout]:
+    """Return the layouts of the faces ``[other, contraction]`` of a stack of ``count`` matrices."""
     return [_stacked(layout, count) for layout in face_layouts(fmt, other, contraction)]
 
 
@@ -97,6 +98,7 @@ def _stacked(layout: TensorLayout, count: int) -> TensorLayout:
 
 
 def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
+    """Return the layouts of the rowwise face of grouped tokens ``[rows, columns]``."""
     layouts = list(face_layouts(fmt, rows, columns))
     levels = [(1, None), fmt.block, fmt.tensor_block or (1, None)]
     for i, (across, _) in list(enumerate(levels))[1 : len(layouts)]:
@@ -108,6 +110,7 @@ def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Te
 
 
 def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
+    """Return the layouts of the columnwise face of grouped tokens ``[rows, columns]``, groups padded to blocks."""
     layouts = list(face_layouts(fmt, columns, padded_rows(rows, groups)))
     levels = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
     for i, (_, along) in list(enumerate(levels))[1 : len(layouts)]:

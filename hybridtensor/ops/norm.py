@@ -56,6 +56,7 @@ def _backward_fake(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> l
 
 
 def norm_cuda(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tensor]:
+    """Implement the forward of the RMS norm on a GPU, by the definition for rows longer than a kernel takes."""
     if not _has_kernel(x):
         return _reference(x, weight, eps, measure)
     out, factor = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
@@ -65,6 +66,7 @@ def norm_cuda(x: Tensor, weight: Tensor, eps: float, measure: bool) -> list[Tens
 
 
 def norm_factors_cuda(x: Tensor, eps: float) -> Tensor:
+    """Implement the reciprocal root mean square of every row on a GPU, ``[M]``."""
     if not _has_kernel(x):
         return factors(x, eps)
     factor = _factors_fake(x, eps)
@@ -89,6 +91,7 @@ def _forward(
 
 
 def norm_backward_cuda(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> list[Tensor]:
+    """Implement the backward of the RMS norm on a GPU, by the definition for rows longer than a kernel takes."""
     if not _has_kernel(x):
         return backward(grad, x, weight, factor)
     x, weight, grad = _with_contiguous_rows(x), weight.contiguous(), _with_contiguous_rows(grad)

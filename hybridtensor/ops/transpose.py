@@ -20,6 +20,7 @@ from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 
 def transpose_reference(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    """Define ``transpose``: write the columnwise face of gathered parts, and the rowwise one if given."""
     whole = parts.flatten(0, 1)
     column.copy_(whole.t() if bits == 8 else pack(unpack(whole).t()))
     if row is not None:
@@ -56,6 +57,7 @@ _WORD = 4
 
 
 def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    """Implement ``transpose`` on a GPU."""
     if parts.numel() == 0:
         return
     if parts.stride(2) != 1 or (bits == 4 and parts.shape[0] > 1 and parts.shape[1] % 2):

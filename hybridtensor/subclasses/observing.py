@@ -44,6 +44,7 @@ def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: boo
 def values_of_products(
     context: Context, dtype: torch.dtype, *, row: bool, column: bool
 ) -> tuple[bool, bool]:
+    """Return which faces may hold high-precision values in place of quantized data: none while something observes."""
     if observers or dtype != torch.bfloat16 or context.groups is not None:
         return False, False
     return row, column

@@ -156,6 +156,7 @@ def versions() -> dict[str, str]:
 
 
 def step_path(root: Path, step: int) -> Path:
+    """Return the folder of a step below ``root``."""
     return root / f"step_{step:08d}"
 
 

@@ -225,6 +225,7 @@ def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
 
 
 def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
+    """Return how one face of a weight is gathered whose shards have ``rows`` rows each."""
     fmt = quantizer.rowwise_format if direction == ROW else quantizer.columnwise_format
     if isinstance(quantizer, IdentityQuantizer):
         return FacePlan("values", fmt)

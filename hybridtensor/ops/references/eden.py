@@ -110,9 +110,8 @@ def _signs(halves: Tensor) -> Tensor:
 
 
 def _correction(scaled: Tensor, elements: Tensor) -> Tensor:
-    """Return what scales of 128 values are multiplied with, so that what the elements give has the values'
-    projection: fp32 ``[M, K / 128]``.
-    """
+    """Return factors of the scales of every 128 values, fp32 ``[M, K / 128]``: with them the inner product of values
+    and dequantized values is the squared norm of the values."""
     over, under = _sums(scaled * scaled), _sums(scaled * elements)
     return torch.where(under == 0, 1.0, over / under)
 

@@ -129,7 +129,7 @@ def quantize(
 
 
 def _factor(scale: Tensor, encode: Tensor) -> Tensor:
-    """Return what values of each block are multiplied with before they are rounded."""
+    """Return the encode scale of each block, by which values are multiplied before they are rounded."""
     return (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)
 
 

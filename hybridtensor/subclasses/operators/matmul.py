@@ -129,6 +129,7 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def register_matmul(table: OpTable) -> None:
+    """Register the products of two matrices in a table of operators."""
     table.register(aten.mm.default)(_mm)
     table.register(aten.addmm.default)(_addmm)
     table.register(aten.linear.default)(_linear)

@@ -106,6 +106,7 @@ def digest_stream(stream: BinaryIO, size: int | None = None) -> tuple[int, str]:
 
 
 def digest_file(path: Path, *, size: int | None = None, sync: bool = False) -> tuple[int, str]:
+    """Return the size and digest of a file; the digest is ``""`` if ``size`` is given and differs."""
     with open_file(path.parent, path.name) as stream:
         found = os.fstat(stream.fileno()).st_size, ""
         if size is None or size == found[0]:
