@@ -35,14 +35,29 @@ class Block(nn.Module):
         return self.last(torch.cat([self.left(x), self.right(x)], -1))
 
 
-def train(recipe, device, backend, steps=2, grad=False):
+class ExpertBlock(nn.Module):
+    """Two stacks of experts, with nothing that Inductor could round otherwise; a third of the tokens to each of them."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.num_experts = 3
+        self.up, self.down = (nn.Parameter(torch.randn(3, size, size) / 8) for _ in range(2))
+
+    def forward(self, x):
+        """Return ``[M, size]``."""
+        ends = torch.arange(1, 4, dtype=torch.int32, device=x.device) * (x.shape[0] // 3)
+        hidden = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends)
+        return torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
+
+
+def train(recipe, device, backend, steps=2, grad=False, block=Block):
     """Return what the steps of two blocks, each compiled by itself, compute: outputs and gradients.
 
     Without ``grad`` of their input, the first block never reads two of its weights in backward.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net = nn.Sequential(Block(64), Block(64)).to(device, torch.bfloat16)
+    net = nn.Sequential(block(64), block(64)).to(device, torch.bfloat16)
     ht.quantize_(net, recipe)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     for block in net:
@@ -76,10 +91,11 @@ def calls(code, name):
     return [line for line in code.splitlines() if any(f"= {own}(" in line for own in names)]
 
 
+@pytest.mark.parametrize("block", [Block, ExpertBlock])
 @pytest.mark.parametrize("recipe", FEW)
-def test_bits_are_those_of_the_operators(recipe, device):
-    expected = train(recipe, device, "aot_eager")
-    found, codes = codes_of(recipe, device)
+def test_bits_are_those_of_the_operators(recipe, block, device):
+    expected = train(recipe, device, "aot_eager", block=block)
+    found, codes = codes_of(recipe, device, block=block)
     for got, want in zip(found, expected, strict=True):
         assert torch.equal(got, want)
     assert codes

@@ -60,7 +60,10 @@ def register(name: str) -> None:
 
 
 def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    made = DirectKernel.create(operator, *args, **kwargs)
+    # By position, as the dispatcher calls implementations
+    rest = operator._schema.arguments[len(args) :]
+    given = [kwargs.get(one.name, one.default_value) for one in rest]
+    made = DirectKernel.create(operator, *args, *given)
     return torch.utils._pytree.tree_map(
         lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made
     )

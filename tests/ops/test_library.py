@@ -20,6 +20,7 @@ from hybridtensor.formats import (
 )
 from hybridtensor.ops import NO_INPUTS, Cast, CastRequest
 from hybridtensor.ops.amaxes import AmaxRecord, nowhere
+from hybridtensor.ops.cast import list_operator  # noqa: F401  (registers operators of graphs)
 from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.references.faces import define_faces
 from hybridtensor.testing import random_tensor
@@ -241,6 +242,30 @@ def test_operator_is_well_registered(name, sample, device):
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     checks += [] if skip else ["test_schema"]
     torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=checks)
+
+
+def by_name(name, arguments):
+    """Return an operator, what it takes by position, and by its name what may be left out."""
+    operator = getattr(OPS, name).default
+    optional = [one for one in operator._schema.arguments if one.has_default_value()]
+    count = len(operator._schema.arguments) - len(optional)
+    given = dict(zip((one.name for one in optional), arguments[count:], strict=False))
+    return operator, arguments[:count], {one.name: one.default_value for one in optional} | given
+
+
+@pytest.mark.filterwarnings("default")  # compiling for a GPU, torch warns of its own settings
+def test_inductor_calls_every_operator_as_the_dispatcher_does(device):
+    """With arguments by name, too, which the dispatcher passes by position."""
+    names = [name for name in SAMPLES if not getattr(OPS, name).default._schema.is_mutable]
+    calls = [by_name(name, next(iter(SAMPLES[name].values()))(device)) for name in names]
+
+    def call_all():
+        return [operator(*arguments, **options) for operator, arguments, options in calls]
+
+    torch._dynamo.reset()
+    for name, got, want in zip(names, torch.compile(call_all, fullgraph=True)(), call_all(), strict=True):
+        for one, other in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
+            assert torch.equal(one.float(), other.float()), name
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
