@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Two stacks of experts, with nothing that Inductor could round otherwise; a third of the tokens to each of them."""
+    """Two stacks of experts, a third of the tokens to each; nothing that Inductor could round otherwise."""
 
     def __init__(self, size):
         super().__init__()
