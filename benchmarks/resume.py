@@ -170,7 +170,8 @@ def compare(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     straight = undisturbed("straight", ranks[0], asked.recipe, folder, asked)
     rows = [{"run": "undisturbed", "recipe": asked.recipe, "ranks": str(ranks[0]), "steps": len(straight)}]
     rows[0] |= {"bitwise": len(straight), "largest difference %": 0.0, **checkpoints_of(folder / "straight")}
-    for name, numbers in (("killed", [ranks[0]]), ("killed, other ranks", ranks)):
+    runs = [("killed", [ranks[0]]), ("killed, other ranks", ranks)]
+    for name, numbers in runs[: len(ranks)]:
         place = folder / name.replace(", ", "-").replace(" ", "-")
         taken, found = killed(numbers, place, asked), losses_of(place)
         if found.keys() != straight.keys():

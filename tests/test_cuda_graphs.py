@@ -3,6 +3,8 @@
 The models hold nothing that inductor could round differently, so that equality is of bits.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # compiling for a GPU, torch warns of its own settings
 ]
 DEVICE, TOKENS, FEATURES = "cuda", 64, 128
+FEW = ["fp8", "fp8_delayed", "fp8_block", "nvfp4"]
 
 
 class Training:
@@ -45,16 +48,18 @@ class Training:
             for i, tensor in enumerate((self.x, self.g)):
                 tensor.copy_(random_tensor(TOKENS, FEATURES, seed=seed + 100 * i))
 
-    def step(self):
-        """Train one step."""
+    def step(self, tokens=TOKENS, microbatches=1, advance=True):
+        """Train one step: with the first ``tokens``, in ``microbatches`` of equal size; ``advance`` calls ``step_``."""
         self.optimizer.zero_grad()
         self.x.grad = None
-        y = self.forward(self.x)
-        y.backward(self.g)
-        with torch.no_grad():
-            self.y.copy_(y)
+        for x, g, out in zip(*(t[:tokens].chunk(microbatches) for t in (self.x, self.g, self.y)), strict=True):
+            y = self.forward(x)
+            y.backward(g)
+            with torch.no_grad():
+                out.copy_(y)
         self.optimizer.step()
-        ht.step_(self.net)
+        if advance:
+            ht.step_(self.net)
 
     def results(self):
         """Return copies of what a step computed, weights and states among it."""
@@ -63,17 +68,21 @@ class Training:
         return [t.clone() for t in (self.y, self.x.grad, *weights, *states)]
 
 
-def capture(training):
-    """Return a graph of a step; three steps on the side warm up what is made once, as torch asks for."""
+def warm_up(step):
+    """Run three steps on the side, which allocate what is allocated once, as torch asks for."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            training.step()
+            step()
     torch.cuda.current_stream().wait_stream(side)
+
+
+def capture(step, pool=None):
+    """Return a graph of a step."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        training.step()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
     return graph
 
 
@@ -93,7 +102,8 @@ def test_replays_of_a_captured_step_equal_eager_steps(recipe, persistent):
         training.fill(0)
     for _ in range(3):
         eager.step()
-    graph = capture(captured)
+    warm_up(captured.step)
+    graph = capture(captured.step)
     for seed in range(1, 5):
         eager.fill(seed)
         eager.step()
@@ -102,6 +112,70 @@ def test_replays_of_a_captured_step_equal_eager_steps(recipe, persistent):
         assert_equal(eager, captured)
         with torch.no_grad():  # no face that this keeps may be used after the next replay
             assert torch.equal(eager.net(eager.x), captured.net(captured.x))
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_a_captured_step_may_have_microbatches(recipe):
+    """Gradients add up, and amaxes of all microbatches count."""
+    eager, captured = Training(recipe), Training(recipe)
+    steps = [functools.partial(training.step, microbatches=2) for training in (eager, captured)]
+    for training in (eager, captured):
+        training.fill(0)
+    for _ in range(3):
+        steps[0]()
+    warm_up(steps[1])
+    graph = capture(steps[1])
+    for seed in range(1, 4):
+        eager.fill(seed)
+        steps[0]()
+        captured.fill(seed)
+        graph.replay()
+        assert_equal(eager, captured)
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_graphs_of_several_lengths_train_one_model(recipe):
+    """They share a pool of memory, and are replayed in any order, with eager steps in between."""
+    eager, captured = Training(recipe), Training(recipe)
+    lengths = TOKENS, TOKENS // 2
+    for training in (eager, captured):
+        training.fill(0)
+    for tokens in lengths:
+        for _ in range(3):
+            eager.step(tokens)
+    pool, graphs = torch.cuda.graph_pool_handle(), {}
+    for tokens in lengths:
+        warm_up(functools.partial(captured.step, tokens))
+    for tokens in lengths:
+        graphs[tokens] = capture(functools.partial(captured.step, tokens), pool)
+    for seed, tokens in enumerate((TOKENS // 2, TOKENS, 16, TOKENS, TOKENS // 2, TOKENS // 2), 1):
+        eager.fill(seed)
+        eager.step(tokens)
+        captured.fill(seed)
+        if tokens in graphs:
+            graphs[tokens].replay()
+        else:
+            captured.step(tokens)
+        assert_equal(eager, captured)
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_step_may_run_outside_of_the_graph(recipe):
+    """As it must where ranks compare their steps, or where an amax that is not finite is to raise."""
+    eager, captured = Training(recipe), Training(recipe)
+    for training in (eager, captured):
+        training.fill(0)
+    for _ in range(3):
+        eager.step()
+    warm_up(captured.step)
+    graph = capture(functools.partial(captured.step, advance=False))
+    for seed in range(1, 5):
+        eager.fill(seed)
+        eager.step()
+        captured.fill(seed)
+        graph.replay()
+        ht.step_(captured.net)
+        assert_equal(eager, captured)
 
 
 def test_a_captured_forward_uses_no_face_from_outside_and_leaves_none():
