@@ -1,6 +1,7 @@
 """Training steps of a Llama-3-shaped model, tensor and sequence parallel, against BF16 and torchao in the same run.
 
-Start it with torchrun, one process per GPU: ``torchrun --nproc-per-node=2 benchmarks/tensor_parallel.py``.
+Start it with torchrun, one process per GPU: ``torchrun --nproc-per-node=2 benchmarks/tensor_parallel.py``. In the
+environment ``MODES`` are some of eager, compiled and fused, and ``SEQUENCES`` how many of 4,096 tokens are in a batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridtensor as ht
 
-SIZES = {"cuda": (Size(layers=4), (8, 4096)), "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512))}
+SIZES = {"cuda": (Size(layers=4), (int(os.environ.get("SEQUENCES", "8")), 4096)), "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512))}
 SEQUENCE = (1, 16384)  # what symmetric memory's operators take: tokens of ranks one after the other
 RECIPES = {
     "eager": ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "torchao tensorwise"],
