@@ -27,7 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridtensor as ht
 
-SIZES = {"cuda": (Size(layers=4), (int(os.environ.get("SEQUENCES", "8")), 4096)), "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512))}
+SIZES = {
+    "cuda": (Size(layers=4), (int(os.environ.get("SEQUENCES", "8")), 4096)),
+    "cpu": (Size(1, 256, 512, 4, 2, 512), (1, 512)),
+}
 SEQUENCE = (1, 16384)  # what symmetric memory's operators take: tokens of ranks one after the other
 RECIPES = {
     "eager": ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "torchao tensorwise"],
