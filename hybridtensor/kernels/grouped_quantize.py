@@ -35,7 +35,7 @@ def _take(values, chosen):
     return tl.sum(tl.where(chosen, values[None, :], 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pitch", "tiles"])
 def plan_kernel(ends, plan, rows, pitch, E, tiles, STEP: tl.constexpr, BM: tl.constexpr,
                 GROUPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write which rows each row of tiles has: group, tiles of the group before it, first row of the group, rows that

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, NONE, NVFP4, TENSOR, Matrix
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
+from hybridtensor.ops.cast.lengths import lengths_to_compile
 from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import (
@@ -69,12 +70,31 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
         if len(_CASTS) >= _MOST_CASTS:
             _CASTS.clear()
         if request.has_kernels:
-            cast = KernelCast(_Key(*matrix, *_kinds(inputs)))
+            kind = _Key(*matrix, *_kinds(inputs))
+            _compile_for_other_lengths(x, kind, inputs)
+            cast = KernelCast(kind)
         else:
             cast = reference_cast(request)
             _say_without_kernels(request)
         _CASTS[key] = cast
     return cast
+
+
+def _compile_for_other_lengths(x: Tensor, key: _Key, inputs: CastInputs) -> None:
+    """Compile kernels for matrices with other numbers of rows, once these vary: later steps wait for no compiler."""
+    rows, columns = x.shape
+    if not x.is_cuda or not x.is_contiguous() or key.prologue is not None or is_captured():
+        return
+    if inputs.hint is not None:
+        inputs = inputs._replace(hint=Hint())
+    # Amaxes of rows have the length in their shape: such kinds have one length each
+    for other in lengths_to_compile(key._replace(shape=key.shape[1:]), rows):
+        shape = torch.Size((other, columns))
+        cast, zeros = KernelCast(key._replace(shape=shape)), x.new_zeros(shape)
+        for _ in range(
+            1 if inputs.hint is None else 2
+        ):  # with a hint, the second cast runs other kernels
+            cast.tensors(zeros, inputs)  # recorded amaxes stay what they are
 
 
 @functools.cache

@@ -93,7 +93,7 @@ class KernelFace(NamedTuple):
         self, dtype: torch.dtype, contraction: int, *, note: bool, store: bool
     ) -> FaceConstants:
         """Return the compile-time constants; ``store`` is whether the face is wanted, not only its values."""
-        packs, whole = self.kind in _FP4, contraction % self.step == 0
+        whole = contraction % self.step == 0
         return FaceConstants(
             kind=self.kind,
             side=self.side,
@@ -101,7 +101,8 @@ class KernelFace(NamedTuple):
             pow2=self.pow2,
             rotated=self.rotated,
             stochastic=self.stream >= 0,
-            pack=not whole or contraction % (8 if packs else 4) == 0,
+            # Multiples of 4 or 8 would do, too: of 16 Triton compiles kernels of their own anyway
+            pack=not whole or contraction % 16 == 0,
             overflow=torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX,
             note=note,
             store=store,

@@ -1,0 +1,50 @@
+"""Batches of other lengths: their kernels are compiled when the second length is seen, and none later."""
+
+import pytest
+import torch
+
+from hybridtensor.formats import get_format
+from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest
+from hybridtensor.ops.cast import kernel, lengths
+from hybridtensor.ops.cast.lengths import lengths_to_compile
+from hybridtensor.testing import random_tensor
+
+FORMATS = ["fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4", "nvfp4_hadamard"]
+
+
+def test_all_lengths_are_due_with_the_second_one_of_a_kind(monkeypatch):
+    monkeypatch.setattr(lengths, "_SEEN", {})
+    asked = [("a", 64), ("a", 64), ("b", 32), ("a", 65), ("a", 66), ("a", 64), ("b", 32), ("b", 33)]
+    due = [bool(lengths_to_compile(kind, rows)) for kind, rows in asked]
+    assert due == [False, False, False, True, False, False, False, True]
+
+
+def compiled():
+    """Return how many kernels of casts there are."""
+    from hybridtensor.kernels import measure, quantize
+
+    device = torch.cuda.current_device()
+    found = [quantize.cast_kernel, quantize.recast_kernel, measure.measure_kernel, measure.measure_flat_kernel]
+    return sum(len(one.device_caches[device][0]) for one in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only kernels of a GPU are compiled")
+@pytest.mark.parametrize(("name", "delayed"), [(FORMATS[0], True), *((name, False) for name in FORMATS)])
+def test_no_kernel_is_compiled_after_the_second_length(name, delayed, monkeypatch):
+    monkeypatch.setattr(lengths, "_SEEN", {})
+    monkeypatch.setattr(kernel, "_CASTS", {})
+    cast, inputs = Cast(get_format(name), slot=0 if delayed else -1), NO_INPUTS
+    request = CastRequest(cast, cast.for_columnwise())
+    if delayed:
+        inputs = CastInputs(encode_scale=torch.ones(4, device="cuda"), noted_amax=torch.zeros(4, device="cuda"))
+    counts, largest = [], 0.0
+    for rows in (4096, 4128, 4160, 4112, 4100, 4097, 4224, 4608, 4106, 6144, 5999, 4352):
+        x = random_tensor(rows, 256, device="cuda", seed=rows)
+        made = kernel.cast_on_gpu(x, request, inputs).run(x, inputs)
+        counts.append(compiled())
+        assert made[0].qdata.shape[0] == rows
+        largest = max(largest, x.abs().max().item())
+    assert counts[1] > counts[0]
+    assert counts[1:] == counts[1:2] * (len(counts) - 1)
+    assert not delayed or inputs.noted_amax[0] == largest
