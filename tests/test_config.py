@@ -34,6 +34,7 @@ from hybridtensor.recipes.spec import GEMMS
 WORDS = ("bf16", "fp8", "fp8_rowwise")
 MODIFIERS = ("", "+high_precision", "+dequantized", "+save_original_input")
 SPECS = [*WORDS, *("/".join(words) for words in itertools.product(WORDS, WORDS, WORDS) if len(set(words)) > 1)]
+SPECS += ["fp8:bf16", "bf16:fp8/fp8_rowwise/fp8:fp8_rowwise"]
 E4M3, E5M2 = Float8Quantizer(), Float8Quantizer(dtype="e5m2")
 UNSPELLABLE = HybridConfig(input=E4M3, weight=Float8Quantizer(pow2_scale=True), grad_output=E4M3)
 CONFIGS = [HybridConfig.parse(s) for s in ("fp8", "fp8/bf16/fp8_rowwise", "fp8+dequantized", "fp8+high_precision")]
@@ -59,6 +60,16 @@ def test_str_parses_back_to_an_equal_config(spec, modifier):
     assert HybridConfig.parse(str(config)) == config
     if not modifier.startswith(("+high", "+deq")):
         assert str(config) == spec + modifier
+
+
+def test_operands_of_a_product_may_have_formats_of_their_own():
+    """In the order in which products are written: the input, or the gradient, is on the left."""
+    config = HybridConfig.parse("fp8:mxfp8/fp8_rowwise:bf16/mxfp8:fp8")
+    assert config.input == HybridQuantizer(E4M3, E4M3).simplified()
+    assert config.weight == HybridQuantizer(ht.MXFP8Quantizer(), ht.IdentityQuantizer())
+    assert config.grad_output == HybridQuantizer(Float8Quantizer("row"), ht.MXFP8Quantizer())
+    assert HybridConfig.by_gemm(output="fp8:mxfp8", grad_input="fp8_rowwise:bf16", grad_weight="mxfp8:fp8") == config
+    assert str(HybridConfig.parse("fp8:fp8/bf16:bf16/mxfp8:mxfp8")) == "fp8/bf16/mxfp8"
 
 
 def test_a_config_without_spec_prints_its_constructor():
@@ -197,6 +208,9 @@ class TestBadInput:
             ("fp8+dequantised", "unknown modifier 'dequantised'; did you mean 'dequantized'"),
             ("fp8+dequantized+high_precision", "one backward_override is possible"),
             ("", "unknown format ''"),
+            ("fp8:", "unknown format ''"),
+            ("fp8:fp9/bf16/bf16", "unknown format 'fp9'; did you mean 'fp8'"),
+            ("fp8:mxfp8:bf16", "'fp8:mxfp8:bf16' has 3 formats, but a product has two operands; give one for both"),
         ],
     )
     def test_specs(self, spec, message):

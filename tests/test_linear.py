@@ -26,6 +26,8 @@ WORDS = ("bf16", "fp8", "fp8_rowwise")
 MIXES = ["/".join(words) for words in itertools.product(WORDS, repeat=3)]
 SPECS = [*WORDS, "fp8/fp8_rowwise/bf16", "fp8_rowwise/bf16/fp8", "bf16/fp8/fp8_rowwise", "fp8+high_precision",
          "fp8+dequantized", "fp8_rowwise+dequantized", "fp8+save_original_input"]  # fmt: skip
+BY_OPERAND = ["fp8:fp8_rowwise/bf16:fp8/fp8_rowwise:bf16", "bf16:mxfp8/bf16/fp8", "bf16:mxfp4+dequantized",
+              "fp8_block:mxfp4/fp8_block/fp8_block+rowwise_dequantized_weight"]  # fmt: skip
 SHAPES = [(32,), (5, 32), (2, 5, 32), (2, 3, 5, 32), (1, 32), (0, 32), (2, 0, 32)]
 
 
@@ -65,7 +67,7 @@ def faces_used(config, x, w, g):
     )
 
 
-@pytest.mark.parametrize(("spec", "persistent"), in_turn(sorted({*MIXES, *SPECS}), [False, True]), ids=str)
+@pytest.mark.parametrize(("spec", "persistent"), in_turn(sorted({*MIXES, *SPECS, *BY_OPERAND}), [False, True]), ids=str)
 def test_three_products_against_float64(spec, persistent, device):
     converted, plain = layer(spec, device=device, persistent=persistent)
     x = random_tensor(2, 12, 32, device=device, seed=1)

@@ -267,13 +267,14 @@ nvfp4_row_scaled_fwd_high_precision_bwd: nvfp4+one_d+row_scaled_input+dequantize
 
 def test_a_config_that_no_spec_says():
     config = HybridConfig(
-        input=ht.Float8Quantizer("row"), weight=ht.MXFP8Quantizer(), grad_output=ht.IdentityQuantizer()
+        input=ht.Float8Quantizer("row"), weight=ht.MXFP8Quantizer(), grad_output=ht.NVFP4Quantizer(seed=1)
     )
     equals(
         folded(config),
         """\
 HybridConfig(input=Float8Quantizer(granularity='row', dtype='e4m3', pow2_scale=False, block=None),
-  weight=MXFP8Quantizer(dtype='e4m3', two_d=False), grad_output=IdentityQuantizer(), backward_override=None,
+  weight=MXFP8Quantizer(dtype='e4m3', two_d=False), grad_output=NVFP4Quantizer(row_scaled=False, two_d=False,
+  hadamard=False, rounding='nearest', seed=1, four_over_six=None, scale_max=448), backward_override=None,
   save_original_input=False, fast_accum=False, bf16_weight_values=False, keep_faces='auto')""",
     )
 

@@ -18,7 +18,8 @@ from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import has_fast_accum
 from hybridtensor.ops.scaled_mm import check_multipliable
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from hybridtensor.recipes.spec import FLAGS, GEMMS, Faces, Gemm, Spec, derive, simplified
+from hybridtensor.recipes.spec import FLAGS, GEMMS, Faces, Gemm, Spec, simplified
+from hybridtensor.recipes.spec_of_config import derive
 from hybridtensor.state import ROLES, DelayedRule
 from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
 
@@ -250,7 +251,8 @@ class HybridConfig(AOBaseConfig):
         """Build a config from a string.
 
         ``"fp8"`` is one format for all three products, ``"fp8/fp8_rowwise/bf16"`` one each for
-        output, grad_input and grad_weight. Formats: ``bf16`` (none), ``fp8`` (per tensor; E4M3,
+        output, grad_input and grad_weight, ``"fp8_block:mxfp4"`` one for each operand of a product
+        (input:weight, grad_output:weight, grad_output:input). Formats: ``bf16`` (none), ``fp8`` (per tensor; E4M3,
         gradients E5M2), ``fp8_rowwise`` (E4M3), ``fp8_block`` (E4M3, 1x128, weights 128x128),
         ``fp8_delayed`` (per tensor, as ``fp8``), ``mxfp8`` (E4M3), ``mxfp4`` and ``nvfp4`` (weights 16x16,
         Hadamard rotation in grad_weight, gradients rounded stochastically, the latter two in ``mxfp4``, too).

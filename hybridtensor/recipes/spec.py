@@ -2,14 +2,14 @@
 
 Words:
 
-- A *word* names a format (``fp8``). It means a quantizer for each face of the product it is for.
+- A *word* names a format (``fp8``). It means a quantizer for each face of the product it is for; two words
+  (``fp8_block:mxfp4``) are one for the left operand and one for the right one.
 - A *modifier* changes some of these quantizers (``pow2_scale``), or what faces are made from
   (``rowwise_dequantized``).
 - A *policy* sets a field of the config (``dequantized``).
 
-Reading goes from words to faces, applies the modifiers, and merges the two faces of each role.
-Writing goes the other way: the difference between a face and what a word means for it names the
-modifiers, so nothing is searched.
+Words become faces, to which the modifiers apply; then the two faces of each role are merged. ``spec_of_config`` goes
+the other way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GEMMS = (
     Gemm("grad_input", ("grad_output", "rowwise"), ("weight", "columnwise")),
     Gemm("grad_weight", ("grad_output", "columnwise"), ("input", "columnwise")),
 )
-_GEMM_OF = {operand: gemm.name for gemm in GEMMS for operand in gemm[1:]}
+GEMM_OF = {operand: gemm.name for gemm in GEMMS for operand in gemm[1:]}
 
 Word = Callable[[str, str], Quantizer]
 """Gives the quantizer of a role's face in a product."""
@@ -114,8 +114,8 @@ class Faces:
         """Return the faces of three words (or quantizers); raise ValueError for an unknown word."""
         quantizers = {}
         for gemm, word in zip(GEMMS, words, strict=True):
-            for role, direction in gemm[1:]:
-                quantizers[role, direction] = _quantizer(word, role, gemm.name)
+            for operand, of_operand in zip(gemm[1:], _by_operand(word), strict=True):
+                quantizers[operand] = _quantizer(of_operand, operand[0], gemm.name)
         return cls(quantizers)
 
     @classmethod
@@ -139,6 +139,19 @@ class Faces:
             source = OF_ROWWISE if role in self.of_rowwise else "original"
             made[role] = simplified(HybridQuantizer(row, column, source))
         return made
+
+
+def _by_operand(word: str | Quantizer) -> list[str | Quantizer]:
+    """Return what a product's word, or two with a colon, say of its left and its right operand."""
+    words: list[str | Quantizer] = [word]
+    if isinstance(word, str):
+        words = [one.strip() for one in word.split(":")]
+    if len(words) > 2:
+        raise ValueError(
+            f"HybridConfig: {word!r} has {len(words)} formats, but a product has two operands; give one "
+            "for both, or left:right"
+        )
+    return words if len(words) == 2 else words * 2
 
 
 def _quantizer(word: str | Quantizer, role: str, gemm: str) -> Quantizer:
@@ -185,7 +198,7 @@ class Option:
     def concerns(self, role: str, direction: str, quantizer: Quantizer) -> bool:
         """Return whether this option applies to a face's quantizer."""
         in_scope = role in self.roles and direction in self.directions
-        in_scope = in_scope and _GEMM_OF[role, direction] in self.products
+        in_scope = in_scope and GEMM_OF[role, direction] in self.products
         return in_scope and type(quantizer) in self.kinds
 
     def apply(self, faces: Faces) -> None:
@@ -320,117 +333,6 @@ def _policies(names: list[str], text: str) -> tuple[str, ...]:
             )
         policies[policy] = name
     return tuple(policies.values())
-
-
-def derive(
-    quantizers: dict[str, Quantizer], backward_override: str | None, flags: dict[str, bool]
-) -> Spec | None:
-    """Return the only candidate spec of a config's fields, or None; the caller checks that it parses to the config."""
-    faces = Faces.of_roles(quantizers)
-    gemms = GEMMS if backward_override is None else GEMMS[:1]  # the override replaced the others
-    words, named = [], set()
-    for gemm in gemms:
-        found = _word_for(gemm, faces)
-        if found is None:
-            return None
-        words.append(found[0])
-        named |= found[1]
-    policies = []
-    if backward_override is not None:
-        words, policies = words * 3, [backward_override]
-        flags = {**flags, "save_original_input": False}  # which the override implies, or not
-    else:
-        named |= _sources(faces)
-    policies += [name for name, is_set in flags.items() if is_set]
-    output, grad_input, grad_weight = words
-    named = _widened(named)
-    modifiers = tuple(name for name in MODIFIERS if name in named)
-    return Spec((output, grad_input, grad_weight), modifiers, tuple(policies))
-
-
-def _word_for(gemm: Gemm, faces: Faces) -> tuple[str, set[str]] | None:
-    """Return a product's word, and the modifiers by which its faces differ from it."""
-    for word in WORDS:
-        named: set[str] = set()
-        for operand in gemm[1:]:
-            differences = _differences(word, *operand, faces.quantizers[operand])
-            if differences is None:
-                break
-            named |= differences
-        else:
-            return word, named
-    return None
-
-
-def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[str] | None:
-    """Return the modifiers that change a face from ``word`` to ``face``; None if there are none."""
-    meant: Any = WORDS[word](role, _GEMM_OF[role, direction])
-    if type(meant) is not type(face):
-        return None
-    named = set()
-    fields = [known.name for known in dataclasses.fields(meant)]
-    for name in sorted(fields, key=lambda name: name not in _DECIDING):
-        value = getattr(face, name)
-        if getattr(meant, name) == value:
-            continue
-        settings = _options(role, direction, meant, name, value)
-        if settings is None:
-            return None
-        for setting in settings:
-            meant = setting[1].changed(meant)
-            named.add(setting[0])
-    return named
-
-
-_DECIDING = {
-    option.field
-    for option in MODIFIERS.values()
-    if isinstance(option, Option) and len(option.resets) > 1
-}
-"""Fields that are looked at first, because options that set them reset others."""
-
-
-def _options(
-    role: str, direction: str, meant: Quantizer, name: str, value: object
-) -> list[tuple[str, Option]] | None:
-    """Return the modifiers that set a face's field to ``value``, or None."""
-    for modifier, option in MODIFIERS.items():
-        if not isinstance(option, Option) or not option.concerns(role, direction, meant):
-            continue
-        if (option.field, option.value) != (name, value):
-            continue
-        if option.refines in (None, getattr(meant, name)):
-            return [(modifier, option)]
-        before = _options(role, direction, meant, name, option.refines)
-        if before is not None:
-            return [*before, (modifier, option)]
-    return None
-
-
-def _widened(named: set[str]) -> set[str]:
-    """Replace several modifiers by one that has all their roles."""
-    for name, wide in MODIFIERS.items():
-        if not isinstance(wide, Option):
-            continue
-        parts = {
-            part
-            for part in named
-            if isinstance(option := MODIFIERS[part], Option)
-            and part != name
-            and dataclasses.replace(option, roles=wide.roles) == wide
-        }
-        roles = {role for part in parts for role in getattr(MODIFIERS[part], "roles", ())}
-        if parts and roles == set(wide.roles):
-            named = (named - parts) | {name}
-    return named
-
-
-def _sources(faces: Faces) -> set[str]:
-    """Return the modifier that requantizes the columnwise faces of these roles, if any."""
-    for name, modifier in MODIFIERS.items():
-        if isinstance(modifier, OfRowwise) and faces.of_rowwise == set(modifier.roles):
-            return {name}
-    return set()
 
 
 def simplified(quantizer: Quantizer) -> Quantizer:
