@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels import groups
-from hybridtensor.kernels.numbers import FP32_MAX, e2m1_rounded, fp8_codes, fp8_values, reciprocal
-from hybridtensor.kernels.tiles import spread
+from hybridtensor.kernels.numbers import FP32_MAX, e2m1_nearest, e2m1_rounded, fp8_codes, fp8_values, reciprocal
+from hybridtensor.kernels.tiles import block_max, spread
 
 LEAST_SQUARED = tl.constexpr(groups.LEAST_SQUARED)
+FEW = tl.constexpr(4)  # blocks, which one by one take less time than a look at all for ties
 
 
 @triton.jit
@@ -54,24 +55,99 @@ def _sum_squares(v, P: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def _errors(v, codes, level, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, COLUMNWISE: tl.constexpr,
-            HW: tl.constexpr):  # fmt: skip
-    """Return the errors of blocks whose scales have these codes, ``[P / SIDE, Q / 16]``."""
-    SIDE: tl.constexpr = FACE.side
-    scale = fp8_values(codes.to(tl.uint8), False, HW)
+def _errors(v, code, level, decode, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, HW: tl.constexpr):
+    """Return the error of a block ``[SIDE, 16]`` whose scale has this code, ``[1, 1]``."""
+    scale = fp8_values(code.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
-    held = e2m1_rounded(v * spread(factor, P, Q, SIDE, 16), v, False) * spread(scale, P, Q, SIDE, 16)
+    held = e2m1_rounded(v * factor, v, False) * scale
     difference = tl.div_rn(held * level, FACE.level_max) - v
     if FACE.rule == LEAST_SQUARED:
         error = difference * difference
     else:
         error = tl.abs(difference)
-    if SIDE == 1:
-        return _sum_in_order(error, P, Q // 16)
+    if FACE.side == 1:
+        return _sum_in_order(error, 1, 1)
     elif COLUMNWISE:  # by the rows of the matrix: both faces have one choice
-        return tl.trans(_sum_squares(tl.trans(error), Q, P))
+        return _sum_squares(tl.trans(error), 16, 16)
     else:
-        return _sum_squares(error, P, Q)
+        return _sum_squares(error, 16, 16)
+
+
+@triton.jit
+def _sum_blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr):
+    """Return the sums of blocks, ``[P / SIDE, Q / 16]``, in whichever order takes the least time."""
+    sums = tl.sum(tl.reshape(v, [P, Q // 16, 16]), 2)
+    if SIDE > 1:
+        sums = tl.trans(tl.sum(tl.reshape(tl.trans(sums), [Q // 16, P // SIDE, SIDE]), 2))
+    return sums
+
+
+@triton.jit
+def _rounded(v, codes, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return the magnitudes of elements under scales of these codes, and the scales."""
+    scale = fp8_values(codes.to(tl.uint8), False, HW)
+    factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
+    return e2m1_nearest(tl.abs(v) * spread(factor, P, Q, FACE.side, 16)), scale
+
+
+@triton.jit
+def _estimates(v, codes, unit, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return ``_errors`` but for rounding."""
+    held, scale = _rounded(v, codes, decode, FACE, P, Q, HW)
+    difference = tl.fma(held, spread(scale * unit, P, Q, FACE.side, 16), -tl.abs(v))
+    if FACE.rule == LEAST_SQUARED:
+        error = difference * difference
+    else:
+        error = tl.abs(difference)
+    return _sum_blocks(error, P, Q, FACE.side)
+
+
+@triton.jit
+def _reach(total, amax, FACE: tl.constexpr):
+    """Return how far apart the estimates of two errors, ``total`` together, must be to have the order of the errors.
+
+    With ``e = 2^-24``, what rounding once changes, and ``n`` elements: values of elements were rounded twice in errors
+    and three times in estimates, and are at most ``|x| + |d|``; their differences ``d`` from ``x`` were rounded once in
+    both. So ``|d|`` is off by ``5 e |x| + 7 e |d|`` at most, and ``d * d``, rounded once more, by ``10 e |x d| +
+    16 e d d`` and the square of ``5 e |x|``. A sum of ``n`` terms in whichever order is off by ``(n - 1) e`` of itself;
+    that of errors by ``15 e`` or ``19 e``. ``|x|`` sums up to ``n amax`` at most, and ``|x d|`` to
+    ``amax sqrt(n sum(d d))``. Two errors are off by twice as much, where ``sqrt(a) + sqrt(b) <= sqrt(2 (a + b))``.
+    Terms in ``e * e`` are below a thousandth of what is there.
+    """
+    N: tl.constexpr = 16 * FACE.side
+    E: tl.constexpr = 1.001 * 2.0**-24
+    if FACE.rule == LEAST_SQUARED:
+        slope = amax * (5 * 2**0.5 * N**0.5 * E)
+        return slope * (2 * tl.sqrt(total) + slope) + total * ((2 * N + 16) * E)
+    else:
+        return amax * (10 * N * E) + total * ((2 * N + 8) * E)
+
+
+@triton.jit
+def _ties(v, six, four, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return whether blocks become the same with both scales: then errors are the same numbers."""
+    of_six, six_scale = _rounded(v, six, decode, FACE, P, Q, HW)
+    of_four, four_scale = _rounded(v, four, decode, FACE, P, Q, HW)
+    apart = of_six * spread(six_scale, P, Q, FACE.side, 16) != of_four * spread(four_scale, P, Q, FACE.side, 16)
+    return block_max(apart.to(tl.int32), P, Q, FACE.side, 16) == 0
+
+
+@triton.jit
+def _only(v, picked):
+    """Return the one value of ``[A, N]`` that is picked."""
+    return tl.sum(tl.sum(tl.where(picked, v, 0), 1), 0)
+
+
+@triton.jit
+def _chosen_of(picked, v, six, four, level, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+               COLUMNWISE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
+    """Return the code that the one block chooses that is picked, ``[1, 1]``."""
+    split = tl.reshape(v, [P // FACE.side, FACE.side, Q // 16, 16])
+    block = tl.sum(tl.sum(tl.where(picked[:, None, :, None], split, 0.0), 2), 0)
+    six, four, level, decode = _only(six, picked), _only(four, picked), _only(level, picked), _only(decode, picked)
+    error_of_six = _errors(block, six, level, decode, FACE, COLUMNWISE, HW)
+    error_of_four = _errors(block, four, level, decode, FACE, COLUMNWISE, HW)
+    return tl.where(error_of_four < error_of_six, four, six)
 
 
 @triton.jit
@@ -90,6 +166,21 @@ def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl
     base = tl.div_rn(amax, 6.0) * encode
     six = fp8_codes(tl.minimum(base, 448.0), False, HW)
     four = fp8_codes(tl.minimum(base * 1.5, 448.0), False, HW)
-    error_of_six = _errors(v, six, level, decode, FACE, P, Q, COLUMNWISE, HW)
-    error_of_four = _errors(v, four, level, decode, FACE, P, Q, COLUMNWISE, HW)
-    return tl.where(error_of_four < error_of_six, four, six)
+    unit = tl.div_rn(level, FACE.level_max)
+    of_six = _estimates(v, six, unit, decode, FACE, P, Q, HW)
+    of_four = _estimates(v, four, unit, decode, FACE, P, Q, HW)
+    chosen = tl.where(of_four < of_six, four, six)
+    clear = tl.abs(of_four - of_six) > _reach(of_four + of_six, amax, FACE)
+    clear &= (level > 2.0**-40) & (level < 2.0**40)  # where neither errors nor their squares leave fp32
+    close = (six != four) & ~clear
+    if _only(1, close) > FEW:
+        tied = _ties(v, six, four, decode, FACE, P, Q, HW)
+        chosen = tl.where(close & tied, six, chosen)
+        close &= ~tied
+    number = tl.arange(0, P // FACE.side)[:, None] * (Q // 16) + tl.arange(0, Q // 16)[None, :]
+    for _ in range(_only(1, close)):
+        picked = number == tl.max(tl.max(tl.where(close, number, -1), 1), 0)
+        code = _chosen_of(picked, v, six, four, level, decode, FACE, P, Q, COLUMNWISE, HW)
+        chosen = tl.where(picked, code, chosen)
+        close &= ~picked
+    return chosen

@@ -14,7 +14,6 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer,
 INF_BITS = tl.constexpr(0x7F800000)
 _UNITS = tl.constexpr(255 << 23)  # less the bits of 2^binade: those of 2^(1 - binade)
 _STEP = tl.constexpr((22 << 23) + (1 << 22) - 254)  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
-_NEAREST = tl.constexpr((22 << 23) + (1 << 22))  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
 _SIGN = tl.constexpr(-(1 << 31))
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
@@ -280,16 +279,24 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def e2m1_nearest(magnitude):
+    """Return the E2M1 values nearest to nonnegative numbers, ties to even."""
+    magnitude = tl.minimum(magnitude, 6.0)
+    bits = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & INF_BITS) | (1 << 22)
+    binade = bits.to(tl.float32, bitcast=True)  # times 1.5: adding it times 2^22 rounds to half of the binade
+    return tl.fma(binade, -(2.0**22), tl.fma(binade, 2.0**22, magnitude))
+
+
+@triton.jit
 def e2m1_rounded(y, uniform, STOCHASTIC: tl.constexpr):
     """Return the values of ``e2m1_codes(y, uniform, STOCHASTIC)``, found in the same way."""
-    magnitude = tl.minimum(tl.abs(y), 6.0)
-    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & INF_BITS, 127 << 23)
     if STOCHASTIC:
+        magnitude = tl.minimum(tl.abs(y), 6.0)
+        exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & INF_BITS, 127 << 23)
         units = magnitude * (255 * (1 << 23) - exponent).to(tl.float32, bitcast=True)
         value = tl.floor(units + uniform) * (exponent - (1 << 23)).to(tl.float32, bitcast=True)
     else:
-        magic = (exponent + _NEAREST).to(tl.float32, bitcast=True)
-        value = (magnitude + magic) - magic
+        value = e2m1_nearest(tl.abs(y))
     return (value.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
 
 

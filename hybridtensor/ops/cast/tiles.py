@@ -154,7 +154,7 @@ _FP8_TILE = Tile(64, 64, 16, 8, 2, None)
 _NVFP4_TILE = Tile(64, 64, 16, 8, 2, 128)
 _MIXED_TILE = Tile(64, 64, 16, 8, 2, 152)  # FP4 and FP8
 _ROTATED_TILE = Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its own
-_CHOOSING_TILE = Tile(64, 64, 8, 8, 4, None)  # that registers hold; found by compiling only
+_CHOOSING_TILE = Tile(64, 64, 16, 8, 2, 168)  # that registers hold; found by compiling only
 _HELD_REGISTERS = (
     168  # so many that three programs of four warps, or six of two, fit; found by compiling only
 )
