@@ -14,7 +14,8 @@ from hybridtensor.kernels.numbers import FP32_MAX, e2m1_nearest, e2m1_rounded, f
 from hybridtensor.kernels.tiles import block_max, spread
 
 LEAST_SQUARED = tl.constexpr(groups.LEAST_SQUARED)
-FEW = tl.constexpr(4)  # blocks, which one by one take less time than a look at all for ties
+NVFP4_ROW = tl.constexpr(groups.NVFP4_ROW)
+FEW = tl.constexpr(2)  # blocks, which one by one take less time than a look at all for ties
 
 
 @triton.jit
@@ -83,71 +84,75 @@ def _sum_blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _rounded(v, codes, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
-    """Return the magnitudes of elements under scales of these codes, and the scales."""
+def _estimates(v, codes, unit, encode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return ``_errors`` of blocks but for rounding, ``[P / SIDE, Q / 16]``; see ``_reach``."""
     scale = fp8_values(codes.to(tl.uint8), False, HW)
-    factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
-    return e2m1_nearest(tl.abs(v) * spread(factor, P, Q, FACE.side, 16)), scale
-
-
-@triton.jit
-def _estimates(v, codes, unit, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
-    """Return ``_errors`` but for rounding."""
-    held, scale = _rounded(v, codes, decode, FACE, P, Q, HW)
-    difference = tl.fma(held, spread(scale * unit, P, Q, FACE.side, 16), -tl.abs(v))
+    y = v * spread(tl.minimum(encode / scale, FP32_MAX), P, Q, FACE.side, 16)
+    difference = e2m1_nearest(tl.abs(y)) - tl.abs(y)
+    unit = scale * unit
     if FACE.rule == LEAST_SQUARED:
-        error = difference * difference
+        return _sum_blocks(difference * difference, P, Q, FACE.side) * unit * unit
     else:
-        error = tl.abs(difference)
-    return _sum_blocks(error, P, Q, FACE.side)
+        return _sum_blocks(tl.abs(difference), P, Q, FACE.side) * unit
 
 
 @triton.jit
 def _reach(total, amax, FACE: tl.constexpr):
     """Return how far apart the estimates of two errors, ``total`` together, must be to have the order of the errors.
 
-    With ``e = 2^-24``, what rounding once changes, and ``n`` elements: values of elements were rounded twice in errors
-    and three times in estimates, and are at most ``|x| + |d|``; their differences ``d`` from ``x`` were rounded once in
-    both. So ``|d|`` is off by ``5 e |x| + 7 e |d|`` at most, and ``d * d``, rounded once more, by ``10 e |x d| +
-    16 e d d`` and the square of ``5 e |x|``. A sum of ``n`` terms in whichever order is off by ``(n - 1) e`` of itself;
-    that of errors by ``15 e`` or ``19 e``. ``|x|`` sums up to ``n amax`` at most, and ``|x d|`` to
-    ``amax sqrt(n sum(d d))``. Two errors are off by twice as much, where ``sqrt(a) + sqrt(b) <= sqrt(2 (a + b))``.
-    Terms in ``e * e`` are below a thousandth of what is there.
+    In units of ``e = 2^-24``, what rounding once changes, of ``n`` elements ``x`` that are ``d`` off: an estimate
+    multiplies ``x`` by a number that is 5 off, 4 of them from ``/``, and rounds, 6, and the definition does with 5; so
+    they are 11 apart, and an element that they round to either side is off by at most ``22 |x|`` more in one than in
+    the other. With the 6 again and the two roundings of ``|x| + |d|``, the largest value, ``|d|`` is off by
+    ``30 |x| + 2 |d|``, and by roundings of differences and scales ``5 |d|``. Then ``d * d`` is off by
+    ``60 |x d| + 16 d * d`` and the square of ``30 |x|``. A sum of ``n`` terms is off by ``n - 1`` of itself in whichever
+    order, and by 15 or 19 in the order of the definition. ``|x|`` sums up to ``n * amax`` at most, and ``|x d|`` to
+    ``amax * sqrt(n * sum(d * d))``. There are two errors, and ``sqrt(a) + sqrt(b) <= sqrt(2 * (a + b))``. What is
+    proportional to ``e * e`` otherwise is less than a thousandth of this.
     """
     N: tl.constexpr = 16 * FACE.side
     E: tl.constexpr = 1.001 * 2.0**-24
     if FACE.rule == LEAST_SQUARED:
-        slope = amax * (5 * 2**0.5 * N**0.5 * E)
+        slope = amax * (30 * 2**0.5 * N**0.5 * E)
         return slope * (2 * tl.sqrt(total) + slope) + total * ((2 * N + 16) * E)
     else:
-        return amax * (10 * N * E) + total * ((2 * N + 8) * E)
+        return amax * (60 * N * E) + total * ((2 * N + 8) * E)
+
+
+@triton.jit
+def _held(v, codes, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+    """Return elements times scales of these codes."""
+    scale = fp8_values(codes.to(tl.uint8), False, HW)
+    factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
+    return e2m1_rounded(v * spread(factor, P, Q, FACE.side, 16), v, False) * spread(scale, P, Q, FACE.side, 16)
 
 
 @triton.jit
 def _ties(v, six, four, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
     """Return whether blocks become the same with both scales: then errors are the same numbers."""
-    of_six, six_scale = _rounded(v, six, decode, FACE, P, Q, HW)
-    of_four, four_scale = _rounded(v, four, decode, FACE, P, Q, HW)
-    apart = of_six * spread(six_scale, P, Q, FACE.side, 16) != of_four * spread(four_scale, P, Q, FACE.side, 16)
+    apart = _held(v, six, decode, FACE, P, Q, HW) != _held(v, four, decode, FACE, P, Q, HW)
     return block_max(apart.to(tl.int32), P, Q, FACE.side, 16) == 0
 
 
 @triton.jit
 def _only(v, picked):
     """Return the one value of ``[A, N]`` that is picked."""
-    return tl.sum(tl.sum(tl.where(picked, v, 0), 1), 0)
+    return tl.sum(tl.where(picked, v, 0))
 
 
 @triton.jit
-def _chosen_of(picked, v, six, four, level, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+def _chosen_of(picked, v, six, four, level, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                COLUMNWISE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
     """Return the code that the one block chooses that is picked, ``[1, 1]``."""
     split = tl.reshape(v, [P // FACE.side, FACE.side, Q // 16, 16])
-    block = tl.sum(tl.sum(tl.where(picked[:, None, :, None], split, 0.0), 2), 0)
-    six, four, level, decode = _only(six, picked), _only(four, picked), _only(level, picked), _only(decode, picked)
-    error_of_six = _errors(block, six, level, decode, FACE, COLUMNWISE, HW)
-    error_of_four = _errors(block, four, level, decode, FACE, COLUMNWISE, HW)
-    return tl.where(error_of_four < error_of_six, four, six)
+    block = tl.sum(tl.sum(tl.where(picked[:, None, :, None], split, 0.0), 0), 1)
+    codes = _only(six | four << 8, picked)
+    if FACE.kind == NVFP4_ROW:
+        level = _only(level, picked)
+    decode = tl.div_rn(1.0, tl.minimum(tl.div_rn(FACE.level_max, level), FP32_MAX))
+    error_of_six = _errors(block, codes & 255, level, decode, FACE, COLUMNWISE, HW)
+    error_of_four = _errors(block, codes >> 8, level, decode, FACE, COLUMNWISE, HW)
+    return tl.where(error_of_four < error_of_six, codes >> 8, codes & 255)
 
 
 @triton.jit
@@ -167,20 +172,26 @@ def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl
     six = fp8_codes(tl.minimum(base, 448.0), False, HW)
     four = fp8_codes(tl.minimum(base * 1.5, 448.0), False, HW)
     unit = tl.div_rn(level, FACE.level_max)
-    of_six = _estimates(v, six, unit, decode, FACE, P, Q, HW)
-    of_four = _estimates(v, four, unit, decode, FACE, P, Q, HW)
+    of_six = _estimates(v, six, unit, encode, FACE, P, Q, HW)
+    of_four = _estimates(v, four, unit, encode, FACE, P, Q, HW)
     chosen = tl.where(of_four < of_six, four, six)
     clear = tl.abs(of_four - of_six) > _reach(of_four + of_six, amax, FACE)
-    clear &= (level > 2.0**-40) & (level < 2.0**40)  # where neither errors nor their squares leave fp32
+    clear &= (level > 2.0**-30) & (level < 2.0**30)  # where neither errors nor their squares leave fp32
+    clear &= six > 0  # what becomes zero has no estimate
     close = (six != four) & ~clear
-    if _only(1, close) > FEW:
-        tied = _ties(v, six, four, decode, FACE, P, Q, HW)
-        chosen = tl.where(close & tied, six, chosen)
-        close &= ~tied
-    number = tl.arange(0, P // FACE.side)[:, None] * (Q // 16) + tl.arange(0, Q // 16)[None, :]
-    for _ in range(_only(1, close)):
-        picked = number == tl.max(tl.max(tl.where(close, number, -1), 1), 0)
-        code = _chosen_of(picked, v, six, four, level, decode, FACE, P, Q, COLUMNWISE, HW)
-        chosen = tl.where(picked, code, chosen)
-        close &= ~picked
+    count = _only(1, close)
+    if count > 0:
+        if count > FEW:
+            tied = _ties(v, six, four, decode, FACE, P, Q, HW)
+            chosen = tl.where(close & tied, six, chosen)
+            close &= ~tied
+            count = _only(1, close)
+        A: tl.constexpr = P // FACE.side
+        N: tl.constexpr = Q // 16
+        number = tl.arange(0, A)[:, None] * N + tl.arange(0, N)[None, :]
+        for _ in range(count):
+            picked = number == tl.max(tl.where(close, number, -1))
+            code = _chosen_of(picked, v, six, four, level, FACE, P, Q, COLUMNWISE, HW)
+            chosen = tl.where(picked, code, chosen)
+            close &= ~picked
     return chosen

@@ -282,9 +282,10 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
 def e2m1_nearest(magnitude):
     """Return the E2M1 values nearest to nonnegative numbers, ties to even."""
     magnitude = tl.minimum(magnitude, 6.0)
-    bits = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & INF_BITS) | (1 << 22)
-    binade = bits.to(tl.float32, bitcast=True)  # times 1.5: adding it times 2^22 rounds to half of the binade
-    return tl.fma(binade, -(2.0**22), tl.fma(binade, 2.0**22, magnitude))
+    binade = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & INF_BITS
+    binade = binade.to(tl.float32, bitcast=True)
+    # Adding a number whose last bit is worth half of the binade; products are exact
+    return tl.fma(binade, -_MAGIC / 2, tl.fma(binade, _MAGIC / 2, magnitude))
 
 
 @triton.jit
