@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels import groups
-from hybridtensor.kernels.numbers import FP32_MAX, e2m1_nearest, e2m1_rounded, fp8_codes, fp8_values, reciprocal
+from hybridtensor.kernels.numbers import (
+    FP32_MAX,
+    e2m1_nearest,
+    e2m1_rounded,
+    fp8_codes,
+    fp8_values,
+    reciprocal,
+    reciprocal_estimate,
+)
 from hybridtensor.kernels.tiles import block_max, spread
 
 LEAST_SQUARED = tl.constexpr(groups.LEAST_SQUARED)
@@ -87,7 +95,7 @@ def _sum_blocks(v, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr):
 def _estimates(v, codes, unit, encode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
     """Return ``_errors`` of blocks but for rounding, ``[P / SIDE, Q / 16]``; see ``_reach``."""
     scale = fp8_values(codes.to(tl.uint8), False, HW)
-    y = v * spread(tl.minimum(encode / scale, FP32_MAX), P, Q, FACE.side, 16)
+    y = v * spread(encode * reciprocal_estimate(scale, HW), P, Q, FACE.side, 16)
     difference = e2m1_nearest(tl.abs(y)) - tl.abs(y)
     unit = scale * unit
     if FACE.rule == LEAST_SQUARED:
@@ -101,11 +109,11 @@ def _reach(total, amax, FACE: tl.constexpr):
     """Return how far apart the estimates of two errors, ``total`` together, must be to have the order of the errors.
 
     In units of ``e = 2^-24``, what rounding once changes, of ``n`` elements ``x`` that are ``d`` off: an estimate
-    multiplies ``x`` by a number that is 5 off, 4 of them from ``/``, and rounds, 6, and the definition does with 5; so
-    they are 11 apart, and an element that they round to either side is off by at most ``22 |x|`` more in one than in
-    the other. With the 6 again and the two roundings of ``|x| + |d|``, the largest value, ``|d|`` is off by
-    ``30 |x| + 2 |d|``, and by roundings of differences and scales ``5 |d|``. Then ``d * d`` is off by
-    ``60 |x d| + 16 d * d`` and the square of ``30 |x|``. A sum of ``n`` terms is off by ``n - 1`` of itself in whichever
+    multiplies ``x`` by a number that is 4 off, 2 of them from the reciprocal, and rounds, 5, as the definition does; so
+    they are 10 apart, and an element that they round to either side is off by at most ``20 |x|`` more in one than in
+    the other. With the 5 again and the two roundings of ``|x| + |d|``, the largest value, ``|d|`` is off by
+    ``27 |x| + 2 |d|``, and by roundings of differences and scales ``5 |d|``. Then ``d * d`` is off by
+    ``54 |x d| + 16 d * d`` and the square of ``27 |x|``. A sum of ``n`` terms is off by ``n - 1`` of itself in whichever
     order, and by 15 or 19 in the order of the definition. ``|x|`` sums up to ``n * amax`` at most, and ``|x d|`` to
     ``amax * sqrt(n * sum(d * d))``. There are two errors, and ``sqrt(a) + sqrt(b) <= sqrt(2 * (a + b))``. What is
     proportional to ``e * e`` otherwise is less than a thousandth of this.
@@ -113,10 +121,10 @@ def _reach(total, amax, FACE: tl.constexpr):
     N: tl.constexpr = 16 * FACE.side
     E: tl.constexpr = 1.001 * 2.0**-24
     if FACE.rule == LEAST_SQUARED:
-        slope = amax * (30 * 2**0.5 * N**0.5 * E)
+        slope = amax * (27 * 2**0.5 * N**0.5 * E)
         return slope * (2 * tl.sqrt(total) + slope) + total * ((2 * N + 16) * E)
     else:
-        return amax * (60 * N * E) + total * ((2 * N + 8) * E)
+        return amax * (54 * N * E) + total * ((2 * N + 8) * E)
 
 
 @triton.jit

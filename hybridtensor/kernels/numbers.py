@@ -341,6 +341,17 @@ def reciprocal(x, HW: tl.constexpr):
 
 
 @triton.jit
+def reciprocal_estimate(x, HW: tl.constexpr):
+    """Return ``1 / x`` of normal numbers, off by a last bit at most."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(1.0, x)
+
+
+@triton.jit
 def e2m1_values(codes):
     """Return the fp32 values of uint8 codes."""
     wide = codes.to(tl.int32)
