@@ -113,8 +113,8 @@ def _reach(total, amax, FACE: tl.constexpr):
     they are 10 apart, and an element that they round to either side is off by at most ``20 |x|`` more in one than in
     the other. With the 5 again and the two roundings of ``|x| + |d|``, the largest value, ``|d|`` is off by
     ``27 |x| + 2 |d|``, and by roundings of differences and scales ``5 |d|``. Then ``d * d`` is off by
-    ``54 |x d| + 16 d * d`` and the square of ``27 |x|``. A sum of ``n`` terms is off by ``n - 1`` of itself in whichever
-    order, and by 15 or 19 in the order of the definition. ``|x|`` sums up to ``n * amax`` at most, and ``|x d|`` to
+    ``54 |x d| + 16 d * d`` and the square of ``27 |x|``. A sum of ``n`` terms is off by ``n - 1`` of itself in any
+    order, and by 15 or 19 in that of the definition. ``|x|`` sums up to ``n * amax`` at most, and ``|x d|`` to
     ``amax * sqrt(n * sum(d * d))``. There are two errors, and ``sqrt(a) + sqrt(b) <= sqrt(2 * (a + b))``. What is
     proportional to ``e * e`` otherwise is less than a thousandth of this.
     """
@@ -183,9 +183,9 @@ def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl
     of_six = _estimates(v, six, unit, encode, FACE, P, Q, HW)
     of_four = _estimates(v, four, unit, encode, FACE, P, Q, HW)
     chosen = tl.where(of_four < of_six, four, six)
-    clear = tl.abs(of_four - of_six) > _reach(of_four + of_six, amax, FACE)
-    clear &= (level > 2.0**-30) & (level < 2.0**30)  # where neither errors nor their squares leave fp32
-    clear &= six > 0  # what becomes zero has no estimate
+    reach = _reach(of_four + of_six, amax, FACE)
+    reach = tl.where((level > 2.0**-30) & (level < 2.0**30), reach, float("inf"))  # neither squares leave fp32
+    clear = (tl.abs(of_four - of_six) > reach) & (six > 0)  # what becomes zero has no estimate
     close = (six != four) & ~clear
     count = _only(1, close)
     if count > 0:

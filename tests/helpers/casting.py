@@ -1,8 +1,15 @@
 """Casts by keyword, as lists of plain tensors: what tests of operators compare with their oracles."""
 
+import warnings
+
+import numpy as np
+from kernels import require_kernels
+
 from hybridtensor import ops
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Cast, CastInputs, CastRequest
+from hybridtensor.ops.cast import kernel
+from hybridtensor.ops.cast.definition import reference_cast
 
 
 def cast_of(name, **options):
@@ -23,6 +30,25 @@ def quantize(x, *, row=None, column=None, source=None, dtype=None, **inputs):
     """Return the tensors of the rowwise face, then those of the columnwise one."""
     faces = ops.quantize(x, request_of(row, column, source, dtype or x.dtype), inputs_of(**inputs))
     return [tensor for face in faces if face is not None for tensor in face.tensors()]
+
+
+def interpreted(
+    x, *, row=None, column=None, source=None, dtype=None, out=None, **inputs,
+):  # fmt: skip
+    """Quantize with the kernels, on a CPU."""
+    require_kernels("cpu")
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # numpy's word on what kernels may do
+        return by_kernels(x, request_of(row, column, source, dtype or x.dtype), inputs_of(**inputs), out)
+
+
+def by_kernels(x, request, inputs, out=None):
+    """Return the tensors of the faces, or write them into ``out``; of no elements there is nothing to cast."""
+    cast = kernel.cast_on_gpu(x, request, inputs) if x.numel() else reference_cast(request)
+    if out is not None:
+        cast.run_into(x, out, inputs)
+        return out
+    return [tensor for face in cast.run(x, inputs) if face is not None for tensor in face.tensors()]
 
 
 def quantize_into(x, out, *, row=None, column=None, source=None, dtype=None, **inputs):

@@ -7,18 +7,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from casting import cast_of, quantize
+from casting import cast_of, interpreted, quantize
 from fp4_oracles import E2M1, E4M3, F32, error_of, four_over_six_oracle, nearly_tied
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import require_kernels
 from tiers import examples, in_turn
 
 from hybridtensor import HybridConfig, NVFP4Quantizer
 from hybridtensor.formats import get_format
+from hybridtensor.kernels import four_over_six
 from hybridtensor.kernels.groups import Matrix
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, computed, tile_of
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.references.hadamard import rotate
+from hybridtensor.ops.references.nvfp4 import quantize as reference
 from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.testing import edge_tensor, random_tensor
 
@@ -35,7 +38,11 @@ def check(x, kind, metric, most, *, columnwise=False):
     """Compare a face with the oracle, and return which blocks chose 4."""
     cast = cast_to(kind, metric, most)
     fmt = cast.format
-    qdata, scale, level = quantize(x, **{"column" if columnwise else "row": cast})
+    face = {"column" if columnwise else "row": cast}
+    qdata, scale, level = quantize(x, **face)
+    if not torch.cuda.is_available():
+        for made, expected in zip(interpreted(x, **face), (qdata, scale, level), strict=True):
+            np.testing.assert_array_equal(made.view(torch.uint8).numpy(), expected.view(torch.uint8).numpy())
     matrix = x.t() if columnwise else x
     codes, scales, levels, fours = four_over_six_oracle(
         rotate(matrix) if fmt.hadamard else matrix, metric=metric, scale_max=most, block=fmt.block,
@@ -93,6 +100,77 @@ def test_errors_are_added_up_in_order(metric, side, device):
     assert 0.02 < fours.mean() < 0.9, "the order decides"
     if side > 1:
         check(x, kind, metric, 256, columnwise=True)
+
+
+def on_the_edge(cast, rows, columns):
+    """Return two matrices that hardly differ, of blocks that choose otherwise in most of them: found by halving."""
+    a, b = 6 * torch.rand(2, rows, columns) - 3
+    side = cast.format.block[0]
+    a[::side, ::16] = b[::side, ::16] = 3.0
+    a[0, 0] = b[0, 0] = 777.7
+
+    def between(bits):
+        t = bits.view(torch.float32).repeat_interleave(side, 0).repeat_interleave(16, 1)
+        return a + t * (b - a)
+
+    def chosen(x):
+        return reference(x, cast.format, rule=cast.rule)[1].view(torch.uint8)
+
+    low, high = (torch.full((rows // side, columns // 16), end).view(torch.int32) for end in (0.0, 1.0))
+    for _ in range(30):
+        middle = (low + high) // 2
+        same = chosen(between(middle)) == chosen(a)
+        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+    assert (chosen(between(low)) != chosen(between(high))).float().mean() > 0.25
+    return between(low), between(high)
+
+
+@pytest.mark.parametrize("metric", ["mae", "mse"])
+@pytest.mark.parametrize("kind", ["", "_row_scaled", "_16x16"])
+def test_the_last_bits_of_errors_decide(metric, kind, device):
+    """Blocks between two that choose otherwise, so near to where the choice changes as fp32 allows."""
+    cast = cast_to(kind, metric, 256)
+    for x in on_the_edge(cast, 48, 128 if cast.format.block[0] > 1 else 64):
+        check(x.to(device), kind, metric, 256)
+        if kind == "_16x16":
+            check(x.to(device), kind, metric, 256, columnwise=True)
+
+
+@pytest.mark.parametrize("metric", ["mae", "mse"])
+def test_scales_around_the_smallest(metric, device):
+    """Which round to nothing for 6 but not for 4, and by up to a half."""
+    amax = torch.linspace(0.5, 4, 96)[:, None] * 6 * 2.0**-9
+    x = amax * torch.cat([torch.ones(96, 1), 2 * torch.rand(96, 31) - 1], 1)
+    x[0, 0] = 1536.0
+    check(x.to(device), "", metric, 256)
+    check(x.repeat(1, 3).t().contiguous().to(device), "", metric, 256, columnwise=True)
+
+
+@pytest.mark.parametrize("metric", ["mae", "mse"])
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-34, 2.0**-29, 2.0**29, 2.0**34, 2.0**60])
+def test_tensors_of_all_magnitudes(scale, metric, device):
+    """Squares of errors leave fp32, or nearly so."""
+    check(scale * mixed(16, 64).to(device), "", metric, 256)
+
+
+@pytest.mark.parametrize("side", [1, 16])
+def test_what_is_tied_needs_no_sum_in_order(side, monkeypatch, device):
+    """Zeros, blocks that are exact with either scale, and ones that become the same; what does need it is seen."""
+    require_kernels(device)
+    if device != "cpu":
+        pytest.skip("only the interpreter shows which functions of a kernel run")
+    seen, errors = [], four_over_six._errors
+    monkeypatch.setattr(four_over_six, "_errors", lambda *args: seen.append(1) or errors(*args))
+    cast = cast_to("_16x16" if side > 1 else "", "mae", 256)
+    x = torch.zeros(64, 64)
+    x[::2, 4::16], x[1::2, 6::16] = 6.0, -3.1
+    x[::side, 16:32] = 0
+    x[32:, 32:] = 0
+    x[0, 0] = 777.7
+    interpreted(x, row=cast)
+    assert not seen
+    interpreted(on_the_edge(cast, 64, 64)[0], row=cast)
+    assert seen
 
 
 def test_a_tie_keeps_six(device):
