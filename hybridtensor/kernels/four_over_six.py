@@ -185,8 +185,7 @@ def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl
     chosen = tl.where(of_four < of_six, four, six)
     reach = _reach(of_four + of_six, amax, FACE)
     reach = tl.where((level > 2.0**-30) & (level < 2.0**30), reach, float("inf"))  # neither squares leave fp32
-    clear = (tl.abs(of_four - of_six) > reach) & (six > 0)  # what becomes zero has no estimate
-    close = (six != four) & ~clear
+    close = (six != four) & ~(tl.abs(of_four - of_six) > reach)  # also NaN, the estimate with a scale of zero
     count = _only(1, close)
     if count > 0:
         if count > FEW:
