@@ -1,7 +1,9 @@
 """Four over six in NVFP4: of two scales of each block the one with the smaller error; see ``ops.references.nvfp4``.
 
-Errors are compared to the last bit: sums run in the order of the definition, by elementwise additions, whatever the
-layout of a tile, and launches forbid that a product and a sum are rounded once (``fuses`` in ``ops.cast.tiles``).
+Errors are compared to the last bit, which depends on the order of sums. All blocks get estimates of both, by fewer
+operations and in whichever order; where those are so close that rounding may decide, errors are worked out as they are
+defined, one block after the other. Launches forbid that a product and a sum are rounded once (``fuses`` in
+``ops.cast.tiles``).
 
 Legend: a tile is ``[P, Q]`` of a face; blocks are ``[SIDE, 16]``.
 """
@@ -36,9 +38,9 @@ def _four(pairs):
 
 
 @triton.jit
-def _sum_in_order(v, P: tl.constexpr, N: tl.constexpr):
-    """Return the sums of every 16 values of a row of ``[P, 16 * N]``, added one after the other, ``[P, N]``."""
-    of_0, of_1, of_2, of_3 = _four(tl.reshape(v, [P, N, 2, 2, 2, 2]))  # values 0, 4, 8, 12; 1, 5, 9, 13; ...
+def _sum_in_order(v, P: tl.constexpr):
+    """Return the sums of the 16 values of each row, added one after the other, ``[P]``."""
+    of_0, of_1, of_2, of_3 = _four(tl.reshape(v, [P, 2, 2, 2, 2]))  # values 0, 4, 8, 12; 1, 5, 9, 13; ...
     v0, v4, v8, v12 = _four(of_0)
     v1, v5, v9, v13 = _four(of_1)
     v2, v6, v10, v14 = _four(of_2)
@@ -47,25 +49,22 @@ def _sum_in_order(v, P: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _add_halves(v, A: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr):
-    """Add the second half of the middle axis of ``[A, 2 * HALF, N]`` to the first, ``[A, HALF, N]``."""
-    first, second = tl.split(tl.permute(tl.reshape(v, [A, 2, HALF, N]), [0, 2, 3, 1]))
+def _add_halves(v, HALF: tl.constexpr):
+    """Add the second half of ``[2 * HALF]`` to the first."""
+    first, second = tl.split(tl.trans(tl.reshape(v, [2, HALF])))
     return first + second
 
 
 @triton.jit
-def _sum_squares(v, P: tl.constexpr, Q: tl.constexpr):
-    """Return the sums of blocks of 16x16, ``[P / 16, Q / 16]``: of each row in order, and of rows in a tree."""
-    A: tl.constexpr = P // 16
-    N: tl.constexpr = Q // 16
-    rows = tl.reshape(_sum_in_order(v, P, N), [A, 16, N])
-    rows = _add_halves(_add_halves(rows, A, 8, N), A, 4, N)
-    return tl.reshape(_add_halves(_add_halves(rows, A, 2, N), A, 1, N), [A, N])
+def _sum_square(v):
+    """Return the sum of a block of 16x16, ``[1]``: of each row in order, and of rows in a tree."""
+    rows = _add_halves(_add_halves(_sum_in_order(v, 16), 8), 4)
+    return _add_halves(_add_halves(rows, 2), 1)
 
 
 @triton.jit
 def _errors(v, code, level, decode, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, HW: tl.constexpr):
-    """Return the error of a block ``[SIDE, 16]`` whose scale has this code, ``[1, 1]``."""
+    """Return the error of a block ``[SIDE, 16]`` whose scale has this code, ``[1]``."""
     scale = fp8_values(code.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
     held = e2m1_rounded(v * factor, v, False) * scale
@@ -75,11 +74,11 @@ def _errors(v, code, level, decode, FACE: tl.constexpr, COLUMNWISE: tl.constexpr
     else:
         error = tl.abs(difference)
     if FACE.side == 1:
-        return _sum_in_order(error, 1, 1)
+        return _sum_in_order(error, 1)
     elif COLUMNWISE:  # by the rows of the matrix: both faces have one choice
-        return _sum_squares(tl.trans(error), 16, 16)
+        return _sum_square(tl.trans(error))
     else:
-        return _sum_squares(error, 16, 16)
+        return _sum_square(error)
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def _chosen_of(picked, v, six, four, level, FACE: tl.constexpr, P: tl.constexpr,
     decode = tl.div_rn(1.0, tl.minimum(tl.div_rn(FACE.level_max, level), FP32_MAX))
     error_of_six = _errors(block, codes & 255, level, decode, FACE, COLUMNWISE, HW)
     error_of_four = _errors(block, codes >> 8, level, decode, FACE, COLUMNWISE, HW)
-    return tl.where(error_of_four < error_of_six, codes >> 8, codes & 255)
+    return tl.where(error_of_four < error_of_six, codes >> 8, codes & 255)[None, :]
 
 
 @triton.jit
