@@ -34,6 +34,11 @@ FACES = {
     "MXFP8": (Cast(get_format("mxfp8_e4m3")), Cast(get_format("mxfp8_e4m3"))),
     "NVFP4 row, MXFP8 column": (Cast(get_format("nvfp4")), Cast(get_format("mxfp8_e4m3"))),
     "NVFP4, Hadamard on the column": (Cast(get_format("nvfp4")), Cast(get_format("nvfp4_hadamard"))),
+    "NVFP4, Hadamard, rounded at random": (
+        Cast(get_format("nvfp4_hadamard"), stream=0),
+        Cast(get_format("nvfp4_hadamard"), stream=1),
+    ),
+    "NVFP4, MS-EDEN": (Cast(get_format("nvfp4_eden"), stream=0), Cast(get_format("nvfp4_eden"), stream=1)),
     "NVFP4": (Cast(get_format("nvfp4")), Cast(get_format("nvfp4"))),
     "NVFP4, four over six": (
         Cast(get_format("nvfp4_max256"), rule="mae"),
@@ -55,7 +60,8 @@ BY_HINT = {"per tensor, power of two, as the last time": True, "per tensor, powe
 
 def cast(x: Tensor, row: Cast | None, column: Cast | None, scales: Tensor) -> Callable[[], Faces]:
     """Return what casts ``x``."""
-    request, inputs = CastRequest(row, column), CastInputs(encode_scale=scales)
+    rounding = torch.zeros(2, dtype=torch.int64, device=x.device)
+    request, inputs = CastRequest(row, column), CastInputs(encode_scale=scales, rounding=rounding)
     return lambda: quantize(x, request, inputs)
 
 

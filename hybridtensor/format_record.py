@@ -138,6 +138,13 @@ class Format(metaclass=_OnePerValue):
         )
 
     @functools.cached_property
+    def rotated(self) -> int:
+        """How many values along the contraction are rotated together; 0 without a rotation."""
+        if not self.hadamard:
+            return 0
+        return ROTATED_WITH_SIGNS if self.drawn_signs else 16
+
+    @functools.cached_property
     def values(self) -> Format | None:
         """Format of what a product computes with where the device multiplies no such elements: elements times
         block scales, in bfloat16, and one factor of the whole sum in place of tensor scales. None where block
@@ -166,6 +173,11 @@ class Format(metaclass=_OnePerValue):
         Anything else is cast, read and multiplied by its definition, on GPUs, too.
         """
         return _without_name(self.base) in _WITH_KERNELS
+
+    @functools.cached_property
+    def has_grouped_kernels(self) -> bool:
+        """Whether there are kernels for groups of rows, and for stacks: of such no signs are drawn."""
+        return self.has_kernels and not self.drawn_signs
 
     @functools.cached_property
     def num_tensors(self) -> int:

@@ -164,7 +164,7 @@ NVFP4_ROW_SCALED_HADAMARD_MAX256 = _nvfp4(
 )
 
 # Rounded through their scales, under a rotation whose signs are drawn; the tensor scale decodes as it is.
-NVFP4_EDEN = register_format(
+NVFP4_EDEN = with_kernels(
     Format(
         "nvfp4_eden",
         torch.float4_e2m1fn_x2,

@@ -6,7 +6,7 @@ Legend: a tile is ``[P, Q]`` of a face ``[OTHER, ALONG]``; ``SIDE x LENGTH`` is 
 import triton
 import triton.language as tl
 
-from hybridtensor.kernels.hadamard import rotate_back
+from hybridtensor.kernels.hadamard import DRAWN, rotate_back, rotate_drawn_back
 from hybridtensor.kernels.numbers import e2m1_values, e8m0_value, fp8_values, saturate, two_level_scale
 
 # How scales are stored.
@@ -49,6 +49,7 @@ def dequantize_kernel(
         out: ``[OTHER, ALONG]``, contiguous.
         SCALE: How scales are stored; NONE leaves them out.
         LEVEL: Whether tensor scales are multiplied with, and with UNIT.
+        ROTATED: How many values are rotated together; behind the tensor scale lie the signs where they are drawn.
         LARGEST: Where the result saturates.
     """
     pid = tl.program_id(0)
@@ -84,7 +85,11 @@ def dequantize_kernel(
             v = (v * combined) * back
         else:
             v = v * scale
-    if ROTATED:
+    if ROTATED == DRAWN:
+        value = tl.arange(0, DRAWN)
+        signs = tl.load(levels + 1 + value // 16).to(tl.int32) >> value % 16
+        v = rotate_drawn_back(v, signs & 1, P, Q)
+    elif ROTATED:
         v = rotate_back(v, P, Q)
     v = saturate(v, LARGEST)
     offsets = (i.to(tl.int64) * ALONG if WIDE else i * ALONG) + j

@@ -200,4 +200,6 @@ def grouped_measure_kernel(matrix, row_target, column_target, parts, row_size, c
             of_row += part.start
         of_column = column_target + part.group * column_size
         tile = load_tile(part.matrix, part.top, part.left, TILE)
-        measure_tile(tile, part.matrix, part.top, part.left, of_row, of_column, ROW, COLUMN, TILE, HW)
+        measure_tile(
+            tile, part.matrix, part.top, part.left, of_row, of_column, matrix.x, -1, -1, ROW, COLUMN, TILE, HW
+        )  # no face under drawn signs

@@ -14,10 +14,13 @@ ROW = 3  # per row of the face, by its amax
 BLOCK = 4  # fp32 per SIDE x 128
 MX = 5  # E8M0 per SIDE x 32, FP8 elements
 MXFP4 = 6  # the same of E2M1 elements
-NVFP4 = 7  # E4M3 per SIDE x 16, under an fp32 scale per tensor
-NVFP4_ROW = 8  # the same under an fp32 scale per row of the face
-AMAX = 9  # not at all: the amax of the tensor is raised instead
-AMAX_ROW = 10  # the same per row of the face
+EDEN = 7  # E4M3 per 1 x 16, rounded at random, under an fp32 scale per tensor, E2M1 elements
+NVFP4 = 8  # E4M3 per SIDE x 16, under an fp32 scale per tensor
+NVFP4_ROW = 9  # the same under an fp32 scale per row of the face
+AMAX = 10  # not at all: the amax of the tensor is raised instead
+AMAX_ROW = 11  # the same per row of the face
+
+DRAWN = 128  # values that are rotated together where signs are drawn
 
 # Which block scale is chosen
 OWN_RULE = 0  # the one that follows from the amax
@@ -134,7 +137,7 @@ class FaceConstants(NamedTuple):
         side: Rows of a scale block.
         e5m2: Whether FP8 elements are E5M2.
         pow2: Whether encode scales are powers of two.
-        rotated: Whether values are rotated first.
+        rotated: How many values are rotated together first, or 0.
         stochastic: Whether elements are rounded at random.
         pack: Whether rows of elements begin at multiples of the 32 bits that are stored at once.
         overflow: The encode scale that stands for one beyond fp32.
@@ -151,7 +154,7 @@ class FaceConstants(NamedTuple):
     side: int = 1
     e5m2: bool = False
     pow2: bool = False
-    rotated: bool = False
+    rotated: int = 0
     stochastic: bool = False
     pack: bool = False
     overflow: float = 0.0
@@ -164,11 +167,11 @@ class FaceConstants(NamedTuple):
 
 
 class MeasureConstants(NamedTuple):
-    """Compile-time constants: how a face is measured (per row or tensor), and whether it is rotated first."""
+    """Compile-time constants: how a face is measured (per row or tensor), and how many values are rotated first."""
 
     wanted: bool
     per_row: bool
-    rotated: bool
+    rotated: int
 
 
 class TileConstants(NamedTuple):

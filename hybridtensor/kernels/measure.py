@@ -7,15 +7,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from hybridtensor.kernels.hadamard import rotate
+from hybridtensor.kernels.hadamard import DRAWN, rotate, rotate_drawn
 from hybridtensor.kernels.numbers import INF_BITS
-from hybridtensor.kernels.tiles import as_columns, as_rows, largest, load_tile, raise_to
+from hybridtensor.kernels.random import negative_signs
+from hybridtensor.kernels.tiles import as_columns, as_rows, finite, largest, load_tile, raise_to
 
 
 @triton.jit
-def amax_of_rows(v, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """Return the amax of every row of a tile ``[P, Q]`` of a face, ``[P]``, ignoring NaN."""
-    if ROTATED:
+def amax_of_rows(v, rounding, stream, ROTATED: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """Return the amax of every row of a tile ``[P, Q]`` of a face, ``[P]``, ignoring NaN, and Inf under drawn signs."""
+    if ROTATED == DRAWN:
+        amax = tl.max(tl.abs(rotate_drawn(finite(v), negative_signs(rounding, stream), P, Q)), 1)
+    elif ROTATED:
         bits = largest(rotate(v, P, Q, True, HW), 1, HW)
         if tl.max(bits, 0) < INF_BITS:
             amax = bits.to(tl.float32, bitcast=True)
@@ -37,22 +40,22 @@ def raise_face(target, amax, other, OTHER, PER_ROW: tl.constexpr, P: tl.constexp
 
 
 @triton.jit
-def measure_tile(tile, matrix, top, left, row_target, column_target, ROW: tl.constexpr, COLUMN: tl.constexpr,
-                 TILE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
-    """Raise the amaxes of one loaded tile."""
+def measure_tile(tile, matrix, top, left, row_target, column_target, rounding, row_stream, column_stream,
+                 ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
+    """Raise the amaxes of one loaded tile; signs that are drawn follow from ``rounding``, key and step, and streams."""
     BM: tl.constexpr = TILE.BM
     BK: tl.constexpr = TILE.BK
     if ROW.wanted:
-        amax = amax_of_rows(as_rows(tile, BM, BK), ROW.rotated, HW, BM, BK)
+        amax = amax_of_rows(as_rows(tile, BM, BK), rounding, row_stream, ROW.rotated, HW, BM, BK)
         raise_face(row_target, amax, top, matrix.M, ROW.per_row, BM)
     if COLUMN.wanted:
-        amax = amax_of_rows(as_columns(tile, BM, BK), COLUMN.rotated, HW, BK, BM)
+        amax = amax_of_rows(as_columns(tile, BM, BK), rounding, column_stream, COLUMN.rotated, HW, BK, BM)
         raise_face(column_target, amax, left, matrix.K, COLUMN.per_row, BK)
 
 
-@triton.jit
-def measure_kernel(matrix, row_target, column_target, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr,
-                   HW: tl.constexpr, FOLLOWED: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["row_stream", "column_stream"])
+def measure_kernel(matrix, row_target, column_target, rounding, row_stream, column_stream, ROW: tl.constexpr,
+                   COLUMN: tl.constexpr, TILE: tl.constexpr, HW: tl.constexpr, FOLLOWED: tl.constexpr):  # fmt: skip
     """Raise the amaxes that the casts of either face need, which begin at zero.
 
     Args:
@@ -65,7 +68,9 @@ def measure_kernel(matrix, row_target, column_target, ROW: tl.constexpr, COLUMN:
     top = pid // tiles * TILE.BM
     left = pid % tiles * TILE.BK
     tile = load_tile(matrix, top, left, TILE)
-    measure_tile(tile, matrix, top, left, row_target, column_target, ROW, COLUMN, TILE, HW)
+    measure_tile(
+        tile, matrix, top, left, row_target, column_target, rounding, row_stream, column_stream, ROW, COLUMN, TILE, HW
+    )
 
 
 @triton.jit

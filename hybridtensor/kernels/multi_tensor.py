@@ -100,5 +100,5 @@ def multi_tensor_measure_kernel(x, row_target, column_target, table, owners, ROW
     tile = load_tile(matrix, top, left, TILE)
     measure_tile(
         tile, matrix, top, left, row_target + tl.load(entry + ROW_FACE_AT + 5),
-        column_target + tl.load(entry + COLUMN_FACE_AT + 5), ROW, COLUMN, TILE, HW,
+        column_target + tl.load(entry + COLUMN_FACE_AT + 5), table, -1, -1, ROW, COLUMN, TILE, HW,
     )  # fmt: skip

@@ -12,9 +12,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from hybridtensor.kernels import groups
+from hybridtensor.kernels.eden import cast_eden
 from hybridtensor.kernels.four_over_six import chosen_scale_codes
 from hybridtensor.kernels.groups import Place, State
-from hybridtensor.kernels.hadamard import rotate, rotate_back
+from hybridtensor.kernels.hadamard import DRAWN, rotate, rotate_back, rotate_drawn_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
 from hybridtensor.kernels.numbers import (
     BF16,
@@ -35,7 +36,7 @@ from hybridtensor.kernels.numbers import (
     round_to,
     two_level_scale,
 )
-from hybridtensor.kernels.random import uniform16
+from hybridtensor.kernels.random import negative_signs, uniform16
 from hybridtensor.kernels.storing import store_fp4, store_fp8, store_scales, store_tile, stored
 from hybridtensor.kernels.tiles import (
     as_columns,
@@ -58,6 +59,7 @@ ROW = tl.constexpr(groups.ROW)
 BLOCK = tl.constexpr(groups.BLOCK)
 MX = tl.constexpr(groups.MX)
 MXFP4 = tl.constexpr(groups.MXFP4)
+EDEN = tl.constexpr(groups.EDEN)
 NVFP4 = tl.constexpr(groups.NVFP4)
 NVFP4_ROW = tl.constexpr(groups.NVFP4_ROW)
 AMAX = tl.constexpr(groups.AMAX)
@@ -203,19 +205,21 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-               FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+def _cast_face(v, out, state, slot, also, stream, uniform, first_row, place, FACE: tl.constexpr, TILE: tl.constexpr,
+               HELD: tl.constexpr, FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                COLUMNWISE: tl.constexpr):  # fmt: skip
     """Cast a tile ``[P, Q]`` of a face; return whether ``FINITE`` was wrong (cast again), and the values if
     ``HELD``."""
     nonfinite = place.other < 0
     if FACE.kind >= AMAX:
-        amax = amax_of_rows(v, FACE.rotated, HW, P, Q)
+        amax = amax_of_rows(v, state.rounding, stream, FACE.rotated, HW, P, Q)
         raise_face(out.measured, amax, place.other, place.OTHER, FACE.kind == AMAX_ROW, P)
     elif FACE.kind < MXFP4:
         v = _cast_fp8(v, out, state, slot, also, place, FACE, TILE, HELD, HW, P, Q)
     elif FACE.kind == MXFP4:
         v = _cast_mxfp4(v, out, uniform, place, FACE, TILE, HELD, HW, P, Q)
+    elif FACE.kind == EDEN:
+        v = cast_eden(v, out, state.rounding, stream, first_row, place, FACE, TILE, HELD, HW, P, Q, COLUMNWISE)
     else:
         if FACE.rotated:
             v = rotate(v, P, Q, FINITE, HW)
@@ -229,7 +233,9 @@ def _cast_face(v, out, state, slot, also, uniform, place, FACE: tl.constexpr, TI
             amax = blocks(v, P, Q, FACE.side, 16)
         v = _cast_nvfp4(v, amax, out, uniform, place, FACE, TILE, HELD, FINITE, HW, P, Q, COLUMNWISE)
     if HELD:
-        if FACE.rotated:
+        if FACE.rotated == DRAWN:
+            v = rotate_drawn_back(v, negative_signs(state.rounding, stream), P, Q)
+        elif FACE.rotated:
             v = rotate_back(v, P, Q)
         v = round_to(v, HELD, HW)
     return nonfinite, v
@@ -261,21 +267,22 @@ def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_r
                 if ROW_FACE.stochastic:
                     uniform = uniform16(rows, left, matrix.K, state.rounding, row_stream, TILE)
                 again, held = _cast_face(
-                    as_rows(tile, BM, BK), row, state, row_slot, row_slot if HELD else column_slot,
-                    as_rows(uniform, BM, BK), row_place, ROW_FACE, TILE, HELD, attempt == 0, HW, BM, BK, False,
+                    as_rows(tile, BM, BK), row, state, row_slot, row_slot if HELD else column_slot, row_stream,
+                    as_rows(uniform, BM, BK), first_row, row_place, ROW_FACE,
+                    TILE, HELD, attempt == 0, HW, BM, BK, False,
                 )  # fmt: skip
                 nonfinite |= again
                 if HELD:
                     if ROW_FACE.kind >= NVFP4 and (COLUMN_KIND == GIVEN or COLUMN_KIND >= AMAX):
                         held = tl.where(nonfinite, 0.0, held)  # what is raised stays
                     columns = tl.trans(held)
-            if COLUMN_KIND != NONE:
+            if COLUMN_KIND != NONE and (COLUMN_KIND != EDEN or attempt == 0 or HELD):  # EDEN always takes care
                 uniform = columns
                 if COLUMN_FACE.stochastic:
                     drawn = uniform16(rows, left, matrix.K, state.rounding, column_stream, TILE)
                     uniform = as_columns(drawn, BM, BK)
                 again, _ = _cast_face(
-                    columns, column, state, column_slot, column_slot, uniform, column_place,
+                    columns, column, state, column_slot, column_slot, column_stream, uniform, first_row, column_place,
                     COLUMN_FACE, TILE, 0, attempt == 0, HW, BK, BM, True,
                 )  # fmt: skip
                 nonfinite |= again

@@ -19,6 +19,41 @@ def _halves(word):
 
 
 @triton.jit
+def sign_word(which, rounding, stream):
+    """Return words of the draw of 128 signs, uint32: those that are asked for, of four.
+
+    Bit ``i % 32`` of word ``i // 32`` is the sign of value ``i``. Streams of one seed share it; the last one of these
+    rounds nothing.
+    """
+    call = tl.zeros_like(which).to(tl.int64)
+    w0, w1, w2, w3 = _words(call, tl.load(rounding), tl.load(rounding + 1), stream | 7)
+    return tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
+
+
+@triton.jit
+def negative_signs(rounding, stream):
+    """Return 1 for each of 128 signs that is minus, else 0."""
+    i = tl.arange(0, 128)
+    return ((sign_word(i // 32, rounding, stream) >> (i % 32).to(tl.uint32)) & 1).to(tl.int32)
+
+
+@triton.jit
+def uniform16_at(index, key, step, stream):
+    """Return a number from (0, 1) for every element with an index, int64, in the whole tensor."""
+    w0, w1, w2, w3 = _words(index // 8, key, step, stream)
+    which = (index % 8).to(tl.int32)
+    pair = which // 2
+    word = tl.where(pair == 0, w0, tl.where(pair == 1, w1, tl.where(pair == 2, w2, w3)))
+    bits = tl.where(which % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+    return _uniform(bits)
+
+
+@triton.jit
+def _uniform(bits):
+    return (bits.to(tl.float32) + 0.5) * (2.0**-16)
+
+
+@triton.jit
 def uniform16(rows, column, columns, rounding, stream, TILE: tl.constexpr):
     """Return a number from (0, 1) for every element of a tile, fp32 ``[R, BM / R, BK]``.
 
@@ -45,12 +80,7 @@ def uniform16(rows, column, columns, rounding, stream, TILE: tl.constexpr):
         h6, h7 = _halves(w3)
         even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
         odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
-        bits = tl.reshape(tl.join(even, odd), [R, BM // R, BK])
+        return _uniform(tl.reshape(tl.join(even, odd), [R, BM // R, BK]))
     else:
         index = rows[:, :, None] * columns + (column + tl.arange(0, BK))[None, None, :]
-        w0, w1, w2, w3 = _words(index // 8, key, step, stream)
-        which = (index % 8).to(tl.int32)
-        pair = which // 2
-        word = tl.where(pair == 0, w0, tl.where(pair == 1, w1, tl.where(pair == 2, w2, w3)))
-        bits = tl.where(which % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
-    return (bits.to(tl.float32) + 0.5) * (2.0**-16)
+        return uniform16_at(index, key, step, stream)

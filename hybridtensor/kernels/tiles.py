@@ -102,6 +102,12 @@ def spread(blocks, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH:
 
 
 @triton.jit
+def finite(v):
+    """Return ``v`` with zeros in place of NaN and Inf."""
+    return tl.where(tl.abs(v) < float("inf"), v, 0.0)
+
+
+@triton.jit
 def raise_to(target, amax, mask):
     """Raise nonnegative fp32 maxima in place by an integer atomic: bits of such numbers have their order.
 

@@ -143,7 +143,7 @@ def _by_kernel(
         return _define(qdata, scale, tensor_scale, fmt, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
-    level_rows = 0 if tensor_scale is None or not whole else tensor_scale.shape[0]
+    level_rows = 0 if tensor_scale is None or not whole else level_of(tensor_scale, fmt).shape[0]
     aligned = scale.data_ptr() % 16 == 0, tensor_scale is None or tensor_scale.data_ptr() % 16 == 0
     key = (fmt.name, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device, aligned)
     launch = _PLANS.get(key)
@@ -163,6 +163,11 @@ def _launch(
     fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool, level_rows: int
 ) -> Launch:
     block = tuple(extent or 0 for extent in fmt.block)
+    options: dict[str, int | None] = {"num_warps": 4}
+    if (
+        fmt.drawn_signs
+    ):  # found by compiling only; products of subnormal numbers are rounded before they are added
+        options = {"num_warps": 8, "enable_fp_fusion": False}
     return Launch(
         "dequantize", "dequantize_kernel", -(-other // _P) * -(-along // _Q),
         SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or fmt.scale_fits) else 0,
@@ -170,8 +175,8 @@ def _launch(
         LEVEL_PER_ROW=level_rows > 1,
         UNIT=1.0 / fmt.tensor_scale_max,
         E5M2=fmt.element == torch.float8_e5m2, BITS=8 // fmt.elements_per_byte,
-        ROTATED=whole and fmt.hadamard, LARGEST=torch.finfo(dtype).max,
-        EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, options={"num_warps": 4},
+        ROTATED=fmt.rotated if whole else 0, LARGEST=torch.finfo(dtype).max,
+        EVEN=other % _P == 0 and along % _Q == 0, WIDE=_P * along >= 2**31, P=_P, Q=_Q, options=options,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def select_grouped_backend(
         return one
     if multiplies_codes(left, right, device):
         return Backend("native", "FP8 matrix units, in a grouped kernel")
-    if not (left.has_kernels and right.has_kernels):
+    if not (left.has_grouped_kernels and right.has_grouped_kernels):
         return Backend("emulated", f"group by group, {one.reason}")
     reason = one.reason if one.name == "emulated" else f"no grouped product of {left} and {right}"
     return Backend("emulated", f"{reason}; its values, by hybridtensor's grouped kernel")
@@ -103,7 +103,9 @@ def by_kernels(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Run kernels without synchronizing with the device."""
-    if torch.version.hip is not None or not (left.format.has_kernels and right.format.has_kernels):
+    if torch.version.hip is not None or not (
+        left.format.has_grouped_kernels and right.format.has_grouped_kernels
+    ):
         return reference(left, right, groups, out_dtype, fast_accum)
     shape, qdata = _shape(left, right, groups), left.qdata
     if 0 in (*shape, *qdata.shape, *right.qdata.shape):

@@ -48,6 +48,8 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
     """Return the native family of two formats, or None."""
     if (
         not (left.has_kernels and right.has_kernels)
+        or left.drawn_signs
+        or right.drawn_signs
         or left.element is None
         or right.element is None
         or torch.bfloat16 in (left.element, right.element)

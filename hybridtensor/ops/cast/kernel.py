@@ -24,6 +24,7 @@ from hybridtensor.ops.cast.request import (
     CastInputs,
     CastRequest,
     Hint,
+    check_draws,
     check_inputs,
     check_rules,
 )
@@ -174,13 +175,14 @@ class KernelCast(PreparedCast):
             held=None if source is None else request.dtype or key.dtype,
         )
         self._stores_row = request.row is not None
+        self._draws_signs = row.draws_signs or column.draws_signs
         given = key.row_amax, key.column_amax
         measured = [
             face.kind in MEASURED and known is None
             for face, known in zip(faces, given, strict=True)
         ]
         self.wanted = measured[0], measured[1] and source is None
-        self._measurement = self._new_measurement() if any(self.wanted) else None
+        self._measurement = self._new_measurement(self.wanted) if any(self.wanted) else None
         passes = int(self._measurement is not None)
         self.measure_held = None
         if source is not None and measured[1]:
@@ -251,27 +253,39 @@ class KernelCast(PreparedCast):
         with on_device(x.device):
             self._measures_into.run_into(x, out)
 
-    def _new_measurement(self) -> Measurement:
+    def _new_measurement(self, wanted: tuple[bool, bool]) -> Measurement:
         task = self.task
-        return Measurement(task.faces, self.wanted, task.matrix, task.device, task.tiling)
+        return Measurement(task.faces, wanted, task.matrix, task.device, task.tiling)
 
-    @property
-    def _measures(self) -> Measurement:
-        if self._measurement is None:
+    def _measurable(self) -> tuple[bool, bool]:
+        """Return which faces have an amax before a cast draws signs; raise ValueError if none has."""
+        row, column = (
+            wanted and not face.draws_signs
+            for wanted, face in zip(self.wanted, self.task.faces, strict=True)
+        )
+        if not (row or column):
             raise ValueError(
-                f"measure: formats with scales per tensor or row are required, got {self.request}"
+                "measure: formats with scales per tensor or row, of which no signs are drawn, are required, got "
+                f"{self.request}"
             )
-        return self._measurement
+        return row, column
+
+    @functools.cached_property
+    def _measures(self) -> Measurement:
+        known = self._measurement if self._measurable() == self.wanted else None
+        return known or self._new_measurement(self._measurable())
 
     @functools.cached_property
     def _measures_into(self) -> Measurement:
         """A second measurement, compiled separately for addresses of another alignment."""
-        return self._new_measurement()
+        return self._new_measurement(self._measurable())
 
     def _held_measurement(self, *, reverse: bool) -> CastLaunch:
         """Return the launch that measures the columnwise face's amaxes from the dequantized rowwise face."""
         column = self.task.faces[1]
-        face = KernelFace(AMAX_ROW if column.kind in PER_ROW else AMAX, rotated=column.rotated)
+        kind = AMAX_ROW if column.kind in PER_ROW else AMAX
+        stream = column.stream if column.draws_signs else -1
+        face = KernelFace(kind, rotated=column.rotated, stream=stream)
         if not self.by_largest:
             return CastLaunch(self.task, column=face, store=False, reverse=reverse)
         tiling, vector = self.task.tiling, self.task.tiling.constants.V * self.task.dtype.itemsize
@@ -285,6 +299,8 @@ class KernelCast(PreparedCast):
 
     def _run(self, x: Tensor, outs: Outs, inputs: CastInputs) -> None:
         """Measure missing amaxes, and cast."""
+        if self._draws_signs:
+            check_draws(self.request, inputs)
         if inputs is NO_INPUTS and self.measure_held is None:  # most are
             amaxes = (x, x) if self._measurement is None else self._measurement.run(x)
             self.cast(x, outs, amaxes, inputs)
@@ -299,7 +315,7 @@ class KernelCast(PreparedCast):
             return
         row_amax = column_amax = x  # stands for nothing
         if self._measurement is not None:
-            row_amax, column_amax = self._measurement.run(x, inputs.prologue)
+            row_amax, column_amax = self._measurement.run(x, inputs.prologue, inputs.rounding)
         if inputs.row_amax is not None:
             row_amax = inputs.row_amax
         if inputs.column_amax is not None:

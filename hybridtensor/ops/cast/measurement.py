@@ -45,6 +45,7 @@ class Measurement:
         self._flat = contiguous and all(p for p, w in zip(plain, wanted, strict=True) if w)
         self._one = self._flat or shared
         self._matrix, self._size = matrix, m * k
+        self._streams = row.stream, column.stream
         followed = overlaps_kernels(device)
         if self._flat:
             programs = -(-m * k // (_FLAT_BLOCK * _FLAT_STEPS))
@@ -77,15 +78,18 @@ class Measurement:
             FOLLOWED=followed,
         )
 
-    def run(self, x: Tensor, prologue: Prologue | None = None) -> tuple[Tensor, Tensor]:
-        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal."""
+    def run(
+        self, x: Tensor, prologue: Prologue | None = None, rounding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal. ``rounding``, key and step,
+        is needed where signs are drawn."""
         if self._one:
             amax = _zero(x.device)
             self._start(x, amax, amax, prologue)
             return amax, amax
         amaxes = torch.zeros(sum(self._sizes), dtype=torch.float32, device=x.device)
         of_row, of_column = amaxes.split(self._sizes)
-        self._start(x, of_row, of_column, prologue)
+        self._start(x, of_row, of_column, prologue, rounding)
         return of_row, of_column
 
     def run_into(self, x: Tensor, out: Tensor) -> None:
@@ -93,15 +97,22 @@ class Measurement:
         self._start(x, out, out)
 
     def _start(
-        self, x: Tensor, of_row: Tensor, of_column: Tensor, prologue: Prologue | None = None
+        self,
+        x: Tensor,
+        of_row: Tensor,
+        of_column: Tensor,
+        prologue: Prologue | None = None,
+        rounding: Tensor | None = None,
     ) -> None:
         launch = self._launch
         take = launch.take
         if self._flat:
             launch.start(take(x), take(of_row), self._size)
             return
-        matrix = as_argument(self._matrix._replace(x=take(x)), prologue, take)
-        launch.start(matrix, take(of_row), take(of_column))
+        taken = take(x)
+        matrix = as_argument(self._matrix._replace(x=taken), prologue, take)
+        drawn = taken if rounding is None else take(rounding)
+        launch.start(matrix, take(of_row), take(of_column), drawn, *self._streams)
 
 
 _ZEROS: dict[tuple[int | None, int], list[Tensor]] = {}  # by device and stream

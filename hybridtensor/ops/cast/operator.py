@@ -91,8 +91,10 @@ def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tenso
 
 
 def share_amax(request: CastRequest) -> bool:
-    """Return whether both faces are scaled by one amax."""
-    return not any(cast is not None and cast.measures for cast in request[:2])
+    """Return whether both faces are scaled by one amax: of the tensor, without rotation."""
+    return not any(
+        cast is not None and (cast.measures or cast.format.hadamard) for cast in request[:2]
+    )
 
 
 def amaxes_of(x: Tensor, request: CastRequest) -> list[Tensor]:

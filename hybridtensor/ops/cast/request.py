@@ -81,6 +81,11 @@ class CastRequest(NamedTuple):
         return all(cast is None or cast.format.has_kernels for cast in self[:3])
 
     @property
+    def has_grouped_kernels(self) -> bool:
+        """Whether kernels make them of groups of rows, and of stacks; see ``Format.has_grouped_kernels``."""
+        return all(cast is None or cast.format.has_grouped_kernels for cast in self[:3])
+
+    @property
     def suits_lists(self) -> bool:
         """Whether a list of matrices can be cast so: from the matrix itself, by amaxes without rotation."""
         return self.source is None and not any(
@@ -191,6 +196,18 @@ def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
                 raise ValueError(
                     f"quantize: delayed scales are required for {cast}, got none; pass encode_scale"
                 )
+
+
+def check_draws(request: CastRequest, inputs: CastInputs) -> None:
+    """Raise ValueError unless signs that are to be drawn can be."""
+    for cast in request[:3]:
+        if cast is None or not cast.format.drawn_signs:
+            continue
+        if cast.stream < 0 or inputs.rounding is None:
+            raise ValueError(
+                f"quantize: random numbers are required for {cast.format}, whose signs and scales are drawn, got a "
+                "cast without a stream, or no key; use NVFP4Quantizer(rounding='eden')"
+            )
 
 
 def check_rules(request: CastRequest) -> None:

@@ -9,6 +9,8 @@ import torch
 from hybridtensor.formats import Format
 from hybridtensor.kernels.groups import (
     BLOCK,
+    DRAWN,
+    EDEN,
     EXPONENT_EVEN,
     EXPONENT_FLOOR,
     GIVEN,
@@ -28,10 +30,10 @@ from hybridtensor.kernels.groups import (
 )
 from hybridtensor.ops.cast.request import Cast
 
-MEASURED = (TENSOR, ROW, NVFP4, NVFP4_ROW)
+MEASURED = (TENSOR, ROW, EDEN, NVFP4, NVFP4_ROW)
 PER_ROW = (ROW, NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max
-_FP4 = {MXFP4, NVFP4, NVFP4_ROW}
+_FP4 = {MXFP4, EDEN, NVFP4, NVFP4_ROW}
 _RULES = {
     "": OWN_RULE,
     "mae": LEAST_ABSOLUTE,
@@ -49,7 +51,7 @@ class KernelFace(NamedTuple):
         side: Rows of a scale block.
         e5m2: Whether FP8 elements are E5M2.
         pow2: Whether encode scales are powers of two.
-        rotated: Whether values are rotated first.
+        rotated: How many values are rotated together first, or 0.
         slot: Index of the delayed scale; -1 is none.
         stream: Random stream; -1 is none.
         step: Multiple of the entries stored along the contraction.
@@ -62,7 +64,7 @@ class KernelFace(NamedTuple):
     side: int = 1
     e5m2: bool = False
     pow2: bool = False
-    rotated: bool = False
+    rotated: int = 0
     slot: int = -1
     stream: int = -1
     step: int = 1
@@ -80,7 +82,7 @@ class KernelFace(NamedTuple):
             side=fmt.block[0] or 1,
             e5m2=fmt.element == torch.float8_e5m2,
             pow2=cast.pow2_scale or fmt.pow2_scale,
-            rotated=fmt.hadamard,
+            rotated=fmt.rotated,
             slot=cast.slot,
             stream=cast.stream,
             step=cast.format.step,
@@ -88,6 +90,11 @@ class KernelFace(NamedTuple):
             rule=_RULES[cast.rule],
             level_max=fmt.tensor_scale_max,
         )
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether values are rotated under drawn signs, and scales rounded at random in place of elements."""
+        return self.rotated == DRAWN
 
     def constants(
         self, dtype: torch.dtype, contraction: int, *, note: bool, store: bool
@@ -100,7 +107,7 @@ class KernelFace(NamedTuple):
             e5m2=self.e5m2,
             pow2=self.pow2,
             rotated=self.rotated,
-            stochastic=self.stream >= 0,
+            stochastic=self.stream >= 0 and not self.draws_signs,
             # Multiples of 4 or 8 would do, too: of 16 Triton compiles kernels of their own anyway
             pack=not whole or contraction % 16 == 0,
             overflow=torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX,
@@ -114,6 +121,8 @@ class KernelFace(NamedTuple):
 
 
 def _kind(fmt: Format, slot: int) -> int:
+    if fmt.drawn_signs:
+        return EDEN
     if fmt.tensor_block is not None:
         return NVFP4 if fmt.tensor_block[0] is None else NVFP4_ROW
     if fmt.scale_dtype == torch.float8_e8m0fnu:
@@ -157,6 +166,11 @@ _ROTATED_TILE = Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its o
 _CHOOSING_TILE = Tile(
     64, 64, 16, 8, 2, 128
 )  # spills 140 times per 5,500 instructions; found by compiling only
+# What is rotated together is in one tile, and sums are compared to the last bit; found by compiling only
+_DRAWN_TILE = Tile(128, 128, 8, 16, 16, None, fuses=False)
+_DRAWN_ROW_TILE = Tile(32, 128, 16, 4, 4, None, fuses=False)
+_DRAWN_COLUMN_TILE = Tile(128, 32, 8, 16, 2, None, fuses=False)
+_DRAWN_COLUMN_ALONE_TILE = Tile(128, 16, 8, 16, 1, None, fuses=False)  # no warp waits for another
 _HELD_REGISTERS = (
     168  # so many that three programs of four warps, or six of two, fit; found by compiling only
 )
@@ -164,6 +178,13 @@ _HELD_REGISTERS = (
 
 def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     """Return the tile that suits the formats, such that all scale blocks lie in one tile."""
+    drawn = row.draws_signs, column.draws_signs
+    if all(drawn) or (any(drawn) and BLOCK in (row.kind, column.kind)):
+        return _DRAWN_TILE
+    if row.draws_signs:
+        return _DRAWN_ROW_TILE
+    if column.draws_signs:
+        return _DRAWN_COLUMN_ALONE_TILE if row.kind == NONE else _DRAWN_COLUMN_TILE
     tile = _tile_of(row, column, of_rowwise)
     if {row.rule, column.rule} & {LEAST_ABSOLUTE, LEAST_SQUARED}:
         # errors are compared to the last bit
