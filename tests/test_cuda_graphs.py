@@ -39,7 +39,8 @@ class Training:
             if persistent
             else torch.optim.AdamW(parameters, **options)
         )
-        self.x, self.g, self.y = (torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+        made = (torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
+        self.x, self.g, self.y, self.dx = made
         self.x.requires_grad_()
 
     def fill(self, seed):
@@ -57,6 +58,8 @@ class Training:
             y.backward(g)
             with torch.no_grad():
                 out.copy_(y)
+        with torch.no_grad():
+            self.dx.copy_(self.x.grad)  # a graph of another length has a gradient of its own
         self.optimizer.step()
         if advance:
             ht.step_(self.net)
@@ -65,7 +68,7 @@ class Training:
         """Return copies of what a step computed, weights and states among it."""
         states = [b for b in self.net.buffers()]
         weights = [p.detach().dequantize() for p in self.net.parameters()]
-        return [t.clone() for t in (self.y, self.x.grad, *weights, *states)]
+        return [t.clone() for t in (self.y, self.dx, *weights, *states)]
 
 
 def warm_up(step):

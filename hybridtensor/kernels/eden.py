@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels.hadamard import DRAWN, rotate_drawn
-from hybridtensor.kernels.numbers import e2m1_rounded, fp8_codes, fp8_values, saturate, two_level_scale
+from hybridtensor.kernels.numbers import e2m1_rounded, fp8_codes, fp8_values, saturate
 from hybridtensor.kernels.random import negative_signs, sign_word, uniform16_at
 from hybridtensor.kernels.storing import store_fp4, store_scales
 from hybridtensor.kernels.tiles import blocks, finite, spread
@@ -69,9 +69,9 @@ def _rounded_at_random(x, uniform):
 
 
 @triton.jit
-def cast_eden(v, out, rounding, stream, first_row, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-              HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, COLUMNWISE: tl.constexpr):  # fmt: skip
-    """Cast a tile as ``quantize._cast_fp8`` does, whatever its values are; those that are held are rotated still."""
+def cast_eden(v, out, rounding, stream, first_row, place, FACE: tl.constexpr, TILE: tl.constexpr, HW: tl.constexpr,
+              P: tl.constexpr, Q: tl.constexpr, COLUMNWISE: tl.constexpr):  # fmt: skip
+    """Cast a tile as ``quantize._cast_fp8`` does, whatever its values are, and hold none."""
     G: tl.constexpr = Q // DRAWN
     N: tl.constexpr = Q // 16
     level = _level_of(tl.load(out.measured))
@@ -88,12 +88,7 @@ def cast_eden(v, out, rounding, stream, first_row, place, FACE: tl.constexpr, TI
     uniform = _uniform(first_row, rounding, stream, place, P, N, COLUMNWISE)
     scale = _rounded_at_random(base * spread(correction, P, N, 1, DRAWN // 16), uniform)
     scale = tl.where(spread(wrong, P, N, 1, DRAWN // 16) > 0, float("nan"), scale)
-    if FACE.store:
-        if (place.along == 0) & (place.other == 0):
-            _store_level(out, level, rounding, stream)
-        store_scales(out, fp8_codes(scale, False, HW).to(tl.uint8), place, P, Q, 1, 16)
-        store_fp4(out.codes, y, y, place, FACE, TILE, HW, P, Q)
-    if HELD:
-        combined, back = two_level_scale(scale, level, 1.0)
-        v = (elements * spread(combined, P, Q, 1, 16)) * back
-    return v
+    if (place.along == 0) & (place.other == 0):
+        _store_level(out, level, rounding, stream)
+    store_scales(out, fp8_codes(scale, False, HW).to(tl.uint8), place, P, Q, 1, 16)
+    store_fp4(out.codes, y, y, place, FACE, TILE, HW, P, Q)

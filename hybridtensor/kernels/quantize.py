@@ -15,7 +15,7 @@ from hybridtensor.kernels import groups
 from hybridtensor.kernels.eden import cast_eden
 from hybridtensor.kernels.four_over_six import chosen_scale_codes
 from hybridtensor.kernels.groups import Place, State
-from hybridtensor.kernels.hadamard import DRAWN, rotate, rotate_back, rotate_drawn_back
+from hybridtensor.kernels.hadamard import rotate, rotate_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
 from hybridtensor.kernels.numbers import (
     BF16,
@@ -36,7 +36,7 @@ from hybridtensor.kernels.numbers import (
     round_to,
     two_level_scale,
 )
-from hybridtensor.kernels.random import negative_signs, uniform16
+from hybridtensor.kernels.random import uniform16
 from hybridtensor.kernels.storing import store_fp4, store_fp8, store_scales, store_tile, stored
 from hybridtensor.kernels.tiles import (
     as_columns,
@@ -219,7 +219,7 @@ def _cast_face(v, out, state, slot, also, stream, uniform, first_row, place, FAC
     elif FACE.kind == MXFP4:
         v = _cast_mxfp4(v, out, uniform, place, FACE, TILE, HELD, HW, P, Q)
     elif FACE.kind == EDEN:
-        v = cast_eden(v, out, state.rounding, stream, first_row, place, FACE, TILE, HELD, HW, P, Q, COLUMNWISE)
+        cast_eden(v, out, state.rounding, stream, first_row, place, FACE, TILE, HW, P, Q, COLUMNWISE)
     else:
         if FACE.rotated:
             v = rotate(v, P, Q, FINITE, HW)
@@ -233,9 +233,7 @@ def _cast_face(v, out, state, slot, also, stream, uniform, first_row, place, FAC
             amax = blocks(v, P, Q, FACE.side, 16)
         v = _cast_nvfp4(v, amax, out, uniform, place, FACE, TILE, HELD, FINITE, HW, P, Q, COLUMNWISE)
     if HELD:
-        if FACE.rotated == DRAWN:
-            v = rotate_drawn_back(v, negative_signs(state.rounding, stream), P, Q)
-        elif FACE.rotated:
+        if FACE.rotated:
             v = rotate_back(v, P, Q)
         v = round_to(v, HELD, HW)
     return nonfinite, v

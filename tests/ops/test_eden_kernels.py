@@ -1,6 +1,6 @@
 """The kernels of MS-EDEN. Oracles: its definition, and one in numpy that shares no code. Comparisons are of bits.
 
-The kernels run on a GPU, and without one in Triton's interpreter.
+The kernels run on a GPU, and without one in Triton's interpreter: here only, until this file has passed on a GPU.
 """
 
 import importlib
@@ -16,10 +16,10 @@ from kernels import require_kernels
 
 from hybridtensor.formats import NVFP4_EDEN
 from hybridtensor.ops import CastInputs, CastRequest
-from hybridtensor.ops.cast import multi_tensor
+from hybridtensor.ops.cast import kernel
 from hybridtensor.ops.cast.definition import reference_cast, tensors_of
 from hybridtensor.ops.cast.in_graphs import CastInGraph
-from hybridtensor.ops.cast.kernel import KernelCast, cast_on_gpu
+from hybridtensor.ops.cast.kernel import FaceByFace, KernelCast, cast_on_gpu
 from hybridtensor.ops.cast.multi_tensor import quantize_all
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.prologue import Gated
@@ -35,9 +35,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True)
-def _kernels(device):
-    """Without numpy's word on overflows in the interpreter, which are meant."""
+def _kernels(device, monkeypatch):
+    """The format has kernels, without numpy's word on overflows in the interpreter, which are meant."""
     require_kernels(device)
+    monkeypatch.setattr(kernel, "_CASTS", {})
+    monkeypatch.setitem(vars(NVFP4_EDEN), "has_kernels", True)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
         yield
@@ -50,7 +52,7 @@ def rounding_of(device, key=KEY, step=STEP):
 def run(x, request, inputs, out=None):
     """Return the tensors that the kernels make."""
     cast = cast_on_gpu(x, request, inputs)
-    assert isinstance(cast, KernelCast)
+    assert isinstance(cast, (KernelCast, FaceByFace))
     if out is not None:
         cast.run_into(x, out, inputs)
         return out
@@ -225,7 +227,7 @@ def test_pairs_with_another_format(other, device):
         {"row": other, "column": EDEN},
         {"row": EDEN, "column": other},
         {"row": other, "column": EDEN, "source": other},
-        {"column": other, "source": EDEN, "dtype": torch.float32},
+        {"column": EDEN, "source": other, "dtype": torch.float32},
     ]
     if device == "cuda" and not tiers.LONG:  # where kernels are compiled
         ways = ways[OTHERS.index(other) % 2 :: 2]
@@ -235,11 +237,9 @@ def test_pairs_with_another_format(other, device):
         x[3, 127], x[30, 7] = float("nan"), float("inf")
 
 
-def test_of_what_the_rowwise_face_holds(device):
-    x = spread_out(70, 128, dtype=torch.float32, device=device)
-    for dtype in DTYPES:
-        check(x, column=EDEN.for_columnwise(), source=EDEN, dtype=dtype)
-        check(x, row=EDEN, column=EDEN.for_columnwise(), source=EDEN, dtype=dtype)
+def test_what_is_rotated_under_drawn_signs_is_cast_by_no_kernel_again(device):
+    for request in (CastRequest(None, EDEN.for_columnwise(), EDEN), CastRequest(None, cast_of("mxfp8_e4m3"), EDEN)):
+        assert not request.has_kernels
 
 
 def test_into_faces_that_are_there(device):
@@ -256,7 +256,6 @@ def test_a_place_in_a_graph(device):
     seen = x if device == "cuda" else x.as_subclass(OnGpu)
     for _ in range(2):
         assert_same(place(seen, str(request), None, None, rounding, 0), run(x, request, inputs_of(rounding=rounding)))
-    assert isinstance(place.cast, KernelCast)
 
 
 class OnGpu(torch.Tensor):
@@ -272,33 +271,13 @@ def test_computed_matrices(device):
     assert_same(found, run(swiglu_cuda(x, up), request, inputs_of(rounding=rounding_of(device))))
 
 
-def amax_of(x, rounding, stream, *, columnwise):
-    halves = philox.sign_halves(rounding.cpu(), stream)
-    matrix = (x.t() if columnwise else x).cpu().float()
-    matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 128))
-    return eden.rotate(matrix.contiguous(), halves).abs().amax().view(1).to(x.device)
-
-
-def test_lists(device, monkeypatch):
-    """Each as if alone, with a key of its own, scaled by amaxes that are known."""
-    monkeypatch.setattr(multi_tensor, "_split", lambda xs, request: (list(range(len(xs))), []))
+def test_matrices_are_cast_one_by_one(device):
+    """Each with signs of its own."""
     xs = [spread_out(*shape, dtype=torch.bfloat16, device=device) for shape in ((48, 128), (128, 384), (160, 256))]
     request = CastRequest(EDEN, EDEN.for_columnwise())
-    inputs = []
-    for i, x in enumerate(xs):
-        rounding = rounding_of(device, KEY + i)
-        amaxes = [amax_of(x, rounding, STREAM, columnwise=columnwise) for columnwise in (False, True)]
-        inputs.append(CastInputs(None, None, rounding, 3 * i, *amaxes))
+    inputs = [inputs_of(rounding=rounding_of(device, KEY + i), first_row=3 * i) for i in range(3)]
     for x, given, faces in zip(xs, inputs, quantize_all(xs, request, inputs), strict=True):
-        alone = on_cpu(given._replace(row_amax=None, column_amax=None))
-        assert_same(tensors_of(faces), tensors_of(reference_cast(request).run(x.cpu(), alone)))
-
-
-def test_lists_are_not_measured_before_signs_are_drawn(device, monkeypatch):
-    monkeypatch.setattr(multi_tensor, "_split", lambda xs, request: (list(range(len(xs))), []))
-    xs = [torch.randn(128, 128, device=device) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"measure_all: .* signs are drawn"):
-        multi_tensor.measure_all(xs, CastRequest(EDEN))
+        assert_same(tensors_of(faces), tensors_of(reference_cast(request).run(x.cpu(), on_cpu(given))))
 
 
 def test_only_a_face_without_drawn_signs_is_measured_before(device):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-_ROWS = (512, 640, 576, 544, 528, 513)
-"""Multiples of 512, 128, 64, 32 and 16, and of none: extents, strides and whole blocks that are compile-time constants,
-or that Triton compiles kernels of their own for, divide one of them."""
+_ROWS = (512, 640, 576, 544, 528, 516, 513)
+"""Multiples of 512, 128, 64, 32, 16 and 4, and of none: of extents, strides and whole blocks that are compile-time
+constants, or that Triton compiles kernels of their own for, all kinds. Amaxes of columns lie behind those of rows, at a
+multiple of 16 bytes where 4 divides the rows."""
 
 _SEEN: dict[Hashable, int] = {}
 _COMPILED = -1

@@ -142,11 +142,6 @@ class ListMeasurement(List):
 
     def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
         super().__init__(xs, request, distances)
-        if any(face.draws_signs for face in self.faces):
-            raise ValueError(
-                f"measure_all: faces of which no signs are drawn are required, got {request}, whose signs are drawn by "
-                "each cast; cast the matrices one by one"
-            )
         wanted = [face.kind in MEASURED for face in self.faces]
         per_row = [face.kind in PER_ROW for face in self.faces]
         plain = [

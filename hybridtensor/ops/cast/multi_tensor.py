@@ -161,6 +161,8 @@ def _split(xs: Sequence[Tensor], request: CastRequest) -> tuple[list[int], list[
     every = list(range(len(xs)))
     if len(xs) < 2 or not xs[0].is_cuda or not request.has_kernels or request.source is not None:
         return [], every
+    if request.draws_signs:  # which each cast does for itself
+        return [], every
     together = [i for i in every if is_whole(xs[i]) and xs[i].dtype == xs[0].dtype]
     if len(together) == len(every):
         return every, []

@@ -77,13 +77,21 @@ class CastRequest(NamedTuple):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels make these faces; see ``Format.has_kernels``."""
+        """Whether kernels make these faces; see ``Format.has_kernels``. None are made of what is rotated under drawn
+        signs."""
+        if self.source is not None and self.source.format.drawn_signs:
+            return False
         return all(cast is None or cast.format.has_kernels for cast in self[:3])
 
     @property
     def has_grouped_kernels(self) -> bool:
         """Whether kernels make them of groups of rows, and of stacks; see ``Format.has_grouped_kernels``."""
         return all(cast is None or cast.format.has_grouped_kernels for cast in self[:3])
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether signs are drawn for a face; see ``Format.drawn_signs``."""
+        return any(cast is not None and cast.format.drawn_signs for cast in self[:2])
 
     @property
     def suits_lists(self) -> bool:

@@ -167,7 +167,7 @@ _CHOOSING_TILE = Tile(
     64, 64, 16, 8, 2, 128
 )  # spills 140 times per 5,500 instructions; found by compiling only
 # What is rotated together is in one tile, and sums are compared to the last bit; found by compiling only
-_DRAWN_TILE = Tile(128, 128, 8, 16, 16, None, fuses=False)
+_DRAWN_SQUARE_TILE = Tile(128, 128, 8, 16, 16, None, fuses=False)
 _DRAWN_ROW_TILE = Tile(32, 128, 16, 4, 4, None, fuses=False)
 _DRAWN_COLUMN_TILE = Tile(128, 32, 8, 16, 2, None, fuses=False)
 _DRAWN_COLUMN_ALONE_TILE = Tile(128, 16, 8, 16, 1, None, fuses=False)  # no warp waits for another
@@ -178,12 +178,11 @@ _HELD_REGISTERS = (
 
 def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     """Return the tile that suits the formats, such that all scale blocks lie in one tile."""
-    drawn = row.draws_signs, column.draws_signs
-    if all(drawn) or (any(drawn) and BLOCK in (row.kind, column.kind)):
-        return _DRAWN_TILE
     if row.draws_signs:
         return _DRAWN_ROW_TILE
     if column.draws_signs:
+        if row.kind == BLOCK:
+            return _DRAWN_SQUARE_TILE
         return _DRAWN_COLUMN_ALONE_TILE if row.kind == NONE else _DRAWN_COLUMN_TILE
     tile = _tile_of(row, column, of_rowwise)
     if {row.rule, column.rule} & {LEAST_ABSOLUTE, LEAST_SQUARED}:
