@@ -88,6 +88,10 @@ def check(
     """Run one forward and backward, and say per layer which products ran in which formats, which
     weights were read in high precision and by what, and which layers never ran.
 
+    ::
+
+        print(ht.check(model, batch, loss=lambda output: output.square().mean()))
+
     The model is as before afterwards: gradients, buffers, state of quantizers, random generators.
     Hooks on accumulated gradients, as of optimizers that step in backward, do not run. Compiled
     parts run as eager ones, which compute the same. Under FSDP2 all ranks call it.

@@ -80,6 +80,12 @@ def quantize_(
 ) -> nn.Module:
     """Swap the weights of the linear layers and experts of ``model`` for ones that quantize their products, in place.
 
+    ::
+
+        model = ht.quantize_(model, "nvfp4", keep_bf16=ht.recipes.edge_blocks(model))
+        optimizer = torch.optim.AdamW(model.parameters())
+        ht.step_after(optimizer, model)
+
     Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
     working. Calling it again changes the recipe. By default the output head, routers and their gates are left alone
     (``explain(model)`` says which and why; ``gate`` is a router's if it is narrower than its input), and parameters of
@@ -215,6 +221,10 @@ def _called_by(caller: nn.Module) -> Iterator[nn.Module]:
 
 def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Change the recipe of every weight that ``quantize_`` converted; optimizer state is untouched.
+
+    ::
+
+        ht.set_config_(model, "bf16/nvfp4/nvfp4")  # BF16 forward from now on
 
     The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights
     are recomputed, from the masters of ``optim.MasterWeights`` or else from what they hold.

@@ -44,6 +44,12 @@ KNOWN = ("bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", MIXED)
 class Row:
     """Time of one kind of product, relative to BF16.
 
+    ::
+
+        e4m3 = ht.formats.FP8_E4M3_TENSOR
+        row = ht.costs.table("h200").row((e4m3, e4m3))
+        print(row.time, row.native, row.source)
+
     Args:
         word: ``bf16``, ``fp8``, ``fp8_rowwise``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, as specs have it; or
             ``mixed``, of formats that no hardware multiplies with each other.
@@ -71,6 +77,11 @@ class Row:
 @dataclass(frozen=True)
 class CostTable:
     """Times of products on one device, relative to BF16.
+
+    ::
+
+        table = ht.costs.table("h200")
+        print(table.cost((ht.formats.FP8_E4M3_TENSOR, ht.formats.FP8_E4M3_TENSOR)))
 
     Args:
         name: Key of ``table``, or the device's name.
@@ -198,6 +209,10 @@ TABLES = MappingProxyType(
 def word_of(formats: Iterable[Format]) -> str:
     """Return the word by which tables know a product; see ``Row``.
 
+    ::
+
+        ht.costs.word_of((ht.formats.NVFP4, ht.formats.NVFP4))  # "nvfp4"
+
     Args:
         formats: Formats of the left and right operand.
 
@@ -222,6 +237,11 @@ def word_of(formats: Iterable[Format]) -> str:
 def table(device: str) -> CostTable:
     """Return the table called ``device``: ``"h200"`` and ``"h100"`` (measured), ``"b200"`` (published peak rates).
 
+    ::
+
+        for row in ht.costs.table("b200").rows:
+            print(row.word, row.time)
+
     Raises:
         ValueError: If there is none, with the nearest, and how to measure one.
     """
@@ -235,6 +255,10 @@ def table(device: str) -> CostTable:
 
 def cost(formats: Iterable[Format], device: str | CostTable = "h200") -> float:
     """Return the time of a product over that of the same product in BF16.
+
+    ::
+
+        ht.costs.cost((ht.formats.MXFP8_E4M3, ht.formats.MXFP8_E4M3), "b200")
 
     Args:
         formats: Formats of the left and right operand, as ``HybridConfig.formats`` returns them.
@@ -256,6 +280,10 @@ def measure(
     repeats: int = 10,
 ) -> CostTable:
     """Return the table of a device of this machine, measured now.
+
+    ::
+
+        advice = ht.advise(model, batches, hardware=ht.costs.measure("cuda"))
 
     A time is that of the casts and the three products of a linear layer in bfloat16 (whose weight is quantized each
     time), the median over repetitions. Sizes are multiples of 128, and best large: small products cost what launching

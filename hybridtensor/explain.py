@@ -134,6 +134,11 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
     """Return the formats and the backend of each product of every linear layer of ``model`` on its device, and totals:
     share of each format, predicted speed, bytes saved for backward. ``print(explain(model))`` prints tables.
 
+    ::
+
+        ht.quantize_(model, "fp8")
+        print(ht.explain(model))
+
     Layers that are alike but for numbers in their names are printed as one: ``layers.*.q_proj x32``.
 
     Args:

@@ -65,6 +65,10 @@ def export_safetensors(
 ) -> Path:
     """Write the weights of ``model`` into one safetensors file, which is there whole or not at all.
 
+    ::
+
+        ht.export_safetensors(model, "model.safetensors", "bf16")
+
     In high precision the file has the names and plain tensors of the model without quantization, so
     that Hugging Face and everything else reads it. Buffers stay what they are; what quantizers
     remember is left out. Of tied weights the first name is written, and the metadata names it for
@@ -243,6 +247,11 @@ def load_safetensors(
 ) -> dict[str, Tensor]:
     """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each
     quantized weight.
+
+    ::
+
+        ht.export_safetensors(model, "model.safetensors", "quantized")
+        tensors = ht.load_safetensors("model.safetensors")
 
     They have no recipe, and can be dequantized, multiplied, or loaded into a persistent weight of
     the same formats with ``load_state_dict``. One written without its columnwise face is then

@@ -48,6 +48,11 @@ _RECORDS: dict[tuple[object, ...], Format] = {}
 class Format(metaclass=_OnePerValue):
     """How the elements and scales of one face are stored. Records with equal fields are one object.
 
+    ::
+
+        fmt = ht.MXFP8Quantizer().rowwise_format
+        print(fmt.name, fmt.element, fmt.block, fmt.scale_shape(64, 128))
+
     Attributes:
         name: Unique key in the registry, and what errors and tables print.
         element: Dtype of the elements; ``None`` for the identity format, which stores the tensor's
@@ -307,7 +312,13 @@ _WITH_KERNELS: set[tuple[object, ...]] = set()  # what ``kernels`` are written f
 
 
 def register_format(fmt: Format) -> Format:
-    """Add ``fmt`` to the registry and return it."""
+    """Add ``fmt`` to the registry and return it.
+
+    ::
+
+        mine = dataclasses.replace(ht.formats.MXFP8_E4M3, name="mxfp8_blocks_of_64", block=(1, 64))
+        ht.formats.register_format(mine)
+    """
     require_kind("register_format", "a Format", fmt, Format)
     known = REGISTRY.setdefault(fmt.name, fmt)
     if known is not fmt:
@@ -342,6 +353,10 @@ def format_of_face(name: str) -> Format:
 
 def get_format(name: str) -> Format:
     """Return the record called ``name``.
+
+    ::
+
+        fmt = ht.formats.get_format("mxfp8_e4m3")
 
     Raises:
         TypeError: If the name is no string.

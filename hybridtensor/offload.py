@@ -1,11 +1,5 @@
 """Move what blocks save for backward to host memory, block by block, while the next block computes.
 
-::
-
-    with offload_activations(model.blocks):
-        loss = model(tokens)
-    loss.backward()
-
 Whole storages are copied, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all
 layers that share it. On a GPU the copies run on a stream of their own: a block's memory is given
 back when the next block has ended, and when backward enters a block, what the one before it needs
@@ -46,7 +40,14 @@ def _not_traced(function: F) -> F:
 
 @dataclass
 class Traffic:
-    """Bytes that were copied."""
+    """Bytes that were copied.
+
+    ::
+
+        with ht.offload.offload_activations(model.blocks) as traffic:
+            loss = model(batch).mean()
+        print(traffic.to_host)
+    """
 
     to_host: int = 0
     to_device: int = 0
@@ -62,6 +63,12 @@ def offload_activations(
 ) -> Iterator[Traffic]:
     """Offload what ``blocks`` save for backward while the context is open: put it around the
     model's forward.
+
+    ::
+
+        with ht.offload.offload_activations(model.blocks, keep_last=1):
+            loss = model(batch).mean()
+        loss.backward()
 
     Parameters, buffers and cached faces of weights stay where they are, and so does what is saved
     outside of blocks, tensor subclasses, and what checkpoints inside of blocks keep. Gradients are

@@ -38,6 +38,11 @@ class MasterWeights(torch.optim.Optimizer):
     """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them
     back.
 
+    ::
+
+        ht.quantize_(model, "mxfp8", persistent=True)
+        optimizer = ht.optim.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+
     Every persistent parameter gets an fp32 master: its original value where the parameter still
     holds that (and then lets go of it), else its dequantized one. Other parameters are stepped as
     they are. After a step each persistent parameter is ``quantize(master)``, bit for bit, written

@@ -23,6 +23,11 @@ from hybridtensor.swap import drop_apply, swap_all
 def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Undo ``quantize_`` in place: make a converted model plain again.
 
+    ::
+
+        ht.plain_(model, dtype=torch.bfloat16)
+        torch.save(model.state_dict(), "model.pt")
+
     The parameter objects stay, so that optimizers, tied weights and hooks of the user go on. Master
     weights keep their memory; persistent weights get the high-precision values that there are (an
     optimizer's master, or the original), or else what their faces hold. State of quantizers and
@@ -76,6 +81,10 @@ def _check_gradient(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> N
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return a state dict that a plain model loads strictly: values in high precision, no state of
     quantizers.
+
+    ::
+
+        torch.save(ht.plain_state_dict(model), "model.pt")
 
     Args:
         model: A model, converted or not, sharded or not. Names are those of ``model.state_dict()``.

@@ -168,6 +168,11 @@ class _Dispatch(torch.autograd.Function):
 class ExpertParallel(ParallelStyle):
     """Experts that are spread over the ranks of a mesh, for ``parallelize_module``.
 
+    ::
+
+        ht.quantize_(model, "mxfp8+rowwise_dequantized")
+        parallelize_module(model, mesh["ep"], {"experts": ht.distributed.ExpertParallel()})
+
     The module's forward takes tokens ``[T, K]`` sorted by expert, and how many each expert has,
     ``[E]``; it returns a row for each. Its parameters whose first extent is ``E`` are sharded along
     it, and are the local parts while it runs. Each rank calls it with the tokens that it routed, and

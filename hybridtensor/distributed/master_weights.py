@@ -48,6 +48,11 @@ def quantize_master_weights(
 ) -> None:
     """Quantize weights, in place, on all ranks alike, from masters that are scattered over them.
 
+    ::
+
+        weights = [layer.weight for layer in model.blocks]  # persistent, the same on every rank
+        ht.distributed.quantize_master_weights(weights, master_shards, offsets)
+
     Every face of every weight equals, bit for bit, that of the whole master. NaN and Inf count as
     in any cast. Faces in high precision, and those after a Hadamard rotation, need the values of
     other ranks: there values are exchanged.

@@ -34,6 +34,11 @@ def set_mesh_(
 ) -> nn.Module:
     """Assign the dimensions of a device mesh to data, tensor, expert and pipeline parallelism.
 
+    ::
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        ht.set_mesh_(model, mesh)
+
     Delayed scales are reduced over dp, tp and ep, as each rank sees a part of the batch or of the
     layer: they are those of the model on one device. Random rounding draws by the rank's part of
     the batch and of the weight, so that no two ranks draw alike for different numbers, and alike
@@ -112,6 +117,10 @@ def _dimensions(mesh: DeviceMesh, role: str, names: Names) -> tuple[str, ...]:
 
 def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     """Set the data-parallel process group (all ranks by default). ``set_mesh_`` does so by a mesh.
+
+    ::
+
+        ht.set_data_parallel_group_(model, mesh.get_group("dp"))
 
     Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run
     does not depend on how many they are (given that a batch is split among them in order and

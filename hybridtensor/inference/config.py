@@ -41,6 +41,10 @@ def inference_config(
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` of ``config.json`` for what ``inference_tensors`` gives.
 
+    ::
+
+        json.dumps({"quantization_config": ht.inference_config(model)})
+
     Inputs are quantized as the recipe's forward does, where engines have that rule; else they stay in
     high precision.
 

@@ -50,6 +50,10 @@ def export_pretrained(
 ) -> Path:
     """Write what ``inference_tensors`` gives into a folder, which is there whole or not at all.
 
+    ::
+
+        ht.export_pretrained(model, "exported")
+
     Files ``model-00001-of-00003.safetensors`` with their index, ``config.json`` (that of a model of
     transformers, with the quantization) and ``digests.json``: size and SHA-256 of every file, which
     ``load_pretrained`` checks. Of a sharded model, all ranks call it, and the first one writes.

@@ -45,6 +45,11 @@ def load_pretrained(
     """Load a folder of ``export_pretrained``, or a checkpoint in FP8 blocks of 128x128 (DeepSeek's) or with experts
     in MXFP4 (gpt-oss's, DeepSeek V4's), in place.
 
+    ::
+
+        ht.quantize_(model, "fp8_rowwise", persistent=True)
+        ht.load_pretrained(model, "exported")
+
     Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
     these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of
     NVFP4 the amax is one that has the stored global scale: the one that was, if weights were bf16. Scales of inputs

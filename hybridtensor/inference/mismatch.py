@@ -122,6 +122,10 @@ def mismatch(
 ) -> Mismatch:
     """Run the forward that is trained, and the one of an engine that has the exported tensors.
 
+    ::
+
+        print(ht.mismatch(model, batch))
+
     The engine's is built on these tensors, what torch and compressed-tensors decode of them, and
     torch's products; high-precision weights of converted layers are not there. Each converted module
     is compared given its input in training, the whole model by its outputs. Where an engine has the

@@ -45,6 +45,11 @@ def inference_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights of a model as inference engines load them.
 
+    ::
+
+        for name, tensor in ht.inference_tensors(model):
+            engine_weights[name] = tensor.clone()
+
     Of converted weights these are the bytes and scales of the rowwise face, which the next forward
     multiplies; everything else is in ``dtype``. Tied weights come once, under their first name.
     Where a face is there, tensors share its memory: copy what is to outlive the next write.

@@ -21,6 +21,10 @@ def prepare(
 ) -> Any:
     """Do what ``accelerator.prepare(*objects)`` does with a model that ``recipe`` quantizes.
 
+    ::
+
+        model, optimizer, data = prepare(accelerator, model, optimizer, data, recipe="fp8_delayed")
+
     The model is converted first, because FSDP2 shards what it is given. Then state advances
     whenever the optimizer really steps: not while gradients accumulate, nor when a gradient scaler
     skips a step. With several optimizers it advances when all of them have stepped.

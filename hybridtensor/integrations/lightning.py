@@ -87,6 +87,10 @@ class HybridPrecision(_Converting, pytorch.Precision):
 class FabricHybridPrecision(_Converting, fabric.Precision):
     """A plugin of Fabric that quantizes the modules it sets up, and advances their state.
 
+    ::
+
+        fabric = Fabric(plugins=FabricHybridPrecision("fp8"))
+
     With several optimizers of one module its state advances with the one that stepped first.
 
     Args:

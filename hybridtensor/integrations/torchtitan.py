@@ -66,6 +66,10 @@ class HybridConverter(ModelConfigConverter):
 def quantized(spec: ModelSpec, recipe: Recipe, **options: Any) -> ModelSpec:
     """Return ``spec`` with models that are quantized before they are parallelized, and advance.
 
+    ::
+
+        spec = quantized(model_registry("8B"), ht.recipes.nvfp4(seed=1))
+
     Args:
         spec: What a model registry returns.
         recipe: As for ``quantize_``; any kind.
@@ -85,6 +89,11 @@ def quantized(spec: ModelSpec, recipe: Recipe, **options: Any) -> ModelSpec:
 
 def advancing(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with optimizers that advance the state of its models after each step.
+
+    ::
+
+        converter = HybridConverter.Config(recipe="fp8")
+        spec = advancing(model_registry("8B", converters=[converter]))
 
     Args:
         spec: What a model registry returns, with a ``HybridConverter`` among its converters.

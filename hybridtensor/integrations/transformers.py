@@ -41,6 +41,11 @@ class HasScalars(Protocol):
 class HybridTensorConfig(QuantizationConfigMixin):
     """The recipe of a model, for ``from_pretrained(quantization_config=...)`` and ``config.json``.
 
+    ::
+
+        config = HybridTensorConfig("fp8", keep_bf16=["model.layers.0"])
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
     Args:
         recipe: A name or spec, a ``HybridConfig``, or torchao's ``FqnToConfig`` of such; also the
             dictionary that ``config.json`` has of one of the latter.

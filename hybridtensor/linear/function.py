@@ -61,6 +61,10 @@ def linear(
 ) -> Tensor:
     """Return ``input @ weight.T + bias`` with the products quantized as ``weight.config`` says.
 
+    ::
+
+        y = ht.linear.linear(x, layer.weight, layer.bias)  # F.linear calls it
+
     Args:
         input: ``[..., in_features]``, one to four dimensions, of the weight's dtype (under
             autocast: any floating dtype); or a ``HybridTensor`` that was quantized before, whose

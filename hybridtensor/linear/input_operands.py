@@ -45,7 +45,13 @@ from hybridtensor.subclasses.shared_face import SharedFace
 
 
 class KeptInput(Operand):
-    """A high-precision input, saved as it is: backward quantizes its columnwise face."""
+    """A high-precision input, saved as it is: backward quantizes its columnwise face.
+
+    ::
+
+        config = ht.HybridConfig.parse("fp8+save_original_input")
+        kept = ht.linear.input_operand(x, x, weight, config, needs, context)
+    """
 
     __slots__ = ("_after", "_again", "_config", "_context", "_dtype", "_sharing", "_x")
 
@@ -154,7 +160,13 @@ def input_operand(
     needs: Needs,
     context: Context,
 ) -> Operand:
-    """Return the operand of a plain or quantized ``input``, which was cast from ``cast_from``."""
+    """Return the operand of a plain or quantized ``input``, which was cast from ``cast_from``.
+
+    ::
+
+        context = ht.Context("input", weight.state)
+        left = ht.linear.input_operand(x, x, weight, weight.config, needs, context)
+    """
     if isinstance(input, QUANTIZED):
         return brought_along(input, needs, input.dtype, config, context)
     dtype = input.dtype

@@ -43,7 +43,12 @@ def is_transposed(weight: Weight) -> bool:
 
 
 class Needs(NamedTuple):
-    """Which gradients backward will be asked for."""
+    """Which gradients backward will be asked for.
+
+    ::
+
+        needs = ht.linear.Needs(input=x.requires_grad, weight=True, bias=False)
+    """
 
     input: bool
     weight: bool
@@ -51,7 +56,13 @@ class Needs(NamedTuple):
 
 
 class Operand:
-    """An operand whose faces exist; ``noted`` has their amaxes if they belong to no single forward."""
+    """An operand whose faces exist; ``noted`` has their amaxes if they belong to no single forward.
+
+    ::
+
+        row, column = weight.config.input.faces(x, rowwise=True, columnwise=True, dtype=x.dtype)
+        y = ht.linear.linear(x, weight, operand=ht.linear.Operand(row, column))
+    """
 
     __slots__ = ("_column", "_kind", "_noted", "_row")
 

@@ -36,7 +36,13 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 
 class Gradients(NamedTuple):
-    """The gradients of a linear layer; None where one is not needed."""
+    """The gradients of a linear layer; None where one is not needed.
+
+    ::
+
+        gradients = backward.gradients(grad_output, saved)
+        print(gradients.input, gradients.weight)
+    """
 
     input: Tensor | None
     weight: Tensor | None
@@ -48,12 +54,22 @@ def output(
 ) -> Tensor:
     """Return ``input @ weight.T + bias`` of two rowwise faces, ``[tokens, out_features]`` in
     ``dtype``; see ``ops.product``.
+
+    ::
+
+        y = ht.linear.output(left.rowwise(), right.rowwise(), None, x.dtype, direct=False)
     """
     return ops.product(input, weight, bias=bias, out_dtype=dtype, fast_accum=True, direct=direct)
 
 
 class Backward(NamedTuple):
-    """The two products of backward, and what they need from forward."""
+    """The two products of backward, and what they need from forward.
+
+    ::
+
+        backward, saved = ht.linear.Backward.save(left, right, weight.config, needs, context)
+        gradients = backward.gradients(grad_output, saved)
+    """
 
     input: Operand
     weight: Operand

@@ -172,7 +172,14 @@ class TracedMaster(Operand):
 
 
 class GatheredWeight(Operand):
-    """A weight that FSDP2 gathers again for backward; its storage is freed in between."""
+    """A weight that FSDP2 gathers again for backward; its storage is freed in between.
+
+    ::
+
+        fully_shard(layer)
+        layer.unshard()
+        gathered = ht.linear.weight_operand(layer.weight, needs, x.dtype, context, layer.weight.context)
+    """
 
     __slots__ = ("_dtype", "_weight")
 
@@ -188,7 +195,13 @@ class GatheredWeight(Operand):
 def weight_operand(
     weight: Weight, needs: Needs, dtype: torch.dtype, context: Context, of_weight: Context
 ) -> Operand:
-    """Return the operand of a weight: quantized now, cached, persistent or gathered."""
+    """Return the operand of a weight: quantized now, cached, persistent or gathered.
+
+    ::
+
+        context = ht.Context("input", weight.state)
+        right = ht.linear.weight_operand(weight, needs, x.dtype, context, weight.context)
+    """
     if isinstance(weight, MasterWeight):
         state = context.state
         traced = not context.direct and is_traced()

@@ -37,6 +37,11 @@ def require_rounding(
 class Quantizer(ABC):
     """Makes the faces of a tensor. Subclasses say in which format and how.
 
+    ::
+
+        quantized = ht.MXFP8Quantizer().quantize(x)
+        error = quantized.dequantize() - x
+
     ``quantizer.quantize(x)`` gives a ``HybridTensor`` and ``quantizer.update_(tensor, x)``
     overwrites one: see ``hybridtensor.subclasses.quantizing``, which adds them here, because
     tensors are built on quantizers.

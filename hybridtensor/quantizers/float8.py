@@ -18,6 +18,11 @@ from hybridtensor.state import Context, DelayedRule
 class Float8Quantizer(OneFormatQuantizer):
     """FP8 with current scaling: the scales come from the values that are being quantized.
 
+    ::
+
+        row = ht.Float8Quantizer("row")
+        ht.quantize_(model, ht.HybridConfig(input=row, weight=row, grad_output=row))
+
     Args:
         granularity: ``"tensor"``: one scale; ``"row"``: one per row in the rowwise face and one per
             column in the columnwise face; ``"block"``: one per ``block``.
@@ -75,6 +80,11 @@ _MAX_MARGIN = 64  # beyond, scales would leave fp32 for ordinary values
 @dataclass(frozen=True)
 class DelayedFloat8Quantizer(OneFormatQuantizer):
     """FP8 with delayed scaling: one scale per tensor, from the amaxes of past steps.
+
+    ::
+
+        e4m3, e5m2 = (ht.DelayedFloat8Quantizer(dtype, history_length=16) for dtype in ("e4m3", "e5m2"))
+        ht.quantize_(model, ht.HybridConfig(input=e4m3, weight=e4m3, grad_output=e5m2))
 
     The scale is known before the tensor is, so that a cast reads it once. The state, a scale and an
     amax history per tensor (per direction in a hybrid), belongs to the layer: ``quantize_`` makes

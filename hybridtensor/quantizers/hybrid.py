@@ -22,7 +22,13 @@ from hybridtensor.state import Context, DelayedRule
 
 @dataclass(frozen=True)
 class IdentityQuantizer(Quantizer):
-    """No quantization: faces hold the values in the nominal dtype."""
+    """No quantization: faces hold the values in the nominal dtype.
+
+    ::
+
+        fp8, values = ht.Float8Quantizer("row"), ht.IdentityQuantizer()
+        ht.quantize_(model, ht.HybridConfig(input=values, weight=fp8, grad_output=values))
+    """
 
     @property
     def rowwise_format(self) -> Format:
@@ -47,6 +53,11 @@ class IdentityQuantizer(Quantizer):
 @dataclass(frozen=True)
 class HybridQuantizer(CastQuantizer):
     """A quantizer for each direction.
+
+    ::
+
+        quantizer = ht.HybridQuantizer(ht.NVFP4Quantizer(), ht.MXFP8Quantizer(), "rowwise_dequantized")
+        quantized = quantizer.quantize(x)
 
     Args:
         rowwise: Makes the rowwise face.

@@ -16,6 +16,11 @@ from hybridtensor.state import Context
 class MXFP4Quantizer(OneFormatQuantizer):
     """MXFP4: E2M1 values, a power-of-two scale per 32 along the contraction axis of each face.
 
+    ::
+
+        mxfp4, values = ht.MXFP4Quantizer(), ht.IdentityQuantizer()
+        ht.quantize_(model, ht.HybridConfig(input=values, weight=mxfp4, grad_output=values))
+
     Args:
         scale_rounding: How a scale is rounded that follows from its block's amax: ``"rceil"``, rounded up, so that
             nothing is clipped; ``"floor"``, by the exponent alone, which clips up to a quarter of the largest values;

@@ -17,6 +17,11 @@ class MXFP8Quantizer(OneFormatQuantizer):
     """MXFP8: one power-of-two scale, rounded up, per 32 values along the contraction axis of each
     face.
 
+    ::
+
+        mxfp8, square = ht.MXFP8Quantizer(), ht.MXFP8Quantizer(two_d=True)
+        ht.quantize_(model, ht.HybridConfig(input=mxfp8, weight=square, grad_output=mxfp8))
+
     Args:
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
         two_d: Blocks of 32x32, for weights: one face is the transpose of the other, so that both

@@ -19,6 +19,10 @@ class NVFP4Quantizer(OneFormatQuantizer):
     """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32
     scale per tensor.
 
+    ::
+
+        quantized = ht.NVFP4Quantizer(rounding="stochastic", seed=1).quantize(x)
+
     Args:
         row_scaled: An fp32 scale per row of a face instead of one per tensor.
         two_d: Blocks of 16x16, for weights: one face is the transpose of the other.

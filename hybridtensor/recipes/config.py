@@ -31,6 +31,13 @@ KEEP_FACES = ("auto", "always", "never")
 class QuantizerRole:
     """The tensor that a quantizer is for; the argument of a quantizer factory.
 
+    ::
+
+        def factory(role: ht.QuantizerRole) -> ht.Quantizer:
+            return ht.MXFP8Quantizer("e5m2" if role.tensor_type == "grad_output" else "e4m3")
+
+        ht.quantize_(model, factory)
+
     Attributes:
         module_type: ``"linear"``, or ``"grouped_linear"`` for one of several experts.
         tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
@@ -53,6 +60,11 @@ class QuantizerRole:
 @dataclass(frozen=True)
 class HybridConfig(AOBaseConfig):
     """The recipe of a linear layer: which quantizer makes the faces of each of its three operands.
+
+    ::
+
+        mxfp8, values = ht.MXFP8Quantizer(), ht.IdentityQuantizer()
+        ht.quantize_(model, ht.HybridConfig(input=mxfp8, weight=mxfp8, grad_output=values))
 
     The three products and the faces that they multiply::
 

@@ -196,7 +196,8 @@ RECIPES: dict[str, Recipe] = {}
 def _recipe(function: Recipe) -> Recipe:
     """Return a function of ``RECIPES`` with its docstring extended by the table's text."""
     row, options = _ROWS[function.__name__], function.__doc__
-    parts = [row.promise, *([options] if options else []), f"Spec: ``{row.spec}``."]
+    example = f'    ht.quantize_(model, "{row.name}")  # or ht.recipes.{row.name}()'
+    parts = [row.promise, "::", example, *([options] if options else []), f"Spec: ``{row.spec}``."]
     function.__doc__ = "\n\n".join([*parts, f"Source: {row.source}"])
     RECIPES[row.name] = function
     return function
@@ -349,6 +350,10 @@ def by_type(
 
 def from_name(name: RecipeName | str) -> HybridConfig:
     """Return the recipe called ``name``, or the config that ``HybridConfig.parse`` makes of it.
+
+    ::
+
+        config = ht.recipes.from_name("fp8+dequantized")
 
     Raises:
         TypeError: If it is no string.

@@ -16,6 +16,10 @@ from hybridtensor.recipes.named import from_name
 def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]:
     """Return the names of the first and last blocks of ``model``, for ``quantize_(keep_bf16=...)``.
 
+    ::
+
+        ht.quantize_(model, "nvfp4", keep_bf16=ht.recipes.edge_blocks(model, first=1, last=1))
+
     Args:
         model: A model whose blocks are in one ``nn.ModuleList``: its longest.
         first: Blocks at the beginning.
@@ -45,6 +49,11 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
 @dataclass(frozen=True)
 class Schedule:
     """Which recipe a run uses from which step on; made by ``schedule``.
+
+    ::
+
+        plan = ht.recipes.schedule({0: "nvfp4", 900: "bf16"})
+        print(plan.starts, plan.at(950))
 
     Attributes:
         starts: First step of each recipe, ascending from 0.

@@ -20,6 +20,12 @@ MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
 class Context(NamedTuple):
     """Which tensor of which layer is quantized: for errors, and to find its state.
 
+    ::
+
+        layer = model.blocks[0]  # after quantize_(model, "fp8_delayed")
+        context = ht.Context("input", layer.quantization_state.tensors())
+        quantized = layer.weight.config.input.quantize(x, context=context)
+
     Attributes:
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         state: State of the layer, or None for a tensor on its own.

@@ -34,6 +34,11 @@ from hybridtensor.state.tensors import CommonAmax, StateTensors
 class LayerState(nn.Module):
     """The state of one layer's quantizers.
 
+    ::
+
+        state = model.blocks[0].quantization_state  # after quantize_(model, "fp8_delayed")
+        print(state.slots, state.encode_scale, state.amax_history)
+
     Args:
         name: Fully qualified name of the layer, from which the key of random rounding follows.
             Without one, None, the key is drawn from torch's generator when it is first needed.

@@ -31,6 +31,11 @@ from hybridtensor.state.update import update_scales
 def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     """Advance what quantizers remember: call it once after every ``optimizer.step()``.
 
+    ::
+
+        optimizer.step()
+        ht.step_(model)
+
     Delayed scales follow from the amaxes of the step, reduced over the ranks that train the model
     (all, unless ``set_mesh_`` says otherwise; none where each has a stage of a pipeline) in one
     collective for all layers; stochastic rounding moves to its next step. Does nothing for recipes

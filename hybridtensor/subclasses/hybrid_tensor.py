@@ -30,6 +30,11 @@ _OPPOSITE = {"rowwise": "columnwise", "columnwise": "rowwise"}
 class HybridTensor(InterceptingTensor):
     """A tensor that carries a rowwise and a columnwise face; either may be absent.
 
+    ::
+
+        weight = model.blocks[0].weight  # after quantize_(model, "mxfp8", persistent=True)
+        print(weight.rowwise.qdata, weight.columnwise.scale, weight.dequantize())
+
     ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise``
     of its right operand. As a parameter it is a persistent low-precision weight: there is no
     high-precision copy.

@@ -17,6 +17,11 @@ from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor, require
 class IdentityTensor(WrapperTensor):
     """A face in high precision; serves both directions.
 
+    ::
+
+        face = ht.HybridQuantizer(ht.MXFP8Quantizer(), ht.IdentityQuantizer()).quantize(x).columnwise
+        print(face.dequantize())
+
     ``source`` is a plain tensor, or a ``QuantizedTensor`` that is dequantized whenever the values
     are used: a high-precision face "of what the forward saw", which stores nothing beyond the bytes
     that it shares.

@@ -22,6 +22,11 @@ from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plai
 class MasterWeight(QuantizedWhenUsed):
     """A high-precision weight with the recipe by which linear layers quantize it.
 
+    ::
+
+        weight = model.blocks[0].weight  # after quantize_(model, "fp8")
+        print(weight.config, weight.master)
+
     To optimizers, checkpoints and initialization it is the high-precision tensor. ``faces``
     quantizes it and keeps the result until the next write.
 

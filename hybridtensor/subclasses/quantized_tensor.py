@@ -19,6 +19,11 @@ class QuantizedTensor(WrapperTensor):
     """One face: elements, scales and everything else that dequantizing needs, never the quantizer
     that made it.
 
+    ::
+
+        face = ht.NVFP4Quantizer().quantize(x).rowwise
+        print(face.format.name, face.qdata, face.scale, face.tensor_scale)
+
     The elements are a matrix ``[other, contraction]``, whatever the logical shape: leading
     dimensions are flattened, and ``axis`` says which logical dimension is the contraction.
 

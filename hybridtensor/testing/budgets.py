@@ -27,6 +27,12 @@ def product_bound(
     """Bound ``|computed - left @ right|``, elementwise, for operands whose values are exact in the
     hardware.
 
+    ::
+
+        mxfp8 = ht.MXFP8Quantizer()
+        left, right = (testing.exact_values(mxfp8.quantize(t).rowwise) for t in (x, weight))
+        bound = testing.product_bound(left, right.T, torch.bfloat16)
+
     With exact products and ``n`` additions of relative error ``u``, a sum is off by at most
     ``n u sum|terms|`` (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, any
     order of summation). The scales cost up to six more roundings in fp32, and the result one in

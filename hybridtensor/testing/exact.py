@@ -18,6 +18,11 @@ _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e
 def exact_values(face: Face | QuantizedTensor | IdentityTensor) -> Tensor:
     """Return the values that a product multiplies, float64, ``[other, contraction]``.
 
+    ::
+
+        face = ht.Float8Quantizer().quantize(x).rowwise
+        values = testing.exact_values(face)
+
     Elements are decoded by ml_dtypes and scaled in float64. A format with a Hadamard rotation gives
     its rotated values. An identity face, which has no direction, gives its matrix
     ``[tokens, features]``.

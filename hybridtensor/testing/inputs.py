@@ -24,6 +24,10 @@ def _require(who: str, dtype: object, device: object) -> None:
 def edge_tensor(dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
     """Return a matrix ``[18, 28]`` whose rows are edge cases of a scale group.
 
+    ::
+
+        quantized = ht.Float8Quantizer("row").quantize(testing.edge_tensor(torch.bfloat16), columnwise=False)
+
     Rows 0-11: all edge values at one magnitude. Then: all zero, one Inf, one NaN, all NaN, all
     subnormal, one huge value among tiny ones. Values beyond ``dtype`` become its Inf or zero.
     """
@@ -44,7 +48,12 @@ def random_tensor(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """Return normal values whose rows and columns differ in magnitude by powers of two up to 2^8."""
+    """Return normal values whose rows and columns differ in magnitude by powers of two up to 2^8.
+
+    ::
+
+        x = testing.random_tensor(64, 128, dtype=torch.float32, seed=1)
+    """
     _require("random_tensor", dtype, device)
     require_int("random_tensor", seed=seed)
     for extent in shape:

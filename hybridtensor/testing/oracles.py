@@ -38,6 +38,10 @@ def float8_oracle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a matrix to FP8 along its last dimension.
 
+    ::
+
+        codes, scales = testing.float8_oracle(x, dtype="e4m3", granularity="row")
+
     Args:
         x: ``[M, K]``, any floating-point dtype.
         dtype: ``"e4m3"`` or ``"e5m2"``.
@@ -68,6 +72,10 @@ def mx_oracle(
     x: Tensor, *, dtype: str, block: tuple[int, int] = (1, 32)
 ) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a matrix to MXFP8 along its last dimension.
+
+    ::
+
+        codes, scales = testing.mx_oracle(x, dtype="e4m3")
 
     Returns:
         Codes, uint8 ``[M, K]``, and E8M0 scale bytes, one per block.
@@ -102,6 +110,10 @@ def nvfp4_oracle(
     x: Tensor, *, block: tuple[int, int] = (1, 16), row_scaled: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Quantize a matrix to NVFP4 along its last dimension, to nearest, without rotation.
+
+    ::
+
+        codes, scales, tensor_scales = testing.nvfp4_oracle(x)
 
     Returns:
         E2M1 codes, one per uint8, ``[M, K]``; E4M3 scale bytes, one per block; tensor scales, fp32.
@@ -148,6 +160,11 @@ def nvfp4_oracle(
 def decode_oracle(qdata: np.ndarray, element: str) -> np.ndarray:
     """Return the float64 values of codes, one per byte; ``element`` is ``e4m3``, ``e5m2``, ``e2m1``
     or ``e8m0``.
+
+    ::
+
+        codes, scales = testing.float8_oracle(x, dtype="e4m3", granularity="row")
+        values = testing.decode_oracle(codes, "e4m3") * scales
     """
     kinds = {
         "e4m3": ml_dtypes.float8_e4m3fn,

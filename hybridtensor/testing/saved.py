@@ -16,7 +16,14 @@ from hybridtensor.subclasses.structure import flatten
 
 @dataclass
 class SavedTensors:
-    """Plain tensors that autograd saved, in order; ``tensors`` may repeat a storage, ``nbytes`` counts each once."""
+    """Plain tensors that autograd saved, in order; ``tensors`` may repeat a storage, ``nbytes`` counts each once.
+
+    ::
+
+        with testing.saved_for_backward() as saved:
+            model(batch)
+        print(saved.nbytes, [tensor.dtype for tensor in saved.tensors])
+    """
 
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -36,7 +43,13 @@ class SavedTensors:
 
 @contextmanager
 def saved_for_backward() -> Iterator[SavedTensors]:
-    """Record every tensor that autograd saves while the context is open."""
+    """Record every tensor that autograd saves while the context is open.
+
+    ::
+
+        with testing.saved_for_backward() as saved:
+            model(batch)
+    """
     saved = SavedTensors()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -51,6 +64,11 @@ def saved_for_backward() -> Iterator[SavedTensors]:
 def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
     """Record what the forward passes of ``modules`` save while the context is open, and nothing
     else does.
+
+    ::
+
+        with testing.saved_by([model.blocks[0]]) as saved:
+            model(batch)
     """
     blocks = require_items("saved_by", "a list of modules", modules)
     for module in blocks:

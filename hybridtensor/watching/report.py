@@ -48,6 +48,12 @@ def report(
     """Write a page of HTML of what was watched: what stands out in words, heatmaps of layers and
     products over time, the worst layers, the loss, the recipe and the machine.
 
+    ::
+
+        with ht.watch(model, every=100) as watched:
+            train(model)
+        ht.report(watched, "report.html")
+
     Args:
         watched: Result of ``watch``, its recording, or a file of ``Recording.save``.
         path: Path of the page.

@@ -5,8 +5,8 @@ written.
 
     from hybridtensor.distributed import checkpoint
 
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "seen":
-    torch.tensor(0)} checkpoint.save("runs/a", step, state)
+    state = {"model": model, "optimizer": optimizer, "seen": torch.tensor(0)}
+    checkpoint.save("runs/a", step, state)
     step = checkpoint.load("runs/a", state)  # the newest good one, on any number of ranks
 
 - ``save``, ``async_save``, ``load``, ``latest``, ``verify``: a folder of steps that survives

@@ -73,6 +73,10 @@ def check_replicas(
 ) -> None:
     """Raise if ranks that should have the same values of a tensor have others.
 
+    ::
+
+        checkpoint.check_replicas({"model": model, "optimizer": optimizer})
+
     That is every tensor that is no shard, and every part that a DTensor replicates. Compared are
     digests of all bytes: the time is that of reading them once on the host.
 

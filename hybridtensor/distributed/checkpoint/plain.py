@@ -68,7 +68,12 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 def plain(state: object) -> Any:
     """Return nested dictionaries and lists with plain tensors in place of converted weights; see
-    ``checkpoint.plain``."""
+    ``checkpoint.plain``.
+
+    ::
+
+        torch.save(checkpoint.plain({"model": model.state_dict()}), "model.pt")
+    """
     if isinstance(state, Tensor):
         weight = local(state)
         return faces(state, weight) if isinstance(weight, HybridTensor) else plain_weight(state)

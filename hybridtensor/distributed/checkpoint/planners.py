@@ -54,7 +54,13 @@ class Opaque:
 
 
 class HybridSavePlanner(DefaultSavePlanner):
-    """Stores converted weights as plain tensors; see the module's docstring."""
+    """Stores converted weights as plain tensors; see the module's docstring.
+
+    ::
+
+        state = {"model": model.state_dict()}
+        dcp.save(state, checkpoint_id="runs/plain", planner=checkpoint.HybridSavePlanner())
+    """
 
     def set_up_planner(
         self,
@@ -95,6 +101,11 @@ class HybridSavePlanner(DefaultSavePlanner):
 
 class HybridLoadPlanner(DefaultLoadPlanner):
     """Loads what ``HybridSavePlanner`` stored, in place; reads no pickle that could run code.
+
+    ::
+
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id="runs/plain", planner=checkpoint.HybridLoadPlanner())
 
     Raises:
         ValueError: If a tensor that is to be loaded has no memory, or is stored with another shape.

@@ -57,6 +57,11 @@ def load(
     """Load the newest step that is what was written, on any number of ranks, into ``state``, and
     return its number.
 
+    ::
+
+        state = {"model": model, "optimizer": optimizer}
+        step = checkpoint.load("runs/a", state)
+
     Digests, recipes, names and shapes are checked, and everything is read to the host, before
     anything is written. A load that raises, on any rank and for any reason, leaves tensors,
     optimizers and data as they were; for that the former values stay on the host until all ranks
@@ -261,6 +266,11 @@ def verify(directory: str | os.PathLike[str]) -> Verified:
     """Read every step in ``directory``, or the one that it is, and return what is wrong with each,
     the newest first.
 
+    ::
+
+        for step, problems in checkpoint.verify("runs/a").items():
+            print(step, problems or "intact")
+
     A step with an empty list is what was written, and can be read.
 
     Raises:
@@ -285,7 +295,12 @@ def _unreadable(path: Path) -> list[str]:
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number of the newest step that is what was written, or None."""
+    """Return the number of the newest step that is what was written, or None.
+
+    ::
+
+        step = checkpoint.latest("runs/a")
+    """
     return next(
         (
             number

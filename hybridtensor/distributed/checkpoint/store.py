@@ -124,6 +124,10 @@ def save(
 ) -> Path:
     """Write a checkpoint into a new folder of ``directory``; it is there whole, or not at all.
 
+    ::
+
+        checkpoint.save("runs/a", step, {"model": model, "optimizer": optimizer})
+
     All ranks call it, after ``step_``. A failure on one, a full disk say, is an error on all; steps
     that are there stay. The previous ``async_save`` of this process is waited for.
 
@@ -160,7 +164,13 @@ def save(
 
 
 class Saving:
-    """A checkpoint that is being written in the background; see ``async_save``."""
+    """A checkpoint that is being written in the background; see ``async_save``.
+
+    ::
+
+        saving = checkpoint.async_save("runs/a", step, state)
+        print(saving.done(), saving.result())  # result() waits
+    """
 
     def __init__(self, write: _Write) -> None:
         self._write = write
@@ -214,6 +224,11 @@ def async_save(
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Saving:
     """Copy the state to the host, and write it as ``save`` does while training goes on.
+
+    ::
+
+        saving = checkpoint.async_save("runs/a", step, {"model": model, "optimizer": optimizer})
+        saving.result()  # before the process ends
 
     What changes after the call is not in it. Only one is under way at a time: the next one waits,
     and raises what went wrong if ``result`` was not asked.

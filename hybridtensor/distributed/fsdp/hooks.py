@@ -312,6 +312,11 @@ def _name(dtype: torch.dtype) -> str:
 def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
     """Set whether backward reruns forward (activation checkpointing), and so needs both faces.
 
+    ::
+
+        fully_shard(model)
+        ht.distributed.expect_recompute_(model, True)
+
     By default that is found out: the first backward that does gathers a second time, later ones
     gather both faces at once. Compiled code cannot be watched, so that both are gathered for it;
     ``False`` promises that it recomputes nothing.

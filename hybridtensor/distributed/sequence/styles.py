@@ -23,6 +23,11 @@ from hybridtensor.subclasses.op_table import Args, Kwargs
 class ColwiseParallel(torch_styles.ColwiseParallel):
     """``torch.distributed.tensor.parallel.ColwiseParallel`` whose input is quantized on its shard.
 
+    ::
+
+        plan = {"blocks.0": ht.distributed.ColwiseParallel(input_layouts=Shard(0))}
+        parallelize_module(model, mesh["tp"], plan)
+
     With ``input_layouts=Shard(dim)`` of a dimension of tokens, ranks send the bytes of the face that
     each phase needs instead of values: the rowwise one in forward, the columnwise one in backward,
     for which only the shard's is saved. What a ``PrepareModuleInput`` gathered is taken as it is.
@@ -58,6 +63,12 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
     """``torch.distributed.tensor.parallel.PrepareModuleInput`` that quantizes an input once, on its
     shard, for all column-parallel layers of the module.
+
+    ::
+
+        once = ht.distributed.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        plan = {"mlp": once, "mlp.gate_proj": ht.distributed.ColwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
 
     They must have the style ``ColwiseParallel`` of this module, and one quantizer of their inputs;
     otherwise, or where its blocks do not fit the shards, values are gathered as torch does, and
@@ -126,6 +137,11 @@ class _Preparation:
 class RowwiseParallel(torch_styles.RowwiseParallel):
     """``torch.distributed.tensor.parallel.RowwiseParallel`` whose output's gradient is quantized on
     its shard.
+
+    ::
+
+        plan = {"blocks.1": ht.distributed.RowwiseParallel(output_layouts=Shard(0))}
+        parallelize_module(model, mesh["tp"], plan)
 
     With ``output_layouts=Shard(dim)`` of a dimension of tokens, backward gathers bytes where both
     faces of the gradient come from one payload: one scale per tensor, or square blocks. Elsewhere

@@ -62,6 +62,12 @@ class Staged:
 class SafeReader(FileSystemReader):
     """``FileSystemReader`` that runs nothing and writes nothing before everything is read.
 
+    ::
+
+        state = {"model": model.state_dict()}
+        reader, planner = checkpoint.SafeReader("runs/plain"), checkpoint.HybridLoadPlanner()
+        dcp.load(state, storage_reader=reader, planner=planner)
+
     Raises:
         ValueError: If a file is damaged or no regular file of the checkpoint.
         UnreadableError: If an entry is not what metadata says, or cannot be read without running
