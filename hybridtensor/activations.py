@@ -29,11 +29,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     """Return ``silu(gate) * up``, the gated activation of most transformers.
 
-    The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in
-    place of two, and one in place of four in backward, which keeps only ``gate`` and ``up``: two
-    bytes less per element than torch keeps, in bf16. In graphs of ``torch.compile`` it is torch's
-    operations, done again in backward, so that a plain layer behind it keeps nothing. For DTensors and in
-    ``torch.func`` transforms it is torch's operations, too.
+    The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in place of two,
+    and one in place of four in backward, which keeps only ``gate`` and ``up``: two bytes less per element than torch
+    keeps, in bf16. In graphs of ``torch.compile`` it is torch's operations, done again in backward, so that a plain
+    layer behind it keeps nothing. For DTensors and in ``torch.func`` transforms it is torch's operations, too.
 
     With ``into``, eager code casts while it computes::
 
@@ -43,10 +42,9 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.
         up: Of the same shape, dtype and device.
         into: The layers that read what is returned; any other reader raises. Where that saves a pass, it then is a
-            ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor,
-            current or delayed, and with MXFP8 where the device multiplies it. Else it is the values: with other
-            scales, and of layers that do not quantize alike, are sharded, not converted, wrapped or hooked, or run
-            under autocast.
+            ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor, current
+            or delayed, and with MXFP8 where the device multiplies it. Else it is the values: with other scales, and of
+            layers that do not quantize alike, are sharded, not converted, wrapped or hooked, or run under autocast.
 
     Raises:
         TypeError: If one is not a dense tensor of these dtypes, or ``into`` no modules.

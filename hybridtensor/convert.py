@@ -1,6 +1,4 @@
-"""Put recipes on models: ``quantize_``, ``set_config_``, and the handler behind torchao's own
-``quantize_``.
-"""
+"""Put recipes on models: ``quantize_``, ``set_config_``, and the handler behind torchao's own ``quantize_``."""
 
 from __future__ import annotations
 
@@ -271,7 +269,6 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def _checked_name(name: str | None) -> str:
-    """Return the prefix of all names, ``""`` for none."""
     if name is None:
         return ""
     require_text("quantize_", name=name)

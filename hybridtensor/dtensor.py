@@ -50,5 +50,4 @@ def placement_along(tensor: DTensor, name: str | None) -> Placement:
 
 
 def name_of(mesh: DeviceMesh) -> str | None:
-    """Return the name of a one-dimensional mesh."""
     return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None

@@ -1,5 +1,4 @@
-"""Weights as safetensors files: in high precision for any other tool, or quantized as they are
-used.
+"""Weights as safetensors files: in high precision for any other tool, or quantized as they are used.
 
 Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
 """
@@ -69,10 +68,9 @@ def export_safetensors(
 
         ht.export_safetensors(model, "model.safetensors", "bf16")
 
-    In high precision the file has the names and plain tensors of the model without quantization, so
-    that Hugging Face and everything else reads it. Buffers stay what they are; what quantizers
-    remember is left out. Of tied weights the first name is written, and the metadata names it for
-    each other one, as ``safetensors.torch.save_model`` does.
+    In high precision the file has the names and plain tensors of the model without quantization, so that Hugging Face
+    and everything else reads it. Buffers stay what they are; what quantizers remember is left out. Of tied weights the
+    first name is written, and the metadata names it for each other one, as ``safetensors.torch.save_model`` does.
 
     Of a sharded model, all ranks call it, and the first one writes; if one fails, all do. Any other
     may be exported by the first rank alone.
@@ -84,8 +82,7 @@ def export_safetensors(
             converted weights as elements and scales, ``<name>.rowwise.qdata`` and so on, with
             formats in the metadata; ``load_safetensors`` reads them.
         columnwise: Write columnwise faces too, which only training needs.
-        masters: Optimizer that has the fp32 values of persistent weights; without it, they are
-            dequantized.
+        masters: Optimizer that has the fp32 values of persistent weights; without it, they are dequantized.
         timeout: How long to wait for the slowest rank of a sharded model.
 
     Returns:
@@ -245,8 +242,7 @@ def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> Told
 def load_safetensors(
     path: str | os.PathLike[str], device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each
-    quantized weight.
+    """Read what ``export_safetensors`` wrote: plain tensors, and a ``HybridTensor`` for each quantized weight.
 
     ::
 
@@ -339,7 +335,6 @@ def _take_face(
     size: tuple[int, ...],
     dtype: torch.dtype,
 ) -> FaceTensor:
-    """Take the tensors of one face out of ``tensors``."""
     if "of" in told:
         source = _take_face(tensors, f"{prefix}.source", told["of"], size, dtype)
         return IdentityTensor(source)
@@ -395,7 +390,6 @@ def _write(
 
 
 def _safetensors() -> ModuleType:
-    """Return the package ``safetensors``."""
     try:
         import safetensors
         import safetensors.torch

@@ -55,26 +55,21 @@ class Format(metaclass=_OnePerValue):
 
     Attributes:
         name: Unique key in the registry, and what errors and tables print.
-        element: Dtype of the elements; ``None`` for the identity format, which stores the tensor's
-            own dtype.
+        element: Dtype of the elements; ``None`` for the identity format, which stores the tensor's own dtype.
         max: Largest finite magnitude of an element.
         block: Extent of a scale block along ``(other, contraction)``; ``None`` is the whole axis.
         scale_dtype: Dtype of the scales. ``value = element * scale`` in one-level formats.
-        pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in
-            bfloat16.
+        pow2_scale: Whether every scale is a power of two, so that ``element * scale`` is exact in bfloat16.
         ragged: Whether the last block of an axis may be partial; otherwise axes are multiples of
             the block, or what is stored is: see ``stored``.
-        elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity
-            format).
+        elements_per_byte: 2 where two elements share a byte, else 1 (meaningless for the identity format).
         hadamard: Whether elements are stored after a Hadamard rotation of the contraction axis.
         drawn_signs: Whether that rotation is of 128 values instead of 16, under signs that are drawn for each cast
             and stored behind the tensor scale.
-        tensor_block: Extent of what shares a tensor scale, as ``block``; ``None`` for one-level
-            formats.
+        tensor_block: Extent of what shares a tensor scale, as ``block``; ``None`` for one-level formats.
         tensor_scale_max: In two-level formats the value that the tensor scale, an amax, maps to:
             ``value = element * scale * tensor_scale / tensor_scale_max``.
-        values_of: Name of the format whose elements, times their block scales, this one's elements are; see
-            ``values``.
+        values_of: Name of the format whose elements, times their block scales, this one's elements are; see ``values``.
     """
 
     name: str
@@ -135,9 +130,7 @@ class Format(metaclass=_OnePerValue):
 
     @functools.cached_property
     def scale_fits(self) -> bool:
-        """Whether element times block scale is exact in bfloat16: a power of two, or E4M3 times
-        E2M1.
-        """
+        """Whether element times block scale is exact in bfloat16: a power of two, or E4M3 times E2M1."""
         return self.block[1] is not None and (
             self.pow2_scale or self.scale_dtype == torch.float8_e4m3fn
         )
@@ -191,9 +184,7 @@ class Format(metaclass=_OnePerValue):
 
     @functools.cached_property
     def scales_partial_sums(self) -> bool:
-        """Whether scales vary along the contraction and do not fit into the elements: products
-        apply them in between.
-        """
+        """Whether scales vary along the contraction and do not fit into elements: products apply them in between."""
         return self.element is not None and self.block[1] is not None and not self.scale_fits
 
     @property
@@ -370,7 +361,6 @@ def get_format(name: str) -> Format:
 
 
 def with_kernels(fmt: Format) -> Format:
-    """Register a record that kernels are written for."""
     _WITH_KERNELS.add(_without_name(fmt))
     return register_format(fmt)
 

@@ -1,13 +1,11 @@
 """Number formats as data: one frozen record per format, everything else derived from it.
 
-A face of a tensor is a matrix of elements, ``[other, contraction]`` with the contraction axis last,
-and a matrix of scales, one per *block* of elements. ``Format.block`` gives the extent of a block
-along those two axes; ``None`` means the whole axis. One scale per tensor is therefore
-``(None, None)``, one per row ``(1, None)``, 1x128 ``(1, 128)``. Two-level formats have a *tensor
-scale* on top, one per tensor or one per row: the largest magnitude that it saw.
+A face of a tensor is a matrix of elements, ``[other, contraction]`` with the contraction axis last, and a matrix of
+scales, one per *block* of elements. ``Format.block`` gives the extent of a block along those two axes; ``None`` means
+the whole axis. One scale per tensor is therefore ``(None, None)``, one per row ``(1, None)``, 1x128 ``(1, 128)``.
+Two-level formats have a *tensor scale* on top, one per tensor or one per row: the largest magnitude that it saw.
 
-A new format is a new record here, a reference function and a kernel in ``ops`` and ``kernels``, and
-a quantizer.
+A new format is a new record here, a reference function and a kernel in ``ops`` and ``kernels``, and a quantizer.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ FORMER_NAMES: dict[str, Callable[..., object]] = {
 
 
 def _module(path: str) -> types.ModuleType:
-    """Return the module at ``path``, or a new empty one."""
     if path not in sys.modules and importlib.util.find_spec(path) is None:
         sys.modules[path] = types.ModuleType(path, "Former names, for pickles.")
     return importlib.import_module(path)

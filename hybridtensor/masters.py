@@ -16,7 +16,6 @@ def follows_from_master(parameter: Tensor) -> bool:
 
 
 def persistent_part(parameter: Tensor) -> HybridTensor:
-    """Return the local tensor of a persistent parameter."""
     part = local(parameter)
     if not isinstance(part, HybridTensor):
         raise TypeError(

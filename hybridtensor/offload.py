@@ -1,9 +1,8 @@
 """Move what blocks save for backward to host memory, block by block, while the next block computes.
 
-Whole storages are copied, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all
-layers that share it. On a GPU the copies run on a stream of their own: a block's memory is given
-back when the next block has ended, and when backward enters a block, what the one before it needs
-is already on its way. On a CPU the copies are made at once.
+Whole storages are copied, each once: FP8 bytes where a recipe saves FP8 bytes, and one face for all layers that share
+it. On a GPU the copies run on a stream of their own: a block's memory is given back when the next block has ended, and
+when backward enters a block, what the one before it needs is already on its way. On a CPU the copies are made at once.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def offload_activations(
     min_bytes: int = 1024,
     pin_memory: bool | None = None,
 ) -> Iterator[Traffic]:
-    """Offload what ``blocks`` save for backward while the context is open: put it around the
-    model's forward.
+    """Offload what ``blocks`` save for backward while the context is open: put it around the model's forward.
 
     ::
 
@@ -70,9 +68,8 @@ def offload_activations(
             loss = model(batch).mean()
         loss.backward()
 
-    Parameters, buffers and cached faces of weights stay where they are, and so does what is saved
-    outside of blocks, tensor subclasses, and what checkpoints inside of blocks keep. Gradients are
-    bitwise those without.
+    Parameters, buffers and cached faces of weights stay where they are, and so does what is saved outside of blocks,
+    tensor subclasses, and what checkpoints inside of blocks keep. Gradients are bitwise those without.
 
     Args:
         blocks: Modules that run one after the other, for example ``model.blocks``; none inside of
@@ -88,8 +85,7 @@ def offload_activations(
 
     Raises:
         TypeError: If ``blocks`` are not modules, or a number is none.
-        ValueError: If there are no blocks, one is there twice or inside of another, or a number is
-            negative.
+        ValueError: If there are no blocks, one is there twice or inside of another, or a number is negative.
         RuntimeError: If another context that is open offloads the same blocks; in backward, if a
             tensor was changed in place after it was saved and before it was copied.
     """
@@ -233,7 +229,6 @@ class _Offload:
         self.last = group
 
     def close(self) -> None:
-        """Free what is left."""
         if self.last is not None:
             self.release(self.last)
         self.last = None
@@ -332,7 +327,6 @@ class _Offload:
 
 
 def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> list[nn.Module]:
-    """Check the arguments and return the blocks."""
     who = "offload_activations"
     if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
         raise TypeError(
@@ -362,7 +356,6 @@ _offloaded: list[list[nn.Module]] = []  # the blocks of each open context
 
 
 def _is_inside(blocks: list[nn.Module], others: list[nn.Module]) -> bool:
-    """Return whether one of ``blocks`` is, or is inside of, one of ``others``."""
     below = {id(module) for other in others for module in other.modules()}
     return any(id(block) in below for block in blocks)
 
@@ -375,7 +368,6 @@ def _addresses(block: nn.Module) -> set[int]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor as bytes."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         storage, 0, (storage.nbytes(),), (1,)

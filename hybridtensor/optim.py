@@ -35,19 +35,17 @@ if MasterWeight not in _foreach_types:
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them
-    back.
+    """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them back.
 
     ::
 
         ht.quantize_(model, "mxfp8", persistent=True)
         optimizer = ht.optim.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
 
-    Every persistent parameter gets an fp32 master: its original value where the parameter still
-    holds that (and then lets go of it), else its dequantized one. Other parameters are stepped as
-    they are. After a step each persistent parameter is ``quantize(master)``, bit for bit, written
-    in place once. What is written into a parameter in between, such as loaded values, is its master
-    from then on.
+    Every persistent parameter gets an fp32 master: its original value where the parameter still holds that (and then
+    lets go of it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
+    parameter is ``quantize(master)``, bit for bit, written in place once. What is written into a parameter in between,
+    such as loaded values, is its master from then on.
 
     Args:
         optimizer_class: For example ``torch.optim.AdamW``.
@@ -55,9 +53,8 @@ class MasterWeights(torch.optim.Optimizer):
         kwargs: Passed to ``optimizer_class``.
 
     Raises:
-        TypeError: If ``optimizer_class`` is not an optimizer class, or makes other parameter
-            groups, as torchao's ``CPUOffloadOptimizer`` does, which steps what its hooks have seen
-            in backward.
+        TypeError: If ``optimizer_class`` is not an optimizer class, or makes other parameter groups, as torchao's
+            ``CPUOffloadOptimizer`` does, which steps what its hooks have seen in backward.
     """
 
     def __init__(
@@ -105,9 +102,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:
-        """The inner optimizer's state by parameter, with the masters; nothing before the first
-        step.
-        """
+        """The inner optimizer's state by parameter, with the masters; nothing before the first step."""
         of = {id(master): parameter for parameter, master in self._pairs}
         found: defaultdict[Tensor, StateDict] = defaultdict(dict)
         for stepped, state in self.inner.state.items():
@@ -155,8 +150,7 @@ class MasterWeights(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step the masters with the parameters' gradients, then write every persistent parameter
-        back.
+        """Step the masters with the parameters' gradients, then write every persistent parameter back.
 
         Args:
             closure: Computes the loss and its gradients. Where the optimizer evaluates it several
@@ -264,14 +258,12 @@ class MasterWeights(torch.optim.Optimizer):
         return [of.get(id(master)) for _, master in self._pairs]
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from
-        its master.
+        """Load what ``state_dict`` gave, and quantize every persistent parameter that followed from its master.
 
         Parameters that did not, such as frozen ones and those with delayed scales, come with the
         model's state, which may be loaded before or after this.
 
-        Frozen ones may have no master there, because torch's ``get_optimizer_state_dict`` leaves
-        them out.
+        Frozen ones may have no master there, because torch's ``get_optimizer_state_dict`` leaves them out.
 
         Raises:
             TypeError: If it is no state dict of an optimizer.

@@ -28,10 +28,9 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         ht.plain_(model, dtype=torch.bfloat16)
         torch.save(model.state_dict(), "model.pt")
 
-    The parameter objects stay, so that optimizers, tied weights and hooks of the user go on. Master
-    weights keep their memory; persistent weights get the high-precision values that there are (an
-    optimizer's master, or the original), or else what their faces hold. State of quantizers and
-    this library's hooks go.
+    The parameter objects stay, so that optimizers, tied weights and hooks of the user go on. Master weights keep their
+    memory; persistent weights get the high-precision values that there are (an optimizer's master, or the original), or
+    else what their faces hold. State of quantizers and this library's hooks go.
 
     Args:
         model: A model; parts that are not converted stay as they are.
@@ -79,8 +78,7 @@ def _check_gradient(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> N
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return a state dict that a plain model loads strictly: values in high precision, no state of
-    quantizers.
+    """Return a state dict that a plain model loads strictly: values in high precision, no state of quantizers.
 
     ::
 

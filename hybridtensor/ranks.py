@@ -134,7 +134,6 @@ class Ranks:
         return results[0][0]
 
     def _summary(self, failed: list[tuple[int, str, str]]) -> str:
-        """Join the messages of the failed ranks."""
         texts: dict[str, list[int]] = {}
         for rank, kind, text in failed:
             known = kind in _KINDS or text.startswith("checkpoint.")

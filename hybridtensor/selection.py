@@ -286,7 +286,6 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 def is_quantized(formats: tuple[Format, Format]) -> bool:
-    """Return whether either format of a product is quantized."""
     return not all(fmt.is_identity for fmt in formats)
 
 

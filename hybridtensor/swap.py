@@ -185,6 +185,5 @@ def apply_in_place_(module: nn.Module) -> None:
 
 
 def drop_apply(module: nn.Module) -> None:
-    """Undo ``apply_in_place_``."""
     if isinstance(module.__dict__.get("_apply"), ApplyInPlace):
         del module.__dict__["_apply"]

@@ -275,8 +275,9 @@ class TestRecipes:
         recipe = recipes.RECIPES[row.name]
         assert recipe() == recipes.from_name(row.name) == HybridConfig.parse(row.spec)
         assert str(recipe()) == row.spec
-        promise, *options, spec, source = recipe.__doc__.split("\n\n")
+        promise, _, example, *options, spec, source = recipe.__doc__.split("\n\n")
         assert (promise, spec, source) == (row.promise, f"Spec: ``{row.spec}``.", f"Source: {row.source}")
+        assert example == f'    ht.quantize_(model, "{row.name}")  # or ht.recipes.{row.name}()'
         taken = inspect.signature(recipe).parameters
         assert bool(options) == bool(taken)
 

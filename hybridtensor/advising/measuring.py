@@ -40,8 +40,6 @@ Batch = TypeVar("Batch")
 
 
 class Product(NamedTuple):
-    """One product of one layer."""
-
     layer: str
     gemm: str
     operations: float

@@ -30,7 +30,6 @@ def add_command(
 
 
 def print_json(data: object) -> None:
-    """Print data as indented JSON, for programs."""
     print(json.dumps(data, indent=1))
 
 

@@ -37,7 +37,6 @@ class Machine:
 
 
 def add(parsers: Parsers) -> None:
-    """Register ``doctor`` with its arguments."""
     words = "tell what this machine runs natively, and known problems"
     add_command(parsers, "doctor", _run, words, as_json=True)
 

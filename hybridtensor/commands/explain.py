@@ -22,7 +22,6 @@ from hybridtensor.explain import explain
 
 
 def add(parsers: Parsers) -> None:
-    """Register ``explain`` with its arguments."""
     parser = add_command(parsers, "explain", _run, "tell what a recipe does", as_json=True)
     parser.add_argument("spec", help="a recipe's name or spec, as for quantize_")
     what = parser.add_mutually_exclusive_group()

@@ -23,7 +23,6 @@ _BESIDE = (
 
 
 def add(parsers: Parsers) -> None:
-    """Register ``export`` with its arguments."""
     export = add_command(parsers, "export", _run, "write weights as inference engines load them")
     export.add_argument(
         "source", type=Path, help="transformers' folder, or a run's folder of checkpoints"

@@ -51,7 +51,6 @@ MODIFIERS = {
 
 
 def add(parsers: Parsers) -> None:
-    """Register ``recipes`` with its arguments."""
     add_command(parsers, "recipes", _run, "list named recipes, formats and modifiers", as_json=True)
 
 

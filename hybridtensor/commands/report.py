@@ -10,7 +10,6 @@ from hybridtensor.watching import Recording, report
 
 
 def add(parsers: Parsers) -> None:
-    """Register ``report`` with its arguments."""
     command = add_command(
         parsers, "report", _run, "write a page of HTML of what was watched", as_json=True
     )

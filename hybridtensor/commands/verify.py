@@ -13,7 +13,6 @@ from hybridtensor.inference.folder import Folder
 
 
 def add(parsers: Parsers) -> None:
-    """Register ``verify`` with its arguments."""
     verify = add_command(
         parsers, "verify", _run, "tell whether checkpoints are what was written", as_json=True
     )

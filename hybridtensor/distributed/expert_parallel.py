@@ -57,8 +57,7 @@ class Route(NamedTuple):
             rows: ``T``.
 
         Raises:
-            ValueError: On all ranks, if one has another number of counts, negative ones, or more
-                than it has tokens.
+            ValueError: On all ranks, if one has another number of counts, negative ones, or more than it has tokens.
         """
         ranks = dist.get_world_size(group)
         every = experts // ranks
@@ -173,11 +172,10 @@ class ExpertParallel(ParallelStyle):
         ht.quantize_(model, "mxfp8+rowwise_dequantized")
         parallelize_module(model, mesh["ep"], {"experts": ht.distributed.ExpertParallel()})
 
-    The module's forward takes tokens ``[T, K]`` sorted by expert, and how many each expert has,
-    ``[E]``; it returns a row for each. Its parameters whose first extent is ``E`` are sharded along
-    it, and are the local parts while it runs. Each rank calls it with the tokens that it routed, and
-    counts of all experts, and gets their outputs; the module sees those of its own experts. Under
-    ``torch.compile`` experts run between two graphs.
+    The module's forward takes tokens ``[T, K]`` sorted by expert, and how many each expert has, ``[E]``; it returns a
+    row for each. Its parameters whose first extent is ``E`` are sharded along it, and are the local parts while it
+    runs. Each rank calls it with the tokens that it routed, and counts of all experts, and gets their outputs; the
+    module sees those of its own experts. Under ``torch.compile`` experts run between two graphs.
 
     Args:
         dispatch: ``"faces"``: tokens are sent as the rowwise face that products read, where its scales

@@ -53,21 +53,18 @@ def quantize_master_weights(
         weights = [layer.weight for layer in model.blocks]  # persistent, the same on every rank
         ht.distributed.quantize_master_weights(weights, master_shards, offsets)
 
-    Every face of every weight equals, bit for bit, that of the whole master. NaN and Inf count as
-    in any cast. Faces in high precision, and those after a Hadamard rotation, need the values of
-    other ranks: there values are exchanged.
+    Every face of every weight equals, bit for bit, that of the whole master. NaN and Inf count as in any cast. Faces in
+    high precision, and those after a Hadamard rotation, need the values of other ranks: there values are exchanged.
 
     Args:
         weights: Persistent parameters, the same on every rank.
-        master_shards: This rank's fragment of each flattened master, fp32; empty or None if it has
-            none.
+        master_shards: This rank's fragment of each flattened master, fp32; empty or None if it has none.
         offsets: Where each begins in the flattened master; None goes with None.
         group: Whose ranks hold the fragments; None is all ranks.
 
     Raises:
         TypeError: If a weight is not a persistent parameter, or a fragment not fp32.
-        ValueError: If a fragment is on another device than its weight, or the lengths of the
-            arguments differ.
+        ValueError: If a fragment is on another device than its weight, or the lengths of the arguments differ.
         RuntimeError: If ranks disagree on weights or recipes, or the fragments are not the whole,
             each element once; if a weight has a common scale with one that is not given; if another
             rank found an error; or if there are no process groups.
@@ -110,7 +107,6 @@ def _grouped(matrix: Tensor, block: Block, fill: float | bool) -> Tensor:
 
 
 def _ungrouped(groups: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
-    """Undo ``_grouped``."""
     sizes = [extent if b is None else b for extent, b in zip(shape, block, strict=True)]
     counts = [-(-extent // size) for extent, size in zip(shape, sizes, strict=True)]
     padded = (
@@ -200,7 +196,6 @@ def _quantized(part: Fragment, direction: str, magnitudes: Tensor | None) -> Fac
 
 
 def _face(part: Fragment, direction: str, matrix: Tensor) -> Face:
-    """Quantize one face of a matrix."""
     made = part.quantizer.faces(
         matrix,
         rowwise=direction == ROW,

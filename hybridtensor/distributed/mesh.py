@@ -39,11 +39,10 @@ def set_mesh_(
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
         ht.set_mesh_(model, mesh)
 
-    Delayed scales are reduced over dp, tp and ep, as each rank sees a part of the batch or of the
-    layer: they are those of the model on one device. Random rounding draws by the rank's part of
-    the batch and of the weight, so that no two ranks draw alike for different numbers, and alike
-    for the same ones. Over the stages of a pipeline nothing is reduced: each has other layers.
-    Dimensions of other names have nothing to do with it.
+    Delayed scales are reduced over dp, tp and ep, as each rank sees a part of the batch or of the layer: they are those
+    of the model on one device. Random rounding draws by the rank's part of the batch and of the weight, so that no two
+    ranks draw alike for different numbers, and alike for the same ones. Over the stages of a pipeline nothing is
+    reduced: each has other layers. Dimensions of other names have nothing to do with it.
 
     Args:
         model: A model that went through ``quantize_``.
@@ -122,9 +121,8 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
 
         ht.set_data_parallel_group_(model, mesh.get_group("dp"))
 
-    Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run
-    does not depend on how many they are (given that a batch is split among them in order and
-    evenly).
+    Over them delayed scales are reduced, and by the rank in it random rounding draws, so that a run does not depend on
+    how many they are (given that a batch is split among them in order and evenly).
 
     Args:
         model: A model that went through ``quantize_``.

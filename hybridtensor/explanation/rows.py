@@ -17,8 +17,7 @@ class GemmRow:
     Attributes:
         layer: Fully qualified name; ``<root>`` for the model itself.
         gemm: ``output``, ``grad_input`` or ``grad_weight``.
-        left: Role, direction and format of the left operand's face:
-            ``input.rowwise: fp8_e4m3_tensor``.
+        left: Role, direction and format of the left operand's face: ``input.rowwise: fp8_e4m3_tensor``.
         right: The same of the right one.
         backend: ``native``, ``emulated`` or ``high precision``.
         reason: Why that backend.
@@ -69,8 +68,7 @@ class GatherRow:
         layer: Fully qualified name.
         forward: Description of the all-gather before forward.
         backward: What is sent before backward, where the weight is not kept until then.
-        reason: Why values are sent that could have been quantized before, or what is done otherwise
-            than asked; or "".
+        reason: Why values are sent that could have been quantized before, or what is done otherwise than asked; or "".
     """
 
     layer: str
@@ -109,8 +107,7 @@ class Rows:
         shared: The layers whose weight is quantized anew at each use, because someone else holds
             its memory: a state dict, ``weight.master``, or what was made from these.
         coverage: Quantized share of the model, and the large matrices that are plain.
-        sequence: What sequence parallelism sends, for modules with the styles of
-            ``hybridtensor.distributed``.
+        sequence: What sequence parallelism sends, for modules with the styles of ``hybridtensor.distributed``.
         layers: The converted layers.
     """
 

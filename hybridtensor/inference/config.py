@@ -45,8 +45,7 @@ def inference_config(
 
         json.dumps({"quantization_config": ht.inference_config(model)})
 
-    Inputs are quantized as the recipe's forward does, where engines have that rule; else they stay in
-    high precision.
+    Inputs are quantized as the recipe's forward does, where engines have that rule; else they stay in high precision.
 
     Args:
         model: Any model, of which all ranks may ask.

@@ -177,7 +177,6 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[dict[s
 
 
 def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     inner = unwrapped(model)
     own = getattr(inner, "config", None)
     config: dict[str, Any] = {}
@@ -216,7 +215,6 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def safetensors(who: str) -> ModuleType:
-    """Return the package ``safetensors``."""
     try:
         import safetensors
         import safetensors.torch

@@ -76,7 +76,6 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     def __contains__(self, name: object) -> bool:
@@ -116,7 +115,6 @@ class Folder:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files with tensors."""
         return sorted(set(self._file.values()))
 
     def _check_digests(self, path: Path) -> set[str] | None:

@@ -101,8 +101,7 @@ def exchanged(mine: list[BucketPlace], spread: Spread) -> list[Places]:
 
 
 def gathered(sources: Sequence[Source], first_only: bool) -> list[list[Tensor]]:
-    """Return the whole tensors of each source; of some that are for the first rank only, on others
-    none.
+    """Return the whole tensors of each source; of some that are for the first rank only, on others none.
 
     Every rank calls it with its parts of the same sources.
 

@@ -271,7 +271,6 @@ def _joined(name: str, value: Any, faces: list[Face], turned: bool) -> Tensor:
 
 
 def _stack_of(faces: list[Face]) -> Face:
-    """Return the face of a stack of those of its matrices."""
     tensors = []
     for some in zip(*(face.tensors() for face in faces), strict=True):
         of_bytes = some[0].itemsize == 1
@@ -292,7 +291,6 @@ def _as_value(name: str, value: Any, face: Face) -> Tensor:
 
 
 def _size(face: Face) -> tuple[int, int]:
-    """Return the shape of the matrix that a face is of."""
     return face.qdata.shape[0], face.qdata.shape[1] * face.format.elements_per_byte
 
 
@@ -305,7 +303,6 @@ def _require_shape(name: str, needed: Sequence[int], found: Sequence[int]) -> No
 
 
 def _of_size(name: str, tensor: Tensor, size: Sequence[int]) -> Tensor:
-    """Return a tensor of ``size``, or raise ValueError."""
     require_values(name, tensor)
     _require_shape(name, size, tensor.shape)
     return tensor

@@ -87,7 +87,6 @@ class Mismatch(Printed):
         return self.value == 0 and all(layer.bits == 0 for layer in self.layers)
 
     def __rich__(self) -> Table:
-        """Render as a table."""
         from rich import box
         from rich.table import Table
 
@@ -126,19 +125,17 @@ def mismatch(
 
         print(ht.mismatch(model, batch))
 
-    The engine's is built on these tensors, what torch and compressed-tensors decode of them, and
-    torch's products; high-precision weights of converted layers are not there. Each converted module
-    is compared given its input in training, the whole model by its outputs. Where an engine has the
-    recipe's rule for inputs, both have the same bits on a CPU, but for NVFP4: its three scales are
-    multiplied in another order.
+    The engine's is built on these tensors, what torch and compressed-tensors decode of them, and torch's products;
+    high-precision weights of converted layers are not there. Each converted module is compared given its input in
+    training, the whole model by its outputs. Where an engine has the recipe's rule for inputs, both have the same bits
+    on a CPU, but for NVFP4: its three scales are multiplied in another order.
 
     Args:
         model: A model after ``quantize_``, not sharded. It is run in evaluation mode.
         batch: What it is called with: a tensor, a tuple of arguments, or a dictionary of them.
         layout: See ``inference_tensors``.
-        activation: How the engine quantizes inputs: in E4M3 per ``"tensor"``, per ``"token"`` or per
-            ``"1x128"``, as MXFP8 ``"1x32"``, as NVFP4 ``"1x16"``; None is as the recipe, where that is
-            one of these.
+        activation: How the engine quantizes inputs: in E4M3 per ``"tensor"``, per ``"token"`` or per ``"1x128"``, as
+            MXFP8 ``"1x32"``, as NVFP4 ``"1x16"``; None is as the recipe, where that is one of these.
         tensors: What the engine has, if not what is exported now: as ``inference_tensors(model,
             layout, experts="stacked")`` names it. Static scales of inputs among them are used.
         static_inputs: Whether the engine has the delayed scales of inputs, as exports with ``static_inputs=True`` do;
@@ -176,7 +173,6 @@ def mismatch(
 def _check(
     model: nn.Module, layout: str, activation: str | None, has_tensors: bool, static_inputs: bool
 ) -> None:
-    """Raise as ``mismatch`` for arguments that cannot be compared with."""
     require_module(_WHO, model)
     require_layout(_WHO, layout)
     require_flag(_WHO, static_inputs=static_inputs)
@@ -194,7 +190,6 @@ def _check(
 
 
 def _by_name(tensors: object) -> dict[str, Tensor]:
-    """Return pairs of names and tensors as a dictionary."""
     required = "pairs of names and tensors"
     pairs = require_items(_WHO, required, tensors, "pass what inference_tensors gives")
     for pair in pairs:
@@ -205,7 +200,6 @@ def _by_name(tensors: object) -> dict[str, Tensor]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode."""
     was = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -301,7 +295,6 @@ def _ulps(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _logits(output: Any) -> Tensor:
-    """Return the logits of a model's output."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
@@ -315,7 +308,6 @@ def _logits(output: Any) -> Tensor:
 def _of_logits(
     trained: Tensor, engine: Tensor, seed: int
 ) -> tuple[float, float, float, tuple[float, float], float]:
-    """Return the last fields of ``Mismatch``."""
     for whose, logits in (("training", trained), ("the engine", engine)):
         if not bool(logits.isfinite().all()):
             raise ValueError(

@@ -192,7 +192,6 @@ def _as_matrices(one: Exported, places: Places) -> Places:
 
 
 def _source(one: Exported, places: Places, values: Tensor) -> Source:
-    """Return values as a source."""
     value: Any = one.value
     strides = torch.empty(value.shape, device="meta").stride()
     whole = Whole(tuple(value.shape), strides, (1,) * value.dim(), values)
@@ -219,7 +218,6 @@ def _parts_of_face(one: Exported, face: Face) -> list[Whole]:
 
 
 def _finished(one: Exported, tensors: list[Tensor], dtype: torch.dtype) -> Face | Tensor:
-    """Return the face or the values that whole tensors are."""
     if one.format is None:
         return tensors[0]
     if len(tensors) == 1:

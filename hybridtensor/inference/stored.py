@@ -56,7 +56,6 @@ def packed_matrix(name: str, tensors: Tensors) -> Packed:
 
 
 def has_stack(name: str, tensors: Tensors) -> bool:
-    """Return whether a stack is stored as one."""
     return any(one in tensors for one in (name, *_halves(name)))
 
 

@@ -60,10 +60,9 @@ def inference_tensors(
     Args:
         model: Any model.
         layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"hf_mxfp4"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
-            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
-            Face's where that holds all weights and the recipes quantize inputs as its engines do (per
-            1x128, with gpt-oss's experts not at all), else for each weight what compressed-tensors has
-            for its format.
+            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging Face's where that
+            holds all weights and the recipes quantize inputs as its engines do (per 1x128, with gpt-oss's experts not
+            at all), else for each weight what compressed-tensors has for its format.
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
             checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
             ``"hf_mxfp4"`` has stacks, whatever this is.
@@ -75,10 +74,9 @@ def inference_tensors(
         timeout: How long to wait for the slowest rank of a sharded model.
 
     Yields:
-        Names and plain tensors. ``weight`` float8_e4m3fn ``[N, K]`` with ``weight_scale_inv`` or
-        ``weight_scale``, or ``weight_packed`` uint8 ``[N, K / 2]`` with ``weight_scale`` and
-        ``weight_global_scale``; of a stack ``NAME_blocks`` uint8 ``[E, N, K / 32, 16]`` with ``NAME_scales``;
-        ``input_scale`` fp32 ``[1]``.
+        Names and plain tensors. ``weight`` float8_e4m3fn ``[N, K]`` with ``weight_scale_inv`` or ``weight_scale``, or
+        ``weight_packed`` uint8 ``[N, K / 2]`` with ``weight_scale`` and ``weight_global_scale``; of a stack
+        ``NAME_blocks`` uint8 ``[E, N, K / 32, 16]`` with ``NAME_scales``; ``input_scale`` fp32 ``[1]``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

@@ -242,8 +242,7 @@ def _format(who: str, name: str, part: Any) -> Format:
 
 
 def _of_parts(who: str, one: Exported, fmt: Format) -> Format:
-    """Return the format in which the parts of tensor-parallel ranks, each with scales of its own, are
-    one face.
+    """Return the format in which the parts of tensor-parallel ranks, each with scales of its own, are one face.
 
     Raises:
         ValueError: If there is none.

@@ -127,7 +127,6 @@ def _four_over_six(quantizer: ours.NVFP4Quantizer) -> dict[str, Any]:
 
 
 def _one(quantizer: ours.Quantizer) -> object:
-    """Return TransformerEngine's quantizer of one format."""
     if isinstance(quantizer, ours.IdentityQuantizer):
         return IdentityQuantizer()
     if isinstance(quantizer, ours.NVFP4Quantizer):

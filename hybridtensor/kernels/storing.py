@@ -20,7 +20,6 @@ def stored(entries, STEP: tl.constexpr):
 
 @triton.jit
 def store_scales(out, values, place, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
-    """Store the scales of a tile."""
     i = place.other // SIDE + tl.arange(0, P // SIDE)[:, None]
     j = place.along // LENGTH + tl.arange(0, Q // LENGTH)[None, :]
     mask = (i < tl.cdiv(place.OTHER, SIDE)) & (j < tl.cdiv(place.ALONG, LENGTH))

@@ -1,9 +1,8 @@
 """The linear layer as one autograd function.
 
-Saved for backward are plain tensors, a list that depends on the recipe, on who needs a gradient and on what
-made the input, and never on the phase: one columnwise face per operand that backward will use, or
-the input where backward has it anyway. Hooks on saved tensors (offload, recomputation) see FP8
-bytes, and always as many.
+Saved for backward are plain tensors, a list that depends on the recipe, on who needs a gradient and on what made the
+input, and never on the phase: one columnwise face per operand that backward will use, or the input where backward has
+it anyway. Hooks on saved tensors (offload, recomputation) see FP8 bytes, and always as many.
 """
 
 from __future__ import annotations
@@ -66,24 +65,20 @@ def linear(
         y = ht.linear.linear(x, layer.weight, layer.bias)  # F.linear calls it
 
     Args:
-        input: ``[..., in_features]``, one to four dimensions, of the weight's dtype (under
-            autocast: any floating dtype); or a ``HybridTensor`` that was quantized before, whose
-            faces are then used as they are.
+        input: ``[..., in_features]``, one to four dimensions, of the weight's dtype (under autocast: any floating
+            dtype); or a ``HybridTensor`` that was quantized before, whose faces are then used as they are.
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]`` or None.
-        operand: The faces of the input, where another function made them, such as a norm that
-            quantizes what it returns: the rowwise one, and the columnwise one if the weight needs a
-            gradient.
+        operand: The faces of the input, where another function made them, such as a norm that quantizes what it
+            returns: the rowwise one, and the columnwise one if the weight needs a gradient.
 
     Returns:
         ``[..., out_features]``, in the weight's dtype (under autocast: in autocast's).
 
     Raises:
         NotImplementedError: In a ``torch.func`` transform.
-        TypeError: If the input is not a dense floating-point tensor, or another argument of the
-            wrong kind.
-        ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not
-            there.
+        TypeError: If the input is not a dense floating-point tensor, or another argument of the wrong kind.
+        ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not there.
     """
     if torch._C._are_functorch_transforms_active():
         require_plain_autograd()

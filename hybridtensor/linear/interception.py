@@ -1,6 +1,4 @@
-"""Where linear layers come in: the torch functions that multiply by a weight, whatever module or
-function calls them.
-"""
+"""The torch functions that multiply by a weight, whatever module or function calls them."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 def is_weight(tensor: object) -> bool:
-    """Return whether a tensor is the weight of a converted layer."""
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )
@@ -137,9 +134,8 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     torch.mm, torch.matmul, torch.linalg.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
 )  # fmt: skip
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all
-    three products. ``w @ x`` is ``(x.T @ w.T).T``. Two weights are no layer's product, and are
-    multiplied as values.
+    """Treat ``x @ w`` as ``F.linear(x, w.t())``: the same faces by the rule of dispatch, and all three products.
+    ``w @ x`` is ``(x.T @ w.T).T``. Two weights are no layer's product, and are multiplied as values.
     """
     named = {_RIGHT.get(name, name): value for name, value in kwargs.items()}
     (left, right), others = _operands(("input", "right"), args, named)

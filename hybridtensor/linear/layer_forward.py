@@ -6,9 +6,8 @@
 | its shards, a DTensor | the layer's forward; ``F.linear`` runs on the local parts, see ``tensor_parallel`` |
 | any other tensor | the layer's forward; ``F.linear`` quantizes by the layer's recipe |
 
-``torch.func.functional_call`` puts other tensors there for one call, ``weight_norm`` and
-parametrizations compute them. DTensor switches off what would let a weight see torch's functions,
-so that the layer itself has to look.
+``torch.func.functional_call`` puts other tensors there for one call, ``weight_norm`` and parametrizations compute them.
+DTensor switches off what would let a weight see torch's functions, so that the layer itself has to look.
 """
 
 from __future__ import annotations
@@ -170,7 +169,6 @@ class LayerForward:
         return _with_recipe(self, layer, args, kwargs)
 
     def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
-        """Run the layer's original forward."""
         if self.inner is None:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
@@ -193,7 +191,6 @@ class LayerForward:
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with ``self`` in front."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[own, *signature.parameters.values()])
 

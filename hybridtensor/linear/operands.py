@@ -73,7 +73,6 @@ class Operand:
         self._kind: FaceKind | None = None
 
     def rowwise(self) -> Face:
-        """Return the rowwise face."""
         if self._row is None:
             raise ValueError("output: the quantizer made no rowwise face")
         return self._row

@@ -1,5 +1,4 @@
-"""The three products of a linear layer, given operands. The only file that knows that there are
-three.
+"""The three products of a linear layer, given operands. The only file that knows that there are three.
 
 | product       | left operand                 | right operand          |
 |---------------|------------------------------|------------------------|

@@ -1,12 +1,10 @@
-"""Layers of one module that read one input, such as q, k and v, quantize it once and save its faces
-once.
+"""Layers of one module that read one input, such as q, k and v, quantize it once and save its faces once.
 
-In a graph that is traced every write makes another node. In eager execution, whether an input has
-changed between two layers cannot always be known: ``input.data``, numpy and in-place collectives write where
-nothing counts. So faces are shared only within one forward of the module that the layers belong to,
-between layers that each read the input for the first time there, of inputs that autograd has
-recorded, and not with another version. What remains is a forward that writes its own intermediate
-result behind autograd's back between two of its layers: turn sharing off for it.
+In a graph that is traced every write makes another node. In eager execution, whether an input has changed between two
+layers cannot always be known: ``input.data``, numpy and in-place collectives write where nothing counts. So faces are
+shared only within one forward of the module that the layers belong to, between layers that each read the input for the
+first time there, of inputs that autograd has recorded, and not with another version. What remains is a forward that
+writes its own intermediate result behind autograd's back between two of its layers: turn sharing off for it.
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ class _Scope:
         return self.reading
 
     def clear(self) -> None:
-        """Release what is shared."""
         self.input, self.reading, self.readers = None, Reading(), []
 
 

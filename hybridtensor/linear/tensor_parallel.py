@@ -1,8 +1,7 @@
 """A linear layer whose weight is a DTensor: the layer runs on the local parts.
 
-Each rank multiplies its part of the weight as if it were a layer of its own; placements say what
-the parts of input and output are. So there is one implementation of the three products, and each
-part of a weight has the scales of that part.
+Each rank multiplies its part of the weight as if it were a layer of its own; placements say what the parts of input and
+output are. So there is one implementation of the three products, and each part of a weight has the scales of that part.
 """
 
 from __future__ import annotations

@@ -91,7 +91,6 @@ class _Job:
         return plan.inputs(self.plain, context, kept.amaxes)
 
     def keep(self, made: Faces) -> None:
-        """Cache the faces."""
         weight, kept = self._weight, self.kept
         row, column = made
         if row is not None:

@@ -1,6 +1,4 @@
-"""Operators on faces: casting, dequantizing, transposing, multiplying. ``ops/references`` defines
-them on every device.
-"""
+"""Operators on faces: casting, dequantizing, transposing, multiplying; ``ops/references`` defines them."""
 
 from hybridtensor.ops.cast import (
     NO_INPUTS,

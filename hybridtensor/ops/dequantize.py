@@ -126,7 +126,6 @@ def dequantize_cuda(
     dtype: torch.dtype,
     whole: bool = True,
 ) -> Tensor:
-    """Implement ``dequantize`` on a GPU."""
     return _by_kernel(qdata, scale, tensor_scale, get_format(format), dtype, whole)
 
 
@@ -209,10 +208,9 @@ def dequantize(
 ) -> Tensor:
     """Return the values of a face in ``dtype``: ``element * scale``, each product rounded to fp32.
 
-    Two-level formats: ``element * ((scale * tensor_scale) / tensor_scale_max)``. Formats with a
-    Hadamard rotation are rotated back. Saturates: rounding up to a power-of-two scale's grid can
-    step just beyond the largest value of ``dtype``, and what was finite must stay finite. NaN stays
-    NaN. In float64 the products are not rounded.
+    Two-level formats: ``element * ((scale * tensor_scale) / tensor_scale_max)``. Formats with a Hadamard rotation are
+    rotated back. Saturates: rounding up to a power-of-two scale's grid can step just beyond the largest value of
+    ``dtype``, and what was finite must stay finite. NaN stays NaN. In float64 the products are not rounded.
 
     Args:
         qdata: Elements, ``[other, contraction / elements_per_byte]``.
@@ -222,8 +220,7 @@ def dequantize(
         format: The face's format.
         dtype: Dtype of the result: a floating-point dtype.
 
-    Source: TransformerEngine, common/cast/fp8/dequantize_fp8.cuh and
-    common/cast/nvfp4/dequantize_nvfp4.cuh.
+    Source: TransformerEngine, common/cast/fp8/dequantize_fp8.cuh and common/cast/nvfp4/dequantize_nvfp4.cuh.
     """
     require_dtype("dequantize", dtype)
     run: Callable[..., Tensor] = _OP

@@ -23,14 +23,12 @@ def scale_and_round(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``total * (left * right) + bias``, computed in fp32 and rounded once; may use
-    ``total`` for it.
+    """Return ``total * (left * right) + bias``, computed in fp32 and rounded once; may use ``total`` for it.
 
     Args:
         total: fp32 ``[M, N]``.
-        left: fp32 ``[M, 1]`` or ``[1, 1]``, or None. The factors are multiplied first: one may be
-            huge, the other tiny. Their product saturates: beyond fp32 it would make NaN of a sum
-            that is zero.
+        left: fp32 ``[M, 1]`` or ``[1, 1]``, or None. The factors are multiplied first: one may be huge, the other tiny.
+            Their product saturates: beyond fp32 it would make NaN of a sum that is zero.
         right: fp32 ``[1, N]`` or ``[1, 1]``, or None.
         bias: ``[N]`` or None.
         dtype: Dtype of the result.
@@ -49,7 +47,6 @@ def scale_and_round_reference(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Define ``scale_and_round``."""
     factor = left if right is None else right
     if left is not None and right is not None:
         factor = (left * right).clamp(max=_FP32_MAX)

@@ -5,12 +5,10 @@ The words that every file uses:
 - A *face* is a matrix of *elements* ``[other, contraction]`` and the *scales* that turn them into
   values. The *rowwise* face of a tensor ``[rows, columns]`` is ``[rows, columns]``, its
   *columnwise* face ``[columns, rows]``: a matrix product contracts the last axis of both its faces.
-- A *scale* decodes: element times scale is the value. An *encode scale* is its reciprocal: a value
-  times the encode scale is rounded to the element. An *amax* is the largest magnitude that a scale
-  follows from.
+- A *scale* decodes: element times scale is the value. An *encode scale* is its reciprocal: a value times the encode
+  scale is rounded to the element. An *amax* is the largest magnitude that a scale follows from.
 - A *tensor scale* is the second level of two-level formats: the amax of the tensor, or of each row.
-- A face *in high precision* has the identity format: its elements are the values, and it has no
-  scales.
+- A face *in high precision* has the identity format: its elements are the values, and it has no scales.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ class Groups(NamedTuple):
         num_groups: Weights.
         ends: Where the rows of each end, int32 ``[num_groups]``, not decreasing; rows behind the last end
             belong to none. None says that this is a stack itself, a matrix each.
-        step: Of what number of rows each has a multiple in columnwise faces, and one at least; the
-            rest is zeros.
+        step: Of what number of rows each has a multiple in columnwise faces, and one at least; the rest is zeros.
         first: Number of the first weight among all that the layer has on all ranks.
     """
 
@@ -55,15 +52,12 @@ class Face(NamedTuple):
     Attributes:
         qdata: Elements, ``[other, contraction / elements_per_byte]``; the values themselves in the
             identity format. Zeros at the end fill a last block that may not be partial.
-        scale: Block scales, ``format.scale_shape(other, contraction)``; None in the identity
-            format.
+        scale: Block scales, ``format.scale_shape(other, contraction)``; None in the identity format.
         tensor_scale: Second-level scale, fp32 ``format.tensor_scale_shape(...)``, or None.
         format: Format of the elements.
-        dequantized_rowwise: If not None, the tensors above are those of the tensor's rowwise face,
-            and this is the columnwise face in high precision, in this dtype, that they give back.
-            It stores nothing of its own.
-        groups: Which rows of the tensor belong together, where its scales end with them; see
-            ``ops.groups``.
+        dequantized_rowwise: If not None, the tensors above are those of the tensor's rowwise face, and this is the
+            columnwise face in high precision, in this dtype, that they give back. It stores nothing of its own.
+        groups: Which rows of the tensor belong together, where its scales end with them; see ``ops.groups``.
     """
 
     qdata: Tensor

@@ -1,6 +1,4 @@
-"""What a product counts as in ``torch.utils.flop_counter.FlopCounterMode``: as that of a plain
-layer.
-"""
+"""What a product counts as in ``torch.utils.flop_counter.FlopCounterMode``: as that of a plain layer."""
 
 from __future__ import annotations
 

@@ -94,7 +94,6 @@ def _put_group(
     *,
     spanning: bool = True,
 ) -> None:
-    """Cast one group's rows into the faces of all."""
     taken = inputs._replace(first_row=inputs.first_row + group.start)
     faces = _of_rows(x, group, _of_group(request, group.number), taken)
     if faces[0] is not None:

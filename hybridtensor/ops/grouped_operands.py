@@ -69,7 +69,6 @@ class KernelOperand(NamedTuple):
         )
 
     def taken(self, take: Callable[[Tensor], Address]) -> Side:
-        """Return the operand as kernel arguments."""
         data = take(self.data)
         factor = data if self.factor is None else take(self.factor)
         scales = data if self.scales is None else take(self.scales)

@@ -1,8 +1,7 @@
 """Matrices with groups of rows, and stacks of matrices, as layers with several weights take them.
 
-The tokens of a mixture of experts are a matrix ``[T, K]`` whose rows are sorted by expert; the
-experts' weights are a stack ``[E, N, K]``. A scale never belongs to two experts: the faces are those
-of the matrices one by one, put together.
+The tokens of a mixture of experts are a matrix ``[T, K]`` whose rows are sorted by expert; the experts' weights are a
+stack ``[E, N, K]``. A scale never belongs to two experts: the faces are those of the matrices one by one, put together.
 
 | face | elements | scales that span a group | other scales |
 |---|---|---|---|
@@ -10,9 +9,8 @@ of the matrices one by one, put together.
 | rowwise, of tokens | ``[T, K]`` | ``[E, 1, 1]`` | by row, or by block of padded rows |
 | columnwise, of tokens | ``[K, P]`` | ``[E, 1 or K, 1]`` | by block of padded rows |
 
-Shape letters: ``E`` experts, ``T`` tokens, ``N`` and ``K`` features, ``P`` padded rows: each group has
-whole steps of them, at least one, so that no block crosses groups. What pads is zeros, and so are the
-rows that belong to no group.
+Shape letters: ``E`` experts, ``T`` tokens, ``N`` and ``K`` features, ``P`` padded rows: each group has whole steps of
+them, at least one, so that no block crosses groups. What pads is zeros, and so are the rows that belong to no group.
 """
 
 from __future__ import annotations

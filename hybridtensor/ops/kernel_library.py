@@ -1,6 +1,4 @@
-"""Triton kernels, imported when the first of them runs: the package itself needs neither Triton nor
-a GPU.
-"""
+"""Triton kernels, imported when the first of them runs: the package itself needs neither Triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -31,10 +29,9 @@ def kernels(name: str) -> Any:
 class Launch:
     """A kernel, its grid and its compile-time constants.
 
-    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's
-    analysis of every argument, most of the host time of a small kernel, and its hooks: whoever
-    keeps a ``Launch`` promises that the arguments stay of the same kind, that is of the same dtype,
-    and divisible by 16 or not, as before.
+    The first call compiles, by way of Triton's own launcher. Later ones skip the launcher's analysis of every argument,
+    most of the host time of a small kernel, and its hooks: whoever keeps a ``Launch`` promises that the arguments stay
+    of the same kind, that is of the same dtype, and divisible by 16 or not, as before.
 
     Args:
         module: Name in ``hybridtensor.kernels``.
@@ -116,12 +113,10 @@ def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def is_current(device: torch.device) -> bool:
-    """Return whether ``device`` is the current one."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` the current one."""
     return _HERE if is_current(device) else torch.cuda.device(device)
 
 

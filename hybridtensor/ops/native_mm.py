@@ -45,7 +45,6 @@ _NEVER = (99, 0)
 
 @functools.lru_cache(maxsize=1024)
 def native_kind(left: Format, right: Format) -> NativeKind | None:
-    """Return the native family of two formats, or None."""
     if (
         not (left.has_kernels and right.has_kernels)
         or left.drawn_signs
@@ -180,9 +179,7 @@ def _in_fours(scale: Tensor) -> Tensor:
 def _multiply_mx(
     a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Multiply MXFP8 operands. Written against torch's documented layout; not run on hardware that
-    has it.
-    """
+    """Multiply MXFP8 operands. Written against torch's documented layout; not run on hardware that has it."""
     (left, scale_a), (right, scale_b) = _swizzled(a, 32), _swizzled(b, 32)
     out = F.scaled_mm(
         left, right.t(), scale_a, ScalingType.BlockWise1x32, scale_b, ScalingType.BlockWise1x32,
@@ -194,8 +191,7 @@ def _multiply_mx(
 def _multiply_nvfp4(
     a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """Multiply NVFP4 operands. Written against torch's documented layout; not run on hardware that
-    has it.
+    """Multiply NVFP4 operands. Written against torch's documented layout; not run on hardware that has it.
 
     The tensor scales multiply the fp32 sum: they may differ by row.
     """
@@ -236,8 +232,7 @@ def _scales(face: Face) -> Tensor:
 def pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Return contiguous codes with zero codes appended.
 
-    A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the
-    leading dimension.
+    A single row counts as contiguous whatever its stride, but cuBLASLt reads that stride as the leading dimension.
     """
     if not rows and not columns:
         if codes.shape[0] > 1 and codes.is_contiguous():

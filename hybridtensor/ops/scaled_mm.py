@@ -23,9 +23,7 @@ from hybridtensor.ops.native_mm import Multiply, NativeKind, native_kind
 
 
 class Backend(NamedTuple):
-    """How a GEMM runs: ``name`` is ``high precision``, ``native`` or ``emulated``; ``reason`` says
-    why.
-    """
+    """How a GEMM runs: ``name`` is ``high precision``, ``native`` or ``emulated``; ``reason`` says why."""
 
     name: str
     reason: str
@@ -168,19 +166,17 @@ def scaled_mm(
 ) -> Tensor:
     """Return ``left @ right.T + bias`` of two faces, ``[M, N]``.
 
-    Element values are multiplied exactly and summed in fp32; scales that do not vary along K
-    multiply the sum, the bias is added, and the result is rounded once (natively per tensor with an
-    fp16 or fp32 result: the bias is added after rounding). Zero-size operands give zeros. Of two
-    formats one may store more zeros at the end of K than the other; see ``Format.stored``. Of two faces that are
-    rotated under signs that were drawn, NaN unless these are the same.
+    Element values are multiplied exactly and summed in fp32; scales that do not vary along K multiply the sum, the bias
+    is added, and the result is rounded once (natively per tensor with an fp16 or fp32 result: the bias is added after
+    rounding). Zero-size operands give zeros. Of two formats one may store more zeros at the end of K than the other;
+    see ``Format.stored``. Of two faces that are rotated under signs that were drawn, NaN unless these are the same.
 
     Args:
         left: A rowwise face ``[M, K]``.
         right: A columnwise face, stored ``[N, K]``.
         bias: ``[N]``, added to every row.
         out_dtype: Dtype of the result.
-        fast_accum: Let the hardware accumulate with fewer bits (Hopper, per tensor and per row); no
-            effect elsewhere.
+        fast_accum: Let the hardware accumulate with fewer bits (Hopper, per tensor and per row); no effect elsewhere.
 
     Raises:
         ValueError: If K differs, the devices differ, or the formats' product is not defined.

@@ -1,11 +1,9 @@
 """The layout in which Blackwell's matrix units read block scales.
 
-Scales ``[M, S]`` are padded with zeros to tiles of 128 x 4; tiles follow each other row by row, 512
-bytes each. Within a tile, row ``r`` and column ``c`` are at byte
-``(r % 32) * 16 + (r // 32) * 4 + c``.
+Scales ``[M, S]`` are padded with zeros to tiles of 128 x 4; tiles follow each other row by row, 512 bytes each. Within
+a tile, row ``r`` and column ``c`` are at byte ``(r % 32) * 16 + (r // 32) * 4 + c``.
 
-Source: cuBLAS documentation, "1D block scaling factors layout";
-``torch.nn.functional.SwizzleType.SWIZZLE_32_4_4``.
+Source: cuBLAS documentation, "1D block scaling factors layout"; ``torch.nn.functional.SwizzleType.SWIZZLE_32_4_4``.
 """
 
 from __future__ import annotations

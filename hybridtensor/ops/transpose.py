@@ -1,7 +1,6 @@
 """Transpose the elements of a face that came in parts, and copy them together on the way.
 
-Shape letters: ``P`` parts of a matrix, below each other, ``R`` rows of a part, ``B`` bytes of a
-row.
+Shape letters: ``P`` parts of a matrix, below each other, ``R`` rows of a part, ``B`` bytes of a row.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ _WORD = 4
 
 
 def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
-    """Implement ``transpose`` on a GPU."""
     if parts.numel() == 0:
         return
     if parts.stride(2) != 1 or (bits == 4 and parts.shape[0] > 1 and parts.shape[1] % 2):
@@ -118,8 +116,7 @@ implement("transpose", transpose_cuda)
 
 
 def transpose(parts: Tensor, *, column: Tensor, row: Tensor | None = None, bits: int = 8) -> None:
-    """Write the transpose of the matrix that ``parts`` make below each other, and the matrix
-    itself, in one read.
+    """Write the transpose of the matrix that ``parts`` make below each other, and the matrix itself, in one read.
 
     Args:
         parts: Elements as bytes, uint8 ``[P, R, B]``; any strides, may be empty. Of 4-bit elements

@@ -1,6 +1,4 @@
-"""What every quantizer is: frozen, compared by value, without state; which faces to make is an
-argument of the call.
-"""
+"""What every quantizer is: frozen, compared by value, without state; which faces to make is an argument of the call."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ class Quantizer(ABC):
         quantized = ht.MXFP8Quantizer().quantize(x)
         error = quantized.dequantize() - x
 
-    ``quantizer.quantize(x)`` gives a ``HybridTensor`` and ``quantizer.update_(tensor, x)``
-    overwrites one: see ``hybridtensor.subclasses.quantizing``, which adds them here, because
-    tensors are built on quantizers.
+    ``quantizer.quantize(x)`` gives a ``HybridTensor`` and ``quantizer.update_(tensor, x)`` overwrites one: see
+    ``hybridtensor.subclasses.quantizing``, which adds them here, because tensors are built on quantizers.
     """
 
     repeatable: ClassVar[bool] = True

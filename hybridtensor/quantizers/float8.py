@@ -28,9 +28,8 @@ class Float8Quantizer(OneFormatQuantizer):
             column in the columnwise face; ``"block"``: one per ``block``.
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
         pow2_scale: Round scales down to powers of two; by default for blocks only.
-        block: ``(1, 128)``, along the contraction axis of each face, or ``(128, 128)``, where one
-            face is the transpose of the other; also written ``"1x128"``. For granularity
-            ``"block"``, by default ``(1, 128)``.
+        block: ``(1, 128)``, along the contraction axis of each face, or ``(128, 128)``, where one face is the transpose
+            of the other; also written ``"1x128"``. For granularity ``"block"``, by default ``(1, 128)``.
 
     Raises:
         ValueError: If a word is unknown, or a block is given for another granularity.
@@ -86,9 +85,8 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
         e4m3, e5m2 = (ht.DelayedFloat8Quantizer(dtype, history_length=16) for dtype in ("e4m3", "e5m2"))
         ht.quantize_(model, ht.HybridConfig(input=e4m3, weight=e4m3, grad_output=e5m2))
 
-    The scale is known before the tensor is, so that a cast reads it once. The state, a scale and an
-    amax history per tensor (per direction in a hybrid), belongs to the layer: ``quantize_`` makes
-    it, ``step_`` updates it.
+    The scale is known before the tensor is, so that a cast reads it once. The state, a scale and an amax history per
+    tensor (per direction in a hybrid), belongs to the layer: ``quantize_`` makes it, ``step_`` updates it.
 
     Args:
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).

@@ -62,10 +62,9 @@ class HybridQuantizer(CastQuantizer):
     Args:
         rowwise: Makes the rowwise face.
         columnwise: Makes the columnwise face.
-        columnwise_source: What the columnwise face is made from: ``"original"``, the tensor itself,
-            or ``"rowwise_dequantized"``, what a product with the rowwise face saw. An
-            ``IdentityQuantizer`` of the latter stores nothing: its face is the rowwise one,
-            dequantized when used.
+        columnwise_source: What the columnwise face is made from: ``"original"``, the tensor itself, or
+            ``"rowwise_dequantized"``, what a product with the rowwise face saw. An ``IdentityQuantizer`` of the latter
+            stores nothing: its face is the rowwise one, dequantized when used.
 
     Raises:
         TypeError: If ``rowwise`` or ``columnwise`` is not a plain quantizer.

@@ -75,7 +75,6 @@ class MXFP4Quantizer(OneFormatQuantizer):
 
     @functools.cached_property
     def format(self) -> Format:
-        """``mxfp4``, with what distinguishes it."""
         options = {"_32x32": self.two_d, "_hadamard": self.hadamard}
         return get_format("mxfp4" + "".join(name for name, chosen in options.items() if chosen))
 

@@ -14,8 +14,7 @@ from hybridtensor.state import Context
 
 @dataclass(frozen=True)
 class MXFP8Quantizer(OneFormatQuantizer):
-    """MXFP8: one power-of-two scale, rounded up, per 32 values along the contraction axis of each
-    face.
+    """MXFP8: one power-of-two scale, rounded up, per 32 values along the contraction axis of each face.
 
     ::
 
@@ -24,8 +23,7 @@ class MXFP8Quantizer(OneFormatQuantizer):
 
     Args:
         dtype: Element, ``"e4m3"`` (range 448) or ``"e5m2"`` (range 57344).
-        two_d: Blocks of 32x32, for weights: one face is the transpose of the other, so that both
-            GEMMs see one value.
+        two_d: Blocks of 32x32, for weights: one face is the transpose of the other, so that both GEMMs see one value.
 
     Raises:
         ValueError: If the dtype is unknown.

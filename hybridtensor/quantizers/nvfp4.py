@@ -16,8 +16,7 @@ EDEN = "eden"
 
 @dataclass(frozen=True)
 class NVFP4Quantizer(OneFormatQuantizer):
-    """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32
-    scale per tensor.
+    """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32 scale per tensor.
 
     ::
 
@@ -41,13 +40,11 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     Raises:
         TypeError: If an option is of the wrong kind.
-        ValueError: If a word is unknown, ``two_d`` comes with what works on rows
-            (``row_scaled``, ``hadamard``), ``four_over_six`` with random rounding, or ``"eden"`` with another option
-            of scales.
+        ValueError: If a word is unknown, ``two_d`` comes with what works on rows (``row_scaled``, ``hadamard``),
+            ``four_over_six`` with random rounding, or ``"eden"`` with another option of scales.
 
-    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149;
-    TransformerEngine's ``NVFP4BlockScaling``; Cook et al., "Four Over Six", arXiv 2512.02010; "Quartet II",
-    arXiv 2601.22813 (``"eden"``).
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; TransformerEngine's
+    ``NVFP4BlockScaling``; Cook et al., "Four Over Six", arXiv 2512.02010; "Quartet II", arXiv 2601.22813 (``"eden"``).
     """
 
     row_scaled: bool = False
@@ -121,7 +118,6 @@ class NVFP4Quantizer(OneFormatQuantizer):
 
     @functools.cached_property
     def format(self) -> Format:
-        """``nvfp4``, with what distinguishes it."""
         if self.rounding == EDEN:
             return get_format("nvfp4_eden")
         options = {

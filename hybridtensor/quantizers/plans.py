@@ -204,12 +204,10 @@ def _as_values(
 
 
 def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Context) -> Context:
-    """Return the context with the amax of the matrix, if that is all that casts measure, from
-    operations of torch.
+    """Return the context with the amax of the matrix, if that is all that casts measure, from operations of torch.
 
-    A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not
-    made, but read. Of a single row nothing would be stored in between, so that the amax could be of
-    values that were not rounded yet.
+    A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not made, but read. Of a
+    single row nothing would be stored in between, so that the amax could be of values that were not rounded yet.
     """
     if matrix.shape[0] == 1 or any(amax is not None for amax in context.amaxes):
         return context

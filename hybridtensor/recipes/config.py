@@ -76,30 +76,25 @@ class HybridConfig(AOBaseConfig):
         input: Quantizer of the input.
         weight: Quantizer of the weight.
         grad_output: Quantizer of the output's gradient.
-        backward_override: A backward in high precision: ``"high_precision"``, of the original
-            operands, or ``"dequantized"``, of the operands as the forward saw them, so that the
-            gradient is that of the quantized function. Shorthand: it rewrites the three roles, and
-            stays here for printing.
-        save_original_input: Keep the input itself for backward and make its columnwise face there;
-            the bits are the same, but for the roundings that a compiler skips. Saves memory where the
-            producer of the input keeps it anyway.
-            Implied by ``"high_precision"``.
-        fast_accum: Let the matrix units of a Hopper GPU add up the two products of backward by
-            themselves, as they do in the forward. Faster, with fewer bits than fp32 in sums (some
-            13 below the largest term): long sums of one sign lose visibly. Only for FP8 with scales
-            per tensor or per row; bits on a CPU stay.
-        bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are
-            not: the faces are then those of the model's bf16 export, which inference engines
-            quantize.
-        keep_faces: How long faces live that can be recomputed; no bit depends on it, but for the roundings
-            that a compiler skips. Those of weights in high precision: ``"auto"``: until the next write
-            where several forwards use a weight in between, as while gradients accumulate, else the
-            rowwise one while forward uses it, and the columnwise one, which backward makes, while that
-            does. ``"always"``: until the next write. ``"never"``: as if nothing used a weight again. In
-            graphs of ``torch.compile`` they never outlive a backward, and ``"always"`` only means that
-            forward makes both. The columnwise face of an input that backward has anyway (attention's
-            output; in a graph also that of a norm or an activation) is made in backward, with
-            ``"always"`` in forward.
+        backward_override: A backward in high precision: ``"high_precision"``, of the original operands, or
+            ``"dequantized"``, of the operands as the forward saw them, so that the gradient is that of the quantized
+            function. Shorthand: it rewrites the three roles, and stays here for printing.
+        save_original_input: Keep the input itself for backward and make its columnwise face there; the bits are the
+            same, but for the roundings that a compiler skips. Saves memory where the producer of the input keeps it
+            anyway. Implied by ``"high_precision"``.
+        fast_accum: Let the matrix units of a Hopper GPU add up the two products of backward by themselves, as they do
+            in the forward. Faster, with fewer bits than fp32 in sums (some 13 below the largest term): long sums of one
+            sign lose visibly. Only for FP8 with scales per tensor or per row; bits on a CPU stay.
+        bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are not: the faces
+            are then those of the model's bf16 export, which inference engines quantize.
+        keep_faces: How long faces live that can be recomputed; no bit depends on it, but for the roundings that a
+            compiler skips. Those of weights in high precision: ``"auto"``: until the next write where several forwards
+            use a weight in between, as while gradients accumulate, else the rowwise one while forward uses it, and the
+            columnwise one, which backward makes, while that does. ``"always"``: until the next write. ``"never"``: as
+            if nothing used a weight again. In graphs of ``torch.compile`` they never outlive a backward, and
+            ``"always"`` only means that forward makes both. The columnwise face of an input that backward has anyway
+            (attention's output; in a graph also that of a norm or an activation) is made in backward, with ``"always"``
+            in forward.
 
     Raises:
         TypeError: If a role is not a quantizer.
@@ -269,22 +264,19 @@ class HybridConfig(AOBaseConfig):
         ``fp8_delayed`` (per tensor, as ``fp8``), ``mxfp8`` (E4M3), ``mxfp4`` and ``nvfp4`` (weights 16x16,
         Hadamard rotation in grad_weight, gradients rounded stochastically, the latter two in ``mxfp4``, too).
 
-        Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward
-        overrides), ``save_original_input``, ``fast_accum``, ``bf16_weight_values``, ``keep_faces`` and
-        ``free_faces`` (always, never). Options: ``pow2_scale``, ``fp32_scale`` (of current scaling),
-        ``e4m3_grad`` (gradients of ``fp8`` and ``fp8_delayed``), ``most_recent`` (delayed scaling),
-        ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``, ``mx_even``, ``mx_floor`` (exponents of MXFP4),
-        ``one_d`` (NVFP4 weights), ``nearest`` (rounding), ``no_hadamard``, ``row_scaled_input`` (NVFP4 input
-        in the forward), ``four_over_six``
-        (of two scales per NVFP4 block of weights and inputs the better one), ``four_over_six_weight``,
-        ``four_over_six_input`` (of one of them), ``four_over_six_mse``, ``four_over_six_448`` (its options),
-        ``rowwise_dequantized`` (columnwise faces of input and weight from what the forward saw),
-        ``rowwise_dequantized_weight`` (of the weight only).
+        Modifiers follow after ``+``. Policies: ``high_precision`` and ``dequantized`` (the backward overrides),
+        ``save_original_input``, ``fast_accum``, ``bf16_weight_values``, ``keep_faces`` and ``free_faces`` (always,
+        never). Options: ``pow2_scale``, ``fp32_scale`` (of current scaling), ``e4m3_grad`` (gradients of ``fp8`` and
+        ``fp8_delayed``), ``most_recent`` (delayed scaling), ``mx_two_d`` (32x32 weights), ``mx_e5m2_grad``,
+        ``mx_even``, ``mx_floor`` (exponents of MXFP4), ``one_d`` (NVFP4 weights), ``nearest`` (rounding),
+        ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward), ``four_over_six`` (of two scales per NVFP4
+        block of weights and inputs the better one), ``four_over_six_weight``, ``four_over_six_input`` (of one of them),
+        ``four_over_six_mse``, ``four_over_six_448`` (its options), ``rowwise_dequantized`` (columnwise faces of input
+        and weight from what the forward saw), ``rowwise_dequantized_weight`` (of the weight only).
 
         Raises:
             TypeError: If ``spec`` is not a string.
-            ValueError: If it has an unknown word, with the nearest known one, or a modifier that
-                changes nothing.
+            ValueError: If it has an unknown word, with the nearest known one, or a modifier that changes nothing.
         """
         read = Spec.parse(spec)
         config = cls(**read.arguments())
@@ -304,8 +296,7 @@ class HybridConfig(AOBaseConfig):
             return None
 
     def check_sizes(self, out_features: int, in_features: int, who: str) -> None:
-        """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of
-        their formats.
+        """Raise ValueError if what is known of a layer's operands cannot be cut into the blocks of their formats.
 
         Args:
             out_features: Of the layer, or of a rank's part of it.

@@ -1,8 +1,7 @@
 """Named recipes: a table of names, specs and sources, and a function for each.
 
-Formats per product (*left* x *right* operand; E4 = FP8 E4M3, E5 = FP8 E5M2, MX = MXFP8 E4M3,
-NV = NVFP4, HP = high precision; the weight is the right operand of the first two products, the
-input of the third):
+Formats per product (*left* x *right* operand; E4 = FP8 E4M3, E5 = FP8 E5M2, MX = MXFP8 E4M3, NV = NVFP4, HP = high
+precision; the weight is the right operand of the first two products, the input of the third):
 
 | recipe                                        | output    | grad_input | grad_weight |
 |-----------------------------------------------|-----------|------------|-------------|
@@ -25,10 +24,9 @@ input of the third):
 | ``nvfp4_row_scaled_fwd_mxfp8_bwd``            | NVr x NV  | MX x MX'   | MX x MX'    |
 | ``nvfp4_row_scaled_fwd_high_precision_bwd``   | NVr x NV  | HP x HP    | HP x HP     |
 
-``~``: rounded stochastically. ``h``: both operands under the Hadamard rotation. ``'``: made from
-what the forward saw, quantized a second time. ``r``: an fp32 scale per row. FP8 has a scale per
-tensor, row or block as the name says; MX one per 32 values; NV one per 16, or per 16x16 of weights
-that are quantized once for both directions.
+``~``: rounded stochastically. ``h``: both operands under the Hadamard rotation. ``'``: made from what the forward saw,
+quantized a second time. ``r``: an fp32 scale per row. FP8 has a scale per tensor, row or block as the name says; MX one
+per 32 values; NV one per 16, or per 16x16 of weights that are quantized once for both directions.
 """
 
 from __future__ import annotations

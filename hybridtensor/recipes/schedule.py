@@ -27,8 +27,7 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If there is no such list, it has not more blocks than that, or a number is
-            negative.
+        ValueError: If there is no such list, it has not more blocks than that, or a number is negative.
     """
     require_module("edge_blocks", model)
     require_int("edge_blocks", at_least=0, first=first, last=last)

@@ -4,8 +4,7 @@ Words:
 
 - A *word* names a format (``fp8``). It means a quantizer for each face of the product it is for; two words
   (``fp8_block:mxfp4``) are one for the left operand and one for the right one.
-- A *modifier* changes some of these quantizers (``pow2_scale``), or what faces are made from
-  (``rowwise_dequantized``).
+- A *modifier* changes some of these quantizers (``pow2_scale``), or what faces are made from (``rowwise_dequantized``).
 - A *policy* sets a field of the config (``dequantized``).
 
 Words become faces, to which the modifiers apply; then the two faces of each role are merged. ``spec_of_config`` goes
@@ -120,7 +119,6 @@ class Faces:
 
     @classmethod
     def of_roles(cls, quantizers: dict[str, Quantizer]) -> Faces:
-        """Return the faces of a quantizer per role."""
         faces = cls({})
         for role, quantizer in quantizers.items():
             for direction in DIRECTIONS:
@@ -298,7 +296,6 @@ class Spec:
         return {**faces.by_role(), **dict(POLICIES[policy] for policy in self.policies)}
 
     def without(self, modifier: int) -> Spec:
-        """Return the spec without one modifier."""
         kept = self.modifiers[:modifier] + self.modifiers[modifier + 1 :]
         return dataclasses.replace(self, modifiers=kept)
 

@@ -1,13 +1,10 @@
-"""What a layer's quantizers remember from step to step: scales with their amax histories, and the
-random counter.
+"""What a layer's quantizers remember from step to step: scales with their amax histories, and the random counter.
 
-Quantizers are frozen values; whatever changes while training lives here, in the buffers of a small
-module that ``quantize_`` hangs into the layer (``layer.quantization_state``) when its recipe needs
-one. Buffers are saved, loaded and moved with the model. ``hybridtensor.step_`` advances all of them
-once per optimizer step.
+Quantizers are frozen values; whatever changes while training lives here, in the buffers of a small module that
+``quantize_`` hangs into the layer (``layer.quantization_state``) when its recipe needs one. Buffers are saved, loaded
+and moved with the model. ``hybridtensor.step_`` advances all of them once per optimizer step.
 
-Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction); ``L`` history
-length.
+Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction); ``L`` history length.
 """
 
 from __future__ import annotations
@@ -44,14 +41,11 @@ class LayerState(nn.Module):
             Without one, None, the key is drawn from torch's generator when it is first needed.
 
     Attributes:
-        rounding: Buffer int64 ``[2]``, the layer's key and the step; None where nothing rounds at
-            random.
-        encode_scale: Buffer fp32 ``[S]``, what values are multiplied with before a delayed cast;
-            None without such.
+        rounding: Buffer int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
+        encode_scale: Buffer fp32 ``[S]``, what values are multiplied with before a delayed cast; None without such.
         amax_history: Buffer fp32 ``[S, L]``, the amaxes of past steps, the newest last. A history
             shorter than the longest uses the last entries; the first entry of each is always free.
-        layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it
-            holds.
+        layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it holds.
         recording: Whether amaxes are recorded; see ``without_recording``.
         unrecorded: Whether a backward ran since the last step and recorded nothing.
         recorded: Whether a backward ran since the last step and recorded its amaxes.
@@ -63,8 +57,7 @@ class LayerState(nn.Module):
         common: The common scale that the weight has with those of other layers, or None.
         ranks: The ranks that train the layer together.
         version: Counts changes, for caches of what was quantized with this state.
-        replayed: Whether a step went into a CUDA graph: its replays change the state without being
-            counted.
+        replayed: Whether a step went into a CUDA graph: its replays change the state without being counted.
     """
 
     rounding: Tensor | None

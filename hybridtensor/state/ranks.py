@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 
 class TrainingRanks(NamedTuple):
-    """The ranks that train a layer together."""
-
     groups: tuple[dist.ProcessGroup | None, ...] = (None,)
     batch: int | None = None
     named: bool = False

@@ -134,7 +134,6 @@ class step_after:  # noqa: N801  (used as a function)
         ]
 
     def remove(self) -> None:
-        """Stop calling ``step_``."""
         for handle in self._handles:
             handle.remove()
 

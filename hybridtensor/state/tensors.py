@@ -17,8 +17,7 @@ class StateTensors(NamedTuple):
 
     Attributes:
         rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
-        encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None
-            without delayed scaling.
+        encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None without delayed scaling.
         amax: Where casts record amaxes, fp32 ``[S]``: that of the step, or of one forward and its backward; in a
             graph the address of a record, or ``Notes``; None where nothing is recorded.
         slots: Names of the delayed scales.

@@ -70,7 +70,6 @@ def training_of(model: nn.Module) -> Training:
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """Return the nonempty states of all layers."""
     found = dict.fromkeys(
         [*model.modules(), *model._modules.values()]
     )  # its own walk leaves states out

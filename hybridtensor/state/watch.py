@@ -1,6 +1,4 @@
-"""Notice that state is not advanced: an optimizer steps a model's parameters, and nobody calls
-``step_``.
-"""
+"""Notice that state is not advanced: an optimizer steps a model's parameters, and nobody calls ``step_``."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ class _Advance:
         return sum(state.version for state in self._states)
 
     def __call__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Count a step."""
         require_contract_once(model)
         version = self._current()
         if version != self._version:

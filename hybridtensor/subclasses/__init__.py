@@ -22,5 +22,4 @@ __all__ = [
 
 
 def is_converted(weight: object) -> TypeGuard[MasterWeight | HybridTensor]:
-    """Return whether ``weight`` is a converted weight."""
     return isinstance(weight, (MasterWeight, HybridTensor))

@@ -50,6 +50,5 @@ def _following(weight: HybridTensor) -> tuple[FaceTensor, FaceTensor] | None:
 
 
 def inner_tensors(face: WrapperTensor) -> dict[str, Tensor]:
-    """Return the inner tensors of a face by name."""
     names, _ = face.parts()
     return {name: getattr(face, name) for name in names}

@@ -29,8 +29,7 @@ class HighPrecisionValues:
 
     Attributes:
         original: The same, until an optimizer takes it; or None.
-        loaded: Whether the master was loaded and not stepped since: faces that are loaded too are
-            those it gave.
+        loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
     """
 
     __slots__ = ("_existed", "_follows", "_former", "_master", "_owned", "loaded", "original")

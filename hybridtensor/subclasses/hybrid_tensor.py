@@ -35,18 +35,15 @@ class HybridTensor(InterceptingTensor):
         weight = model.blocks[0].weight  # after quantize_(model, "mxfp8", persistent=True)
         print(weight.rowwise.qdata, weight.columnwise.scale, weight.dequantize())
 
-    ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise``
-    of its right operand. As a parameter it is a persistent low-precision weight: there is no
-    high-precision copy.
+    ``t()`` swaps the faces, and a matrix product takes ``rowwise`` of its left and ``columnwise`` of its right operand.
+    As a parameter it is a persistent low-precision weight: there is no high-precision copy.
 
     Attributes:
         rowwise: Face whose scale groups run along the last dimension, or None.
         columnwise: Face whose scale groups run along the first dimension, or None.
         config: The recipe of the layer whose weight this is, or None.
-        taken: What this is of the weight whose record it shares: takes the same part of its
-            high-precision values.
-        swapped: Whether this is the transpose of that weight, so that its rowwise face is the
-            weight's columnwise one.
+        taken: What this is of the weight whose record it shares: takes the same part of its high-precision values.
+        swapped: Whether this is the transpose of that weight, so that its rowwise face is the weight's columnwise one.
         is_of_all_ranks: Whether this is the tokens of all ranks, whose gradient is summed over them:
             only column-parallel layers may read it.
         is_saved: Whether this is of a state dict: savers that ask for its memory, as safetensors do,
@@ -130,9 +127,7 @@ class HybridTensor(InterceptingTensor):
 
     @property
     def original(self) -> Tensor | None:
-        """High-precision value that a trainable weight was made from, until an optimizer takes it;
-        or None.
-        """
+        """High-precision value that a trainable weight was made from, until an optimizer takes it; or None."""
         if self.taken is whole:
             return self.high_precision.original
         current = self.high_precision.current
@@ -140,9 +135,7 @@ class HybridTensor(InterceptingTensor):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether FSDP2 gathered this weight, whose faces then come and go; compiled graphs hold
-        their tensors.
-        """
+        """Whether FSDP2 gathered this weight, whose faces then come and go; compiled graphs hold their tensors."""
         return self._gathered is not None
 
     @property
@@ -299,8 +292,7 @@ class HybridTensor(InterceptingTensor):
             self.gathering.check_shards(self, size, dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the
-        nominal dtype).
+        """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).
 
         A plain high-precision face is the most precise; then more mantissa, then the rowwise one.
         """

@@ -22,9 +22,8 @@ class IdentityTensor(WrapperTensor):
         face = ht.HybridQuantizer(ht.MXFP8Quantizer(), ht.IdentityQuantizer()).quantize(x).columnwise
         print(face.dequantize())
 
-    ``source`` is a plain tensor, or a ``QuantizedTensor`` that is dequantized whenever the values
-    are used: a high-precision face "of what the forward saw", which stores nothing beyond the bytes
-    that it shares.
+    ``source`` is a plain tensor, or a ``QuantizedTensor`` that is dequantized whenever the values are used: a
+    high-precision face "of what the forward saw", which stores nothing beyond the bytes that it shares.
 
     Attributes:
         source: The values.
@@ -66,7 +65,6 @@ class IdentityTensor(WrapperTensor):
 
     @property
     def format(self) -> Format:
-        """The identity format."""
         return IDENTITY
 
     def alias_of(self, other: Self) -> Self:
@@ -74,9 +72,7 @@ class IdentityTensor(WrapperTensor):
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values, which are of the nominal dtype, cast to ``dtype``: ``source`` itself
-        where it is that.
-        """
+        """Return the values, which are of the nominal dtype, cast to ``dtype``: ``source`` itself where it is that."""
         values = (
             self.source.dequantize() if isinstance(self.source, QuantizedTensor) else self.source
         )

@@ -1,6 +1,4 @@
-"""What both kinds of weight share: torch functions seen before autograd takes them apart, a record,
-FSDP2's hooks.
-"""
+"""What both kinds of weight share: torch functions seen before autograd takes them apart, a record, FSDP2's hooks."""
 
 from __future__ import annotations
 

@@ -191,7 +191,6 @@ class KeptFaces:
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
-        """Return all cached faces."""
         found = (face for kept in self._kept.values() for face in (kept.row, kept.column))
         return [face for face in found if face is not None]
 

@@ -78,9 +78,7 @@ class MasterWeight(QuantizedWhenUsed):
         self.record.add_holder(plain)
 
     def alias(self, plain: Tensor) -> MasterWeight:
-        """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is
-        seen by both.
-        """
+        """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is seen by both."""
         self._count_graph_writes(version_of(self))
         new = type(self)(plain, self.config)
         new.record, new._seen = self.record, self._seen
@@ -90,17 +88,14 @@ class MasterWeight(QuantizedWhenUsed):
 
     @property
     def master(self) -> Tensor:
-        """An alias of the plain tensor. What is written into it is seen by the next use of the
-        weight.
+        """An alias of the plain tensor. What is written into it is seen by the next use of the weight.
 
         While the alias lives, or anything made from it, the weight is quantized anew at each use.
         """
         return self.record.hand_out(self.plain)
 
     def note_write(self) -> None:
-        """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives
-        it.
-        """
+        """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives it."""
         note_writes([self])
 
     def carried(self) -> tuple[list[str], Metadata | None]:

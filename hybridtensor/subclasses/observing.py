@@ -51,18 +51,15 @@ def values_of_products(
 
 
 def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:
-    """Call all observers."""
     for observer in observers:
         observer.note_operand(layer, role, values, call)
 
 
 def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:
-    """Call all observers."""
     for observer in observers:
         observer.note_product(layer, gemm, left, right, dtype)
 
 
 def note_read(weight: Any, reader: object) -> None:
-    """Call all observers."""
     for observer in observers:
         observer.note_read(weight.record.layer, str(reader))

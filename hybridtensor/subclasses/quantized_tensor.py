@@ -16,8 +16,7 @@ from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, WrapperTenso
 
 
 class QuantizedTensor(WrapperTensor):
-    """One face: elements, scales and everything else that dequantizing needs, never the quantizer
-    that made it.
+    """One face: elements, scales and everything else that dequantizing needs, never the quantizer that made it.
 
     ::
 
@@ -27,8 +26,7 @@ class QuantizedTensor(WrapperTensor):
     The elements are a matrix ``[other, contraction]``, whatever the logical shape: leading
     dimensions are flattened, and ``axis`` says which logical dimension is the contraction.
 
-    - ``axis == -1`` (rowwise): scale groups run along the last dimension; ``qdata`` is
-      ``[prod(leading), last]``.
+    - ``axis == -1`` (rowwise): scale groups run along the last dimension; ``qdata`` is ``[prod(leading), last]``.
     - ``axis == 0`` (columnwise): they run along the first; ``qdata`` is ``[last, prod(leading)]``.
 
     A stack of matrices ``[E, N, K]``, as experts' weights are, has the faces of its matrices one after
@@ -43,19 +41,16 @@ class QuantizedTensor(WrapperTensor):
         cuts_group: See below.
 
     Raises:
-        ValueError: If the face is in high precision, or has no bytes of its own: ``IdentityTensor``
-            holds those.
+        ValueError: If the face is in high precision, or has no bytes of its own: ``IdentityTensor`` holds those.
 
     Attributes:
-        qdata: Elements, dtype ``format.storage``; the last dimension counts bytes where elements
-            are packed.
+        qdata: Elements, dtype ``format.storage``; the last dimension counts bytes where elements are packed.
         scale: Block scales, ``format.scale_shape(*qdata.shape)``: element times scale is the value.
         tensor_scale: Second-level scale (fp32, ``format.tensor_scale_shape``), or None.
         format: Format of the elements.
         axis: -1 or 0.
         dtype: Nominal dtype, the default of ``dequantize``.
-        cuts_group: Whether this is a slice through a scale group, which it shares with the rest of
-            that group.
+        cuts_group: Whether this is a slice through a scale group, which it shares with the rest of that group.
     """
 
     ops = OpTable("QuantizedTensor", "call dequantize() first")
@@ -130,9 +125,7 @@ class QuantizedTensor(WrapperTensor):
         return (other, contraction) if self.axis == -1 else (contraction, other)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a plain contiguous tensor of this shape, in ``dtype`` (default: the
-        nominal dtype).
-        """
+        """Return the values as a plain contiguous tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
         dtype = self.nominal_dtype if dtype is None else dtype
         values = ops.rowwise_values(self.face, dtype)
         matrix = values if self.axis == -1 else values.transpose(-2, -1)

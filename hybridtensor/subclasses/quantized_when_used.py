@@ -157,8 +157,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             columnwise: See ``faces``.
             dtype: See ``faces``.
             trained: The forward is one of training.
-            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are
-                kept.
+            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are kept.
             noted: See ``faces``.
             context: ``self.context``, where that is known.
             stamp: ``self.stamp(dtype)``, where that was just asked.

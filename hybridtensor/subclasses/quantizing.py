@@ -44,19 +44,16 @@ def quantize(
 
     Args:
         quantizer: Makes the faces.
-        x: bf16, fp16 or fp32, one to four dimensions, any strides, may be empty. Leading dimensions
-            count as one (the tokens): rowwise scale groups run along the last dimension, columnwise
-            ones along the tokens.
+        x: bf16, fp16 or fp32, one to four dimensions, any strides, may be empty. Leading dimensions count as one (the
+            tokens): rowwise scale groups run along the last dimension, columnwise ones along the tokens.
         rowwise: Make the rowwise face.
-        columnwise: Make the columnwise face. A face's bits never depend on whether the other is
-            made.
+        columnwise: Make the columnwise face. A face's bits never depend on whether the other is made.
         dtype: Nominal dtype of the result; by default that of ``x``.
         context: The layer and role of the tensor. Delayed scaling needs one, with a state;
             without one, stochastic rounding draws from torch's generator.
 
     Returns:
-        A ``HybridTensor`` without gradient, which shares no memory with ``x``; a face not asked for
-        is None.
+        A ``HybridTensor`` without gradient, which shares no memory with ``x``; a face not asked for is None.
 
     Raises:
         TypeError: If ``x`` is not a dense tensor of those dtypes, or an argument of another kind.
@@ -137,12 +134,10 @@ def quantize_weight(
 def update_(
     quantizer: Quantizer, dst: HybridTensor, x: Tensor, *, context: Context = ALONE
 ) -> HybridTensor:
-    """Quantize ``x`` into ``dst``, in place: every face that ``dst`` has is refreshed, none is
-    added or dropped.
+    """Quantize ``x`` into ``dst``, in place: every face that ``dst`` has is refreshed, none is added or dropped.
 
     Raises:
-        TypeError: If ``dst`` is no HybridTensor, ``x`` no dense floating-point tensor, or
-            ``context`` no Context.
+        TypeError: If ``dst`` is no HybridTensor, ``x`` no dense floating-point tensor, or ``context`` no Context.
         ValueError: If the shapes differ, or a face of ``dst`` is not in this quantizer's format.
     """
     who = f"{type(quantizer).__name__}.update_"

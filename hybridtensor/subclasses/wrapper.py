@@ -1,10 +1,8 @@
-"""What the tensor classes share: inner tensors by name, dispatch by table, copying, pickling,
-refusals.
+"""What the tensor classes share: inner tensors by name, dispatch by table, copying, pickling, refusals.
 
-A wrapper has no storage of its own. It has a logical shape, a nominal dtype (the dtype of the
-high-precision tensor it stands for), *inner tensors* (attributes named in ``inner_names``; some may
-be None) and *metadata* (attributes named in ``metadata_names``; frozen and compared by value, so
-that equal wrappers share one compiled graph).
+A wrapper has no storage of its own. It has a logical shape, a nominal dtype (the dtype of the high-precision tensor it
+stands for), *inner tensors* (attributes named in ``inner_names``; some may be None) and *metadata* (attributes named in
+``metadata_names``; frozen and compared by value, so that equal wrappers share one compiled graph).
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ class _NoMemory(torch.UntypedStorage):
     """The storage of a wrapper: empty, and its address raises."""
 
     def data_ptr(self) -> int:
-        """Raise RuntimeError."""
         raise RuntimeError(
             "hybridtensor: a wrapper has no memory of its own to read (an invalid python storage); use "
             "dequantize()"
@@ -95,9 +92,7 @@ class WrapperTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal
-        dtype).
-        """
+        """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
         raise NotImplementedError(f"{type(self).__name__}: dequantize() is missing; define it")
 
     # -- inner tensors and metadata

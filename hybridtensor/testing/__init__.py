@@ -1,5 +1,4 @@
-"""Test tools for code that uses this library: inputs, an independent oracle, error budgets, saved
-bytes.
+"""Test tools for code that uses this library: inputs, an independent oracle, error budgets, saved bytes.
 
 Needs the ``testing`` extra (``pip install "hybridtensor[testing]"``).
 """

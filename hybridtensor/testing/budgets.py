@@ -24,8 +24,7 @@ def product_bound(
     accumulate: float = 2.0**-24,
     summands: int = 0,
 ) -> Tensor:
-    """Bound ``|computed - left @ right|``, elementwise, for operands whose values are exact in the
-    hardware.
+    """Bound ``|computed - left @ right|``, elementwise, for operands whose values are exact in the hardware.
 
     ::
 
@@ -33,17 +32,15 @@ def product_bound(
         left, right = (testing.exact_values(mxfp8.quantize(t).rowwise) for t in (x, weight))
         bound = testing.product_bound(left, right.T, torch.bfloat16)
 
-    With exact products and ``n`` additions of relative error ``u``, a sum is off by at most
-    ``n u sum|terms|`` (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, any
-    order of summation). The scales cost up to six more roundings in fp32, and the result one in
-    ``out_dtype``, or the smallest subnormal.
+    With exact products and ``n`` additions of relative error ``u``, a sum is off by at most ``n u sum|terms|`` (Higham,
+    Accuracy and Stability of Numerical Algorithms, section 4.2, any order of summation). The scales cost up to six more
+    roundings in fp32, and the result one in ``out_dtype``, or the smallest subnormal.
 
     Args:
         left: Exact values ``[M, K]``, float64.
         right: Exact values ``[K, N]``, float64.
         out_dtype: Dtype of the result.
-        accumulate: Relative error of one addition: 2^-24 in fp32; Hopper's tensor cores keep fewer
-            bits in FP8.
+        accumulate: Relative error of one addition: 2^-24 in fp32; Hopper's tensor cores keep fewer bits in FP8.
         summands: Terms added beside the K products: 1 for a bias.
     """
     for operand in (left, right):

@@ -23,9 +23,8 @@ def exact_values(face: Face | QuantizedTensor | IdentityTensor) -> Tensor:
         face = ht.Float8Quantizer().quantize(x).rowwise
         values = testing.exact_values(face)
 
-    Elements are decoded by ml_dtypes and scaled in float64. A format with a Hadamard rotation gives
-    its rotated values. An identity face, which has no direction, gives its matrix
-    ``[tokens, features]``.
+    Elements are decoded by ml_dtypes and scaled in float64. A format with a Hadamard rotation gives its rotated values.
+    An identity face, which has no direction, gives its matrix ``[tokens, features]``.
     """
     if isinstance(face, IdentityTensor):
         values = face.dequantize().double()

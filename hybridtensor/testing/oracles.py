@@ -1,6 +1,4 @@
-"""The numerics once more, sharing no code with the library: numpy and ml_dtypes, one scale group at
-a time.
-"""
+"""The numerics once more, sharing no code with the library: numpy and ml_dtypes, one scale group at a time."""
 
 from __future__ import annotations
 
@@ -158,8 +156,7 @@ def nvfp4_oracle(
 
 
 def decode_oracle(qdata: np.ndarray, element: str) -> np.ndarray:
-    """Return the float64 values of codes, one per byte; ``element`` is ``e4m3``, ``e5m2``, ``e2m1``
-    or ``e8m0``.
+    """Return the float64 values of codes, one per byte; ``element`` is ``e4m3``, ``e5m2``, ``e2m1`` or ``e8m0``.
 
     ::
 

@@ -28,9 +28,7 @@ class SavedTensors:
     tensors: list[Tensor] = field(default_factory=list)
 
     def nbytes(self, *, without: Iterable[Tensor] = ()) -> int:
-        """Return the bytes of the distinct storages, less those that hold one of ``without`` (or
-        its cached faces).
-        """
+        """Return the bytes of the distinct storages, less those that hold one of ``without`` (or its cached faces)."""
         kept = require_items("SavedTensors.nbytes", "a list of tensors", without)
         for tensor in kept:
             require_tensor("SavedTensors.nbytes", tensor)
@@ -62,8 +60,7 @@ def saved_for_backward() -> Iterator[SavedTensors]:
 
 @contextmanager
 def saved_by(modules: Iterable[nn.Module]) -> Iterator[SavedTensors]:
-    """Record what the forward passes of ``modules`` save while the context is open, and nothing
-    else does.
+    """Record what the forward passes of ``modules`` save while the context is open, and nothing else does.
 
     ::
 

@@ -50,8 +50,6 @@ class _Pair(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Two recordings that are compared."""
-
     names: tuple[str, str]
     steps: tuple[int, int]
     common: bool
@@ -144,7 +142,6 @@ def _findings(found: Compared) -> str:
 
 
 def _sentence(found: Compared, pair: _Pair, difference: float) -> str:
-    """Format which of the two is worse, and by how much."""
     if pair.first is None or pair.second is None:
         return ""
     a, b = (f"{decibel(one.mean)}{_unit(one.mean)}" for one in (pair.first, pair.second))
@@ -205,7 +202,6 @@ def _thresholds(found: Compared) -> str:
 
 
 def _only(first: Recording, second: Recording, names: tuple[str, str]) -> str:
-    """Format the layers that only one recording has."""
     told = ""
     for own, other, name in ((first, second, names[0]), (second, first, names[1])):
         layers = [layer for layer in _layers(own) if layer not in _layers(other)]
@@ -242,7 +238,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _losses(first: Recording, second: Recording, names: tuple[str, str]) -> str:
-    """Format the losses of the last common step."""
     a, b = dict(first.losses), dict(second.losses)
     common = a.keys() & b.keys()
     if not common:
@@ -255,7 +250,6 @@ def _losses(first: Recording, second: Recording, names: tuple[str, str]) -> str:
 
 
 def _table(found: Compared) -> str:
-    """Render all faces and products, both figures and their difference."""
     first, second = found.names
     names = (
         ("layer", ""),

@@ -43,7 +43,6 @@ def findings(recording: Recording, found: Sequence[Judged]) -> str:
 
 
 def link(one: Judged) -> str:
-    """Render a link to a row."""
     return f"<a href='#{one.anchor}'>{escape(f'{one.row.where} {one.name}')}</a>"
 
 

@@ -181,7 +181,6 @@ def _part_of(weight: Any) -> _Part | None:
 
 
 def _values(weight: Any) -> Tensor | None:
-    """Return the values of a weight or local shard, or None."""
     if isinstance(weight, MasterWeight):
         values: Tensor = weight.source.detach()
         return values

@@ -15,8 +15,6 @@ from hybridtensor.watching.sums import Numbers, Sums, Watched
 
 
 class Ranks(NamedTuple):
-    """The ranks that have the same layers."""
-
     group: dist.ProcessGroup | None = None
     alone: bool = True
     first: bool = True

@@ -91,7 +91,6 @@ class Recording(Printed):
             ) from error
 
     def __rich__(self) -> Table:
-        """Render the last sample, the noisiest faces first."""
         from rich import box
         from rich.table import Table
 
@@ -185,7 +184,6 @@ def _pair(value: Any) -> tuple[str, str]:
 
 
 def _string(value: object) -> str:
-    """Return a string; raise TypeError for anything else."""
     if not isinstance(value, str):
         raise TypeError(f"a string is required, got {value!r:.80}")
     return value

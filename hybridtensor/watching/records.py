@@ -133,14 +133,12 @@ class _Place(NamedTuple):
     products: list[list[float]]
 
     def statistics(self, face: int) -> dict[str, float]:
-        """Return the statistics of a face."""
         values, blocks = self.sizes[face]
         numbers = self.counts[face], self.norms[face], self.maxima[face]
         return face_statistics(*numbers, (values, blocks))
 
 
 def sample_of(step: int, measured: Measured) -> Sample:
-    """Return the rows of a measured step."""
     faces: list[FaceRow] = []
     products: list[ProductRow] = []
     for watched, places, together in _by_layer(measured):
@@ -190,7 +188,6 @@ def _together(places: Sequence[_Place], maxima: Tensor) -> _Place:
 def _face_rows(
     step: int, layer: Watched, places: Sequence[_Place], together: _Place
 ) -> Iterator[FaceRow]:
-    """Yield the rows of a layer's faces that were measured."""
     for face, (role, direction) in enumerate(OPERANDS):
         if not together.sizes[face][0]:
             continue
@@ -206,7 +203,6 @@ def _face_rows(
 def _product_rows(
     step: int, layer: Watched, places: Sequence[_Place], together: _Place
 ) -> Iterator[ProductRow]:
-    """Yield the rows of a layer's products that were measured."""
     for number, gemm in enumerate(GEMMS):
         if any(together.products[number]):
             experts = tuple(
@@ -224,7 +220,6 @@ def badness(number: float) -> float:
 
 
 def _formats(layer: Watched, gemm: str) -> tuple[str, str]:
-    """Format both operands' formats."""
     product = next(one for one in PRODUCTS if one.name == gemm)
     left, right = (_format(layer.config, *operand) for operand in (product.left, product.right))
     return left, right

@@ -57,8 +57,7 @@ def report(
     Args:
         watched: Result of ``watch``, its recording, or a file of ``Recording.save``.
         path: Path of the page.
-        beside: Another one of these to compare with, side by side on the same page. Its layers and
-            formats may differ.
+        beside: Another one of these to compare with, side by side on the same page. Its layers and formats may differ.
 
     Returns:
         The path.
@@ -183,7 +182,6 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _tiles(recording: Recording, last: Sample) -> str:
-    """Render the numbers at the top of the page."""
     worst_face = min(last.faces, key=lambda row: badness(row.statistics["sqnr"]), default=None)
     worst_product = min(
         last.products, key=lambda row: badness(row.statistics["cosine"]), default=None
@@ -233,7 +231,6 @@ def _alarms(recording: Recording) -> str:
 
 
 def _loss(recording: Recording) -> str:
-    """Draw the loss."""
     points = [(step, loss) for step, loss in recording.losses if math.isfinite(loss)]
     if len(points) < 2:
         return "<p class=quiet>No losses were noted: call watched.note(loss) in the loop.</p>"
@@ -330,7 +327,6 @@ def _experts(samples: Sequence[Sample]) -> str:
 
 
 def _recipe(recording: Recording) -> str:
-    """Render the recipes with their layers, and the machine."""
     found = []
     by_recipe = itertools.groupby(
         sorted(recording.recipes.items(), key=lambda one: one[1]), key=lambda one: one[1]
@@ -346,7 +342,6 @@ def _recipe(recording: Recording) -> str:
 
 
 def _words() -> str:
-    """Render what each number means."""
     every = {f"{name} of faces": text for name, text in NAMES.items()}
     every |= {f"{name} of products": text for name, text in PRODUCT_NAMES.items()}
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in every.items())

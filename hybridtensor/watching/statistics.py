@@ -176,7 +176,6 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _scales(face: Face) -> Tensor:
-    """Return the fp32 scale of each block."""
     scale = face.scale
     if scale is None:
         return torch.ones(1, 1, device=face.qdata.device)

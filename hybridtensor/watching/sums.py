@@ -74,8 +74,6 @@ def _check_device(name: str, weight: Tensor) -> None:
 
 
 class OfFace(NamedTuple):
-    """Sums of one face."""
-
     counts: Tensor
     norms: Tensor
     maxima: Tensor

@@ -78,9 +78,8 @@ class watch(Printed):  # noqa: N801  (used as a function)
         rows: Maximum number of rows, or columns, measured of each operand.
         sinks: Where samples go, a step later: paths (JSON lines), TensorBoard's writers, W&B's runs, loggers
             of Lightning, functions of a ``Sample``. They are called on the first rank only.
-        alarm: Action when a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function
-            that is given the sentence that says layer, operand and step. It is the first such face of the
-            step, and told a step later.
+        alarm: Action when a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function that is given the
+            sentence that says layer, operand and step. It is the first such face of the step, and told a step later.
         saturated: From which share of ``overflows%`` on a face is saturated, in percent.
 
     Raises:

@@ -1,5 +1,4 @@
-"""Checkpoints of converted models: what is stored are plain tensors, and what is loaded is what was
-written.
+"""Checkpoints of converted models: what is stored are plain tensors, and what is loaded is what was written.
 
 ::
 
@@ -9,12 +8,10 @@ written.
     checkpoint.save("runs/a", step, state)
     step = checkpoint.load("runs/a", state)  # the newest good one, on any number of ranks
 
-- ``save``, ``async_save``, ``load``, ``latest``, ``verify``: a folder of steps that survives
-  crashes and bad disks. Its steps are checkpoints of ``torch.distributed.checkpoint``, which other
-  tools read too.
+- ``save``, ``async_save``, ``load``, ``latest``, ``verify``: a folder of steps that survives crashes and bad disks. Its
+  steps are checkpoints of ``torch.distributed.checkpoint``, which other tools read too.
 - ``check_replicas``: whether ranks that should have the same values do.
-- ``HybridSavePlanner``, ``HybridLoadPlanner``: for who calls ``torch.distributed.checkpoint``
-  themselves.
+- ``HybridSavePlanner``, ``HybridLoadPlanner``: for who calls ``torch.distributed.checkpoint`` themselves.
 - ``plain``: any state with plain tensors for converted weights, in the same memory: for
   ``torch.save``, and for ``dcp.async_save`` of persistent weights.
 - ``SafeReader``: reads the pickle in ``torch.distributed.checkpoint`` without running what it says.

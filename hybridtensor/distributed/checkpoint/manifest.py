@@ -47,8 +47,7 @@ class Manifest:
         step: Its number.
         world_size: Ranks that wrote it.
         versions: Versions of python, torch, torchao and this package.
-        entries: Kind of each saved entry, by name: ``"module"``, ``"optimizer"``, ``"stateful"`` or
-            ``"data"``.
+        entries: Kind of each saved entry, by name: ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"data"``.
         weights: Converted weights, by name.
         recipes: Fingerprint to recipe in words.
         groups: Per optimizer the names of the parameters in its groups.
@@ -146,7 +145,6 @@ def _digest(content: object) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what writes a checkpoint."""
     return {
         "hybridtensor": __version__,
         "python": platform.python_version(),
@@ -156,7 +154,6 @@ def versions() -> dict[str, str]:
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Return the folder of a step below ``root``."""
     return root / f"step_{step:08d}"
 
 

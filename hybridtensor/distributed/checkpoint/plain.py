@@ -67,8 +67,7 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def plain(state: object) -> Any:
-    """Return nested dictionaries and lists with plain tensors in place of converted weights; see
-    ``checkpoint.plain``.
+    """Return nested dictionaries and lists with plain tensors in place of converted weights.
 
     ::
 
@@ -129,7 +128,6 @@ def faces(value: Tensor, weight: HybridTensor) -> FaceTensors:
 
 
 def _face(value: Tensor, face: FaceTensor) -> FaceTensors:
-    """Return the plain tensors of one face, or of the local shard of one."""
     if isinstance(face, IdentityTensor) and isinstance(face.source, QuantizedTensor):
         return {"source": _face(value, face.source)}
     tensors = inner_tensors(face)

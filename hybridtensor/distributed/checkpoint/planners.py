@@ -5,9 +5,8 @@
     dcp.save(state, checkpoint_id=path, planner=HybridSavePlanner())
     dcp.load(state, checkpoint_id=path, planner=HybridLoadPlanner())
 
-Master weights need them only where a state holds the weights themselves: ``state_dict()`` of a
-converted model already has their plain tensors. Of persistent weights every tensor of every face is
-stored, and is loaded into its memory.
+Master weights need them only where a state holds the weights themselves: ``state_dict()`` of a converted model already
+has their plain tensors. Of persistent weights every tensor of every face is stored, and is loaded into its memory.
 """
 
 from __future__ import annotations

@@ -54,29 +54,26 @@ def load(
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> int:
-    """Load the newest step that is what was written, on any number of ranks, into ``state``, and
-    return its number.
+    """Load the newest step that is what was written, on any number of ranks, into ``state``, and return its number.
 
     ::
 
         state = {"model": model, "optimizer": optimizer}
         step = checkpoint.load("runs/a", state)
 
-    Digests, recipes, names and shapes are checked, and everything is read to the host, before
-    anything is written. A load that raises, on any rank and for any reason, leaves tensors,
-    optimizers and data as they were; for that the former values stay on the host until all ranks
-    are done. What remains of a failed load is what objects with a ``load_state_dict`` of their own
-    do beside their ``state_dict``: they get back the one they had. Damaged steps are skipped with a
-    warning. Nothing in a checkpoint is executed.
+    Digests, recipes, names and shapes are checked, and everything is read to the host, before anything is written. A
+    load that raises, on any rank and for any reason, leaves tensors, optimizers and data as they were; for that the
+    former values stay on the host until all ranks are done. What remains of a failed load is what objects with a
+    ``load_state_dict`` of their own do beside their ``state_dict``: they get back the one they had. Damaged steps are
+    skipped with a warning. Nothing in a checkpoint is executed.
 
     Args:
         directory: Folder that was passed to ``save``.
         state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in
             place, other data is replaced in this dictionary.
         step: Load this one, and no other.
-        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into
-            one: values are loaded, and quantizers whose recipe differs start afresh. Other
-            high-precision dtypes are cast.
+        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
+            loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
         group: Process group, which is then used to talk, with its own timeout; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
@@ -263,8 +260,7 @@ class Verified(Printed, dict[int, list[str]]):
 
 
 def verify(directory: str | os.PathLike[str]) -> Verified:
-    """Read every step in ``directory``, or the one that it is, and return what is wrong with each,
-    the newest first.
+    """Read every step in ``directory``, or the one that it is, and return what is wrong with each, the newest first.
 
     ::
 

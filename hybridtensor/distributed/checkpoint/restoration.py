@@ -284,7 +284,6 @@ def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _persistent(parameter: nn.Parameter) -> HybridTensor:
-    """Return the local tensor of a persistent weight."""
     weight = local(parameter)
     if not isinstance(weight, HybridTensor):
         raise TypeError(

@@ -50,8 +50,6 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of ``save``."""
-
     faces: bool
     overwrite: bool
     check_replicas: bool
@@ -247,8 +245,7 @@ def async_save(
         The save under way; ``result()`` waits for it.
 
     Raises:
-        TypeError: As ``save``; so are the others. What goes wrong while writing is raised by
-            ``result()``.
+        TypeError: As ``save``; so are the others. What goes wrong while writing is raised by ``result()``.
         ValueError: As ``save``.
         RuntimeError: As ``save``.
     """

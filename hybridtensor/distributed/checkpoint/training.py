@@ -32,8 +32,7 @@ class Training:
 
     Raises:
         TypeError: If ``state`` is not a dictionary with string keys.
-        ValueError: If it is empty, a name has a dot, or an optimizer steps parameters of no module
-            in it.
+        ValueError: If it is empty, a name has a dot, or an optimizer steps parameters of no module in it.
     """
 
     def __init__(self, state: StateDict) -> None:

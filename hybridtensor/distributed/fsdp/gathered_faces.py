@@ -117,7 +117,6 @@ class GatheredFaces:
         return self.tensors[self._names[direction]]
 
     def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
-        """Return the tensors of the faces asked for."""
         return self._needed[rowwise, columnwise]
 
     def _tensors_of(self, rowwise: bool, columnwise: bool) -> list[Tensor]:

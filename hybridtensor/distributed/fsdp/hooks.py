@@ -253,7 +253,6 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
 
 
 def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
-    """Copy the first ``rows`` rows of a face."""
     if face is None:
         return None
     if face.dequantized_rowwise is not None:

@@ -39,10 +39,9 @@ class FacePlan:
     """How one face of a weight is gathered.
 
     Attributes:
-        kind: ``"bytes"``: each shard quantizes its rows, and the bytes are sent; ``"values"``: the
-            face is in high precision, its values are sent in the dtype of the computation;
-            ``"held"``: the face is the rowwise one; ``"whole"``: the values are sent in the weight's
-            own dtype and are quantized after the gather.
+        kind: ``"bytes"``: each shard quantizes its rows, and the bytes are sent; ``"values"``: the face is in high
+            precision, its values are sent in the dtype of the computation; ``"held"``: the face is the rowwise one;
+            ``"whole"``: the values are sent in the weight's own dtype and are quantized after the gather.
         format: Format of the face.
         reduce: Largest magnitudes that shards must know of each other: of the ``"tensor"``, of a
             ``"column"``, of square ``"blocks"`` that they cut; or None.
@@ -62,13 +61,11 @@ class Plan:
     Attributes:
         row: The rowwise face.
         column: The columnwise face.
-        transposed: Whether the columnwise face is the transpose of the rowwise one: gathered
-            together, one is enough.
+        transposed: Whether the columnwise face is the transpose of the rowwise one: gathered together, one is enough.
         num_ranks: ``R``.
         rows: ``n``; of the largest shard where they are uneven. Of a stack ``e``.
         columns: ``K``; of a stack the elements of an expert.
-        whole: The values are sent as they are, whichever face is wanted: FSDP2 takes nothing else for
-            such shards.
+        whole: The values are sent as they are, whichever face is wanted: FSDP2 takes nothing else for such shards.
         of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
         read: Whether forward reads the values, too.
         matrix: ``(N, K)`` of each expert, as linear layers have them, if this is a stack; or None.

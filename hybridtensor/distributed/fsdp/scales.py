@@ -93,9 +93,8 @@ def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def _with_amaxes(values: Tensor, plan: Plan, rank: int, amaxes: Tensor) -> tuple[Tensor, int]:
     """Return the local rows together with the reduced amaxes as values, and the first local row.
 
-    Whatever is quantized together with them gets the scales of the whole. They are in rows that are
-    cut off afterwards: below, in scale groups of their own; or where a block is cut, in the rows of
-    that block that other ranks hold.
+    Whatever is quantized together with them gets the scales of the whole. They are in rows that are cut off afterwards:
+    below, in scale groups of their own; or where a block is cut, in the rows of that block that other ranks hold.
     """
     rows, columns = values.shape
     amaxes = amaxes.to(values.dtype)  # exact: magnitudes of such values

@@ -322,8 +322,7 @@ class Shard:
         From then on, backward gathers both faces.
 
         Raises:
-            RuntimeError: If it is not there, and cannot be gathered now, or recomputation was said
-                not to happen.
+            RuntimeError: If it is not there, and cannot be gathered now, or recomputation was said not to happen.
         """
         if self.faces is not None and self.faces.is_there(direction):
             return self.faces.stored(direction)

@@ -146,12 +146,10 @@ class Sharded(NamedTuple):
     # -------------------------------------------------------------------------------------------
 
     def wants(self) -> tuple[bool, bool]:
-        """Return whether the gather that is being prepared needs the rowwise face, and the
-        columnwise one.
+        """Return whether the gather that is being prepared needs the rowwise face, and the columnwise one.
 
-        Forward needs the rowwise face only if backward gathers again; backward needs the columnwise
-        one only if the next forward gathers again. Whatever else gathers (recomputation,
-        ``unshard()``) may need either.
+        Forward needs the rowwise face only if backward gathers again; backward needs the columnwise one only if the
+        next forward gathers again. Whatever else gathers (recomputation, ``unshard()``) may need either.
         """
         # FSDP2 says nowhere publicly what a gather is for: ``_training_state`` is set around its
         # hooks, and autograd's task id is -1 outside of a backward. Another meaning in a later
@@ -222,7 +220,6 @@ class Sharded(NamedTuple):
 
 
 def _parameters(state: FSDPState) -> Iterator[Sharded]:
-    """Yield the parameters of one wrapped module."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one group
         group = state._fsdp_param_group

@@ -37,7 +37,6 @@ class SequenceGather(NamedTuple):
     rank: int
 
     def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """Return the shape of the whole activation."""
         whole = list(shape)
         whole[self.dim] *= self.layout.num_ranks
         return tuple(whole)

@@ -19,8 +19,7 @@ class SequencePlan:
         column: Where the columnwise face comes from: ``"bytes"``, those of all ranks; ``"values"``,
             gathered in high precision; ``"quantized"``, those quantized after they were gathered;
             ``"transposed"``, the rowwise face's bytes; ``"rowwise"``, what that one holds.
-        reduce: Largest magnitudes that ranks must know of each other: of the ``"tensor"``, of a
-            ``"column"``, or None.
+        reduce: Largest magnitudes that ranks must know of each other: of the ``"tensor"``, of a ``"column"``, or None.
         row_reduces: Whether the rowwise face is scaled by that of the tensor.
         column_reduces: What the columnwise face is scaled by: ``"tensor"``, ``"column"`` or None.
         reason: Why values are sent in high precision in both phases, as without this library; or "".
@@ -70,7 +69,6 @@ def _cut(face: FacePlan, tokens: int) -> str:
 
 
 def input_plan(quantizer: Quantizer, tokens: int, num_ranks: int, several: bool) -> SequencePlan:
-    """Return the plan of an input that ``several`` layers read, or one."""
     plan = sequence_plan(quantizer, tokens, num_ranks)
     if plan.reason or not several or quantizer.repeatable:
         return plan

@@ -30,8 +30,7 @@ class Sends(NamedTuple):
         tensor: ``"input"`` or ``"grad_output"``; or ``"tokens"``, which go to their experts.
         forward: What is sent before forward, or "" for nothing.
         backward: What is sent in backward.
-        reason: Why values are sent; or how many tokens of a sequence a rank needs a multiple of, for
-            bytes to be sent.
+        reason: Why values are sent; or how many tokens of a sequence a rank needs a multiple of, for bytes to be sent.
     """
 
     tensor: str

@@ -28,11 +28,10 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         plan = {"blocks.0": ht.distributed.ColwiseParallel(input_layouts=Shard(0))}
         parallelize_module(model, mesh["tp"], plan)
 
-    With ``input_layouts=Shard(dim)`` of a dimension of tokens, ranks send the bytes of the face that
-    each phase needs instead of values: the rowwise one in forward, the columnwise one in backward,
-    for which only the shard's is saved. What a ``PrepareModuleInput`` gathered is taken as it is.
-    Where a recipe's scale blocks do not fit the shards, values are gathered as torch does;
-    ``explain`` says so.
+    With ``input_layouts=Shard(dim)`` of a dimension of tokens, ranks send the bytes of the face that each phase needs
+    instead of values: the rowwise one in forward, the columnwise one in backward, for which only the shard's is saved.
+    What a ``PrepareModuleInput`` gathered is taken as it is. Where a recipe's scale blocks do not fit the shards,
+    values are gathered as torch does; ``explain`` says so.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -135,8 +134,7 @@ class _Preparation:
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
-    """``torch.distributed.tensor.parallel.RowwiseParallel`` whose output's gradient is quantized on
-    its shard.
+    """``torch.distributed.tensor.parallel.RowwiseParallel`` whose output's gradient is quantized on its shard.
 
     ::
 

@@ -1,5 +1,4 @@
-"""Casting a matrix into one or both faces: one request for every format and every pair, one launch
-where it can be.
+"""Casting a matrix into one or both faces: one request for every format and every pair, one launch where it can be.
 
 Shape letters: ``M`` rows, ``K`` columns, ``S`` delayed scales of a layer.
 """
@@ -51,9 +50,8 @@ def prepare(
     """Return the cast for matrices with the layout of ``x``, and inputs of the kinds of ``inputs``.
 
     Args:
-        x: ``[M, K]``, bf16, fp16 or fp32, any strides, may be empty; K is whole blocks of formats
-            that need them. M is any: the columnwise face then is that of ``x`` with rows of zeros
-            below, up to whole blocks.
+        x: ``[M, K]``, bf16, fp16 or fp32, any strides, may be empty; K is whole blocks of formats that need them. M is
+            any: the columnwise face then is that of ``x`` with rows of zeros below, up to whole blocks.
         request: The faces to make, and their casts.
         inputs: What ``run`` will be given, or tensors of the same dtypes and alignment.
         direct: ``runs_directly(x)``, if it is known.
@@ -73,11 +71,9 @@ def prepare(
 
 
 def quantize(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) -> Faces:
-    """Return the rowwise and the columnwise face of ``x``, made in one pass where the device has a
-    kernel.
+    """Return the rowwise and the columnwise face of ``x``, made in one pass where the device has a kernel.
 
-    The elements and scales of each format are those of ``docs/numerics.md``; ``ops.references``
-    defines them.
+    The elements and scales of each format are those of ``docs/numerics.md``; ``ops.references`` defines them.
 
     Args:
         x: As for ``prepare``.
@@ -93,8 +89,7 @@ def quantize(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) ->
 def quantize_into(
     x: Tensor, out: list[Tensor], request: CastRequest, inputs: CastInputs = NO_INPUTS
 ) -> None:
-    """Write the faces of ``x`` into existing tensors: those of the rowwise face, then those of the
-    columnwise one.
+    """Write the faces of ``x`` into existing tensors: those of the rowwise face, then those of the columnwise one.
 
     Args:
         x: As for ``prepare``.

@@ -19,8 +19,6 @@ def tensors_of(faces: Faces) -> list[Tensor]:
 
 
 class ReferenceCast(PreparedCast):
-    """A cast by its reference definition."""
-
     def __init__(self, request: CastRequest) -> None:
         check_rules(request)
         self.request = request

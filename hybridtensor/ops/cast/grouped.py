@@ -1,5 +1,4 @@
-"""Casting several matrices with kernels, in one launch for all and both faces: groups of rows, or a
-stack.
+"""Casting several matrices with kernels, in one launch for all and both faces: groups of rows, or a stack.
 
 Shape letters: ``E`` matrices, ``M`` rows, ``K`` columns.
 """
@@ -92,8 +91,6 @@ def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
 
 
 class GroupedCast:
-    """The kernels and arguments of a grouped cast."""
-
     def __init__(self, key: _Key) -> None:
         self._copies = not _is_readable(key)
         if self._copies:

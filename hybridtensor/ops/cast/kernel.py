@@ -132,11 +132,9 @@ def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
 
 
 def _is_readable(key: _Key) -> bool:
-    """Return whether rows begin at multiples of 16 elements and bytes, so that threads read whole
-    vectors.
+    """Return whether rows begin at multiples of 16 elements and bytes, so that threads read whole vectors.
 
-    Kernels rely on it: for narrower reads Triton 3.6 lays tiles out in a way that it then reduces
-    wrongly.
+    Kernels rely on it: for narrower reads Triton 3.6 lays tiles out in a way that it then reduces wrongly.
     """
     if key.prologue is not None and not key.prologue[-1]:
         return False

@@ -249,7 +249,6 @@ class ListCast(List):
     def _start(
         self, first: Tensor, given: CastInputs, row: list[Tensor], column: list[Tensor]
     ) -> None:
-        """Launch the cast."""
         launch = self._launch
         take, device = launch.take, first.device
         taken = take(first)

@@ -1,8 +1,6 @@
-"""The registered operators of casts: their schema, their definition on every device, and what a GPU
-runs.
+"""The registered operators of casts: their schema, their definition on every device, and what a GPU runs.
 
-Compiled graphs, dispatch modes and the CPU see these operators; eager code on a GPU runs the
-kernels directly.
+Compiled graphs, dispatch modes and the CPU see these operators; eager code on a GPU runs the kernels directly.
 """
 
 from __future__ import annotations

@@ -33,16 +33,14 @@ class PreparedCast(ABC):
 
     @abstractmethod
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        """Write the faces of ``x`` into ``out``, the tensors of the rowwise face, then those of the
-        columnwise one.
+        """Write the faces of ``x`` into ``out``, the tensors of the rowwise face, then those of the columnwise one.
 
         ``can_hold(out, x, request)`` must be true.
         """
 
     @abstractmethod
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the amaxes that the rowwise and the columnwise face of ``x`` are scaled by, fp32
-        ``[1]`` or per row.
+        """Return the amaxes that the rowwise and the columnwise face of ``x`` are scaled by, fp32 ``[1]`` or per row.
 
         What is returned for a face that was not asked for means nothing.
         """
@@ -81,7 +79,6 @@ def can_hold(out: list[Tensor], x: Tensor, request: CastRequest) -> bool:
 
 
 def _overlap(tensors: list[Tensor]) -> bool:
-    """Return whether the memory ranges of tensors overlap."""
     stretches = []
     for tensor in tensors:
         if tensor.numel():

@@ -52,7 +52,6 @@ class Cast(NamedTuple):
         return self if self.format.values is None else self._replace(format=self.format.values)
 
     def for_codes(self) -> Cast:
-        """Undo ``for_values``."""
         return self if self.format.values_of is None else self._replace(format=self.format.base)
 
     def __str__(self) -> str:
@@ -110,7 +109,6 @@ class CastRequest(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def parse_request(text: str) -> CastRequest:
-    """Return the request with a given ``str``."""
     row, column, source, dtype = text.split("|")
     return CastRequest(
         _parse(row), _parse(column), _parse(source), getattr(torch, dtype) if dtype else None
@@ -125,8 +123,7 @@ def _parse(text: str) -> Cast | None:
 
 
 class Hint:
-    """The amax that the last tensor of a kind was scaled by: a cast that goes by it takes one pass
-    if it still holds.
+    """The amax that the last tensor of a kind was scaled by: a cast that goes by it takes one pass if it still holds.
 
     It never changes a result, and is not saved.
 
@@ -159,9 +156,8 @@ class CastInputs(NamedTuple):
             An Inf counts, NaN elements do not.
         rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
         first_row: Index of the first row of this part in the whole tensor, for the draws.
-        row_amax: Amaxes that the rowwise face (or ``source``) is scaled by instead of its own,
-            where the matrix is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or
-            None.
+        row_amax: Amaxes that the rowwise face (or ``source``) is scaled by instead of its own, where the matrix is a
+            part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or None.
         column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
         hint: Amax of the last matrix of this kind; see ``Hint``.
         after: What a graph computes before this cast, whose values do not matter; see ``ops.order``.

@@ -1,5 +1,4 @@
-"""Scale groups: blocks of a matrix, their largest magnitudes, and spreading what was found per
-block.
+"""Scale groups: blocks of a matrix, their largest magnitudes, and spreading what was found per block.
 
 A block is ``(across, along)``, its extent along the two axes of an ``[other, contraction]`` matrix;
 ``None`` is the whole axis. Blocks at the end of an axis may be partial.
@@ -16,9 +15,7 @@ _EVERYTHING = (None, None)
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN
-    elements do not count.
-    """
+    """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN elements do not count."""
     counting = _magnitudes(x)
     if block == _EVERYTHING and counting.numel():
         return counting.amax().float().view(1, 1)
@@ -31,9 +28,7 @@ def _magnitudes(x: Tensor) -> Tensor:
 
 
 def amax_by_rows(x: Tensor) -> Tensor:
-    """Return the largest magnitude of a matrix, fp32 ``[1]``: that of each row first, as compilers
-    fuse it.
-    """
+    """Return the largest magnitude of a matrix, fp32 ``[1]``: that of each row first, as compilers fuse it."""
     if x.shape[0] == 0:
         return x.new_zeros(1, dtype=torch.float32)
     # few operations: a compiler takes milliseconds for each, in each layer that it traces

@@ -35,9 +35,9 @@ def quantize(
 
     Every 128 values are rotated under random signs. With ``t = amax / 255.99 / VALUE_MAX`` a block's scale is
     ``s = E4M3(block amax / VALUE_MAX / t)``, 1 in place of 0, and an element ``E2M1(y)`` to nearest of
-    ``y = x / (s * t)``. The scales of 128 values are multiplied by ``sum(y * y) / sum(y * element)``, and rounded at
-    random to one of their E4M3 neighbours so that the mean is kept: the mean of ``element * scale * t``, rotated
-    back, is ``x``.
+    ``y = x / (s * t)``.
+    The scales of 128 values are multiplied by ``sum(y * y) / sum(y * element)``, and rounded at random to one of their
+    E4M3 neighbours so that the mean is kept: the mean of ``element * scale * t``, rotated back, is ``x``.
 
     A NaN or an Inf makes the scales of its 128 values NaN, and does not count in an amax. What is finite stays so.
 

@@ -34,7 +34,6 @@ def define_faces(
 
 
 def _values(face: Face, fmt: Format) -> Face:
-    """Return the values of a face."""
     return Face(multipliable_values(face, torch.bfloat16), sum_factor(face), None, fmt)
 
 

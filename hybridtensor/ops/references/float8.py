@@ -1,8 +1,6 @@
-"""FP8 with one fp32 scale per tensor, row or block: current scaling, and delayed scaling with a
-given factor.
+"""FP8 with one fp32 scale per tensor, row or block: current scaling, and delayed scaling with a given factor.
 
-Shape letters: ``M`` other axis, ``K`` contraction axis, ``A x B`` scale blocks, ``S`` scales of a
-layer.
+Shape letters: ``M`` other axis, ``K`` contraction axis, ``A x B`` scale blocks, ``S`` scales of a layer.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ _CLEAR_MANTISSA = -0x00800000  # 0xFF800000 as an int32: keeps sign and exponent
 def encode_scale(
     amax: Tensor, largest: float, pow2_scale: bool, *, overflow: float = FP32_MAX
 ) -> Tensor:
-    """Return the factor that maps ``amax`` to ``largest``: 1 where amax is 0 or Inf, ``overflow``
-    where it overflows.
+    """Return the factor that maps ``amax`` to ``largest``: 1 where amax is 0 or Inf, ``overflow`` where it overflows.
 
     With ``pow2_scale`` the mantissa is cleared, which rounds the factor down to a power of two.
 
@@ -39,9 +36,7 @@ def encode_scale(
 
 
 def cast_saturating(x: Tensor, fmt: Format) -> Tensor:
-    """Round fp32 ``x`` to the nearest FP8 element, ties to even; beyond the range it is +-max, NaN
-    the positive NaN.
-    """
+    """Round fp32 ``x`` to the nearest FP8 element, ties to even; beyond the range it is +-max, NaN the positive NaN."""
     if fmt.element not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"cast_saturating: a format with FP8 elements is required, got {fmt}")
     one_nan = x.nan_to_num(nan=float("nan"))  # a negative NaN would keep its sign
@@ -51,8 +46,7 @@ def cast_saturating(x: Tensor, fmt: Format) -> Tensor:
 def quantize(
     x: Tensor, fmt: Format, pow2_scale: bool, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return elements ``[M, K]`` and scales ``[A, B]`` of ``x`` with current scaling; see
-    ``ops.float8_quantize``.
+    """Return elements ``[M, K]`` and scales ``[A, B]`` of ``x`` with current scaling; see ``ops.float8_quantize``.
 
     Scales follow from ``amax``, ``[A, B]``, where it is known.
     """
@@ -70,9 +64,7 @@ def quantize(
 def cast(
     x: Tensor, fmt: Format, factors: Tensor, amaxes: Tensor | None, index: int
 ) -> tuple[Tensor, Tensor]:
-    """Return elements ``[M, K]`` and the scale ``[1, 1]`` of ``x`` with a given factor; see
-    ``ops.float8_cast``.
-    """
+    """Return elements ``[M, K]`` and the scale ``[1, 1]`` of ``x`` with a given factor; see ``ops.float8_cast``."""
     factor = factors[index]
     record = record_at(amaxes)
     if record is not None:

@@ -1,6 +1,4 @@
-"""The random Hadamard transform of 16: spreads outliers along the contraction axis, and cancels in
-a product.
-"""
+"""The random Hadamard transform of 16: spreads outliers along the contraction axis, and cancels in a product."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return ``x`` with every 16 values of its last dimension multiplied by
-    ``diag(signs) @ H16 / 4``, in bfloat16.
+    """Return ``x`` with every 16 values of its last dimension multiplied by ``diag(signs) @ H16 / 4``, in bfloat16.
 
     The sum runs in fp32 in the order of the fast transform, and is rounded once. Saturates: what
     was finite stays so. An Inf makes all 16 values of its group Inf, a NaN makes them NaN.
@@ -46,9 +43,7 @@ def rotate_back(x: Tensor) -> Tensor:
 
 
 def _signs(device: torch.device) -> Tensor:
-    """Return the signs in fp32, made where they are: a copy from the host could not go into a CUDA
-    graph.
-    """
+    """Return the signs in fp32, made where they are: a copy from the host could not go into a CUDA graph."""
     minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
     return (1 - 2 * ((minus >> torch.arange(SIZE, device=device)) & 1)).float()
 

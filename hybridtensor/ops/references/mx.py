@@ -25,11 +25,9 @@ def e8m0_round_up(x: Tensor) -> Tensor:
     """Return the E8M0 byte of the smallest power of two that is not below ``x``, as int32.
 
     Args:
-        x: fp32, not negative, not NaN. Zero gives byte 0 (2^-127), Inf and what rounds up to it
-            0xFE (2^127).
+        x: fp32, not negative, not NaN. Zero gives byte 0 (2^-127), Inf and what rounds up to it 0xFE (2^127).
 
-    Source: TransformerEngine, common/util/ptx.cuh, ``float_to_e8m0`` (cvt.rp.satfinite.ue8m0x2.f32
-    in hardware).
+    Source: TransformerEngine, common/util/ptx.cuh, ``float_to_e8m0`` (cvt.rp.satfinite.ue8m0x2.f32 in hardware).
     """
     bits = x.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x007FFFFF

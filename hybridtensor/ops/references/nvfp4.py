@@ -1,7 +1,6 @@
 """NVFP4: E2M1 elements, an E4M3 scale per block of 16, and an fp32 scale on top.
 
-Shape letters: ``M`` other axis, ``K`` contraction axis, ``A x B`` scale blocks, ``T`` tensor scales
-(1 or M).
+Shape letters: ``M`` other axis, ``K`` contraction axis, ``A x B`` scale blocks, ``T`` tensor scales (1 or M).
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(qdata: Tensor) -> Tensor:
-    """Undo ``pack``."""
     return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)
 
 
@@ -74,9 +72,7 @@ class Draws(NamedTuple):
     transposed: bool = False
 
     def uniform(self, shape: torch.Size) -> Tensor | None:
-        """Return one number per element of a matrix, by the tensor's own rows whichever way round
-        it comes; or None.
-        """
+        """Return one number per element of a matrix, by the tensor's own rows whichever way round it comes; or None."""
         if self.rounding is None:
             return None
         rows, columns = reversed(shape) if self.transposed else shape
@@ -101,9 +97,8 @@ def quantize(
     chosen among two: see ``four_over_six``. An amax below 8e-36, whose encode scale would be beyond fp32, gives
     smaller values, as NVIDIA's kernels do. E2M1 has no NaN: a NaN makes the scale of its block NaN.
 
-    Source: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh and
-    custom_recipes/reference_nvfp4.py; NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv
-    2509.25149.
+    Source: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh and custom_recipes/reference_nvfp4.py; NVIDIA,
+    "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
     """
     if fmt.tensor_block is None:
         raise ValueError(f"nvfp4: a two-level format is required, got {fmt}")

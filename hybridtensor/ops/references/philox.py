@@ -36,16 +36,13 @@ def philox(
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and low words of a 64-bit product; int64 wraps around, and its bits are those
-    of uint64.
-    """
+    """Return the high and low words of a 64-bit product; int64 wraps around, and its bits are those of uint64."""
     product = word * constant
     return (product >> 32) & _WORD, product & _WORD
 
 
 def uniform16(rows: int, columns: int, *, rounding: Tensor, stream: int, first_row: int) -> Tensor:
-    """Return one number per element of a matrix, from (0, 1) in steps of 2^-16, as fp32
-    ``[rows, columns]``.
+    """Return one number per element of a matrix, from (0, 1) in steps of 2^-16, as fp32 ``[rows, columns]``.
 
     The numbers of a row depend on its index in the whole tensor only: ``first_row`` is that of the
     first row here, so that shards of a tensor draw what the whole would.

@@ -1,6 +1,4 @@
-"""What weights that are ``HybridTensor`` answer to operators on their values: in-place arithmetic, reads,
-collectives.
-"""
+"""Operators on the values of weights that are ``HybridTensor``: in-place arithmetic, reads, collectives."""
 
 from __future__ import annotations
 
@@ -143,7 +141,6 @@ def _receive(tensor: Tensor, sent: Tensor) -> bool:
 
 
 def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Broadcast the bytes of the faces."""
     (weight,), *others = args
     out, changed = None, False
     for tensor in flatten(weight)[0]:

@@ -127,7 +127,6 @@ def own_folder(target: Path) -> Iterator[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,7 +135,6 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file and sync it to disk."""
     with path.open("w") as stream:
         stream.write(text)
         stream.flush()

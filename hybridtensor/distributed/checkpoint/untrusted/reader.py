@@ -70,8 +70,7 @@ class SafeReader(FileSystemReader):
 
     Raises:
         ValueError: If a file is damaged or no regular file of the checkpoint.
-        UnreadableError: If an entry is not what metadata says, or cannot be read without running
-            code.
+        UnreadableError: If an entry is not what metadata says, or cannot be read without running code.
     """
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
