@@ -27,15 +27,18 @@ def update_kernel(slots, targets, amaxes, REDUCED: tl.constexpr, BLOCK: tl.const
         last = tl.load(amaxes + slot)
     else:
         last = tl.load(amax)
+    # Zero: the layer did not run, or saw zeros only. Its scale and history stay.
     if last != 0:
         i = tl.arange(0, BLOCK)
         rolled = tl.load(history + i + 1, mask=i + 1 < entries, other=0.0)
         rolled = tl.where(i == entries - 1, last, rolled)
         largest = tl.where(newest != 0, last, tl.max(rolled, 0))
+        # After an Inf the scale stays; the history has it all the same.
         if largest < float("inf"):
             tl.store(scale, tl.minimum(tl.div_rn(tl.load(targets + slot), largest), FP32_MAX))
         tl.debug_barrier()  # all entries are read before any is written
         tl.store(history + i, tl.where(i > entries - counting, rolled, 0.0), mask=i < entries)
+    # The next step records from zero.
     tl.store(amax, 0.0)
 
 

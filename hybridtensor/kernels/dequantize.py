@@ -75,6 +75,7 @@ def dequantize_kernel(
             scale = tl.load(at)
         if SCALE == E8M0:
             scale = e8m0_value(scale.to(tl.int32))
+            # Code 255 of E8M0 is NaN, whose bits are those of an fp32 Inf.
             scale = tl.where(scale == float("inf"), float("nan"), scale)
         elif SCALE == E4M3:
             scale = fp8_values(scale, False, False)

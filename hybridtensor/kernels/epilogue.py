@@ -34,6 +34,7 @@ def epilogue_kernel(
         if RIGHT:
             factor = factor * tl.load(right + (j if RIGHT_PER_COLUMN else j * 0), mask=j < N, other=0.0)[None, :]
         if LEFT and RIGHT:
+            # Two large scales may overflow, and Inf times a sum of zero would be NaN.
             factor = tl.where(factor > FP32_MAX, FP32_MAX, factor)
         v = v * factor
     if BIAS:

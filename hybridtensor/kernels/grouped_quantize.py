@@ -26,6 +26,7 @@ def _larger(a, b):
 def _ends_of(ends, g, rows, E):
     """Return where group ``g`` ends (with ``g - 1``: begins), clamped to the rows and never decreasing."""
     given = tl.load(ends + g, mask=(g >= 0) & (g < E), other=0)
+    # So that wrong offsets never lead beyond the matrix.
     return tl.associative_scan(tl.minimum(tl.maximum(given, 0), rows), 0, _larger)
 
 
@@ -52,6 +53,7 @@ def plan_kernel(ends, plan, rows, pitch, E, tiles, STEP: tl.constexpr, BM: tl.co
     g = tl.arange(0, GROUPS)
     start = _ends_of(ends, g - 1, rows, E)
     size = tl.where(g < E, _ends_of(ends, g, rows, E) - start, 0)
+    # A group without rows has one step, too, of zeros.
     steps = tl.maximum(tl.cdiv(size, STEP), 1) * STEP
     end = tl.cumsum(tl.where(g < E, steps, 0), 0)
     padded = tl.where(g < E, end - steps, end)
@@ -85,6 +87,7 @@ def _part_of(pid, matrix, parts, STEP: tl.constexpr, TILE: tl.constexpr, TOKENS:
         start = tl.load(entry + 2).to(tl.int64)
         rows = tl.load(entry + 3)
         to_store = tl.load(entry + 4)
+        # True as groups are padded to whole steps. Triton then loads and stores vectors.
         padded = tl.multiple_of(tl.load(entry + 5), 16)
         size = tl.multiple_of(tl.load(entry + 6), 16)
         x = matrix.x + start * matrix.stride_m
@@ -160,6 +163,7 @@ def grouped_cast_kernel(matrix, row, column, state, first_row, row_slot, row_str
     if REVERSED:
         pid = tl.num_programs(0) - 1 - pid
     part = _part_of(pid, matrix, parts, COLUMN_FACE.step, TILE, TOKENS)
+    # More tiles are launched than groups may need, as how many they need is known on the device only.
     if part.top < part.size:
         of_row = _face_of(row, row_sizes, part, ROW_FACE, False, TOKENS)
         of_column = _face_of(column, column_sizes, part, COLUMN_FACE, True, TOKENS)

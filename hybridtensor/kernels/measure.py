@@ -20,6 +20,7 @@ def amax_of_rows(v, rounding, stream, ROTATED: tl.constexpr, HW: tl.constexpr, P
         amax = tl.max(tl.abs(rotate_drawn(finite(v), negative_signs(rounding, stream), P, Q)), 1)
     elif ROTATED:
         bits = largest(rotate(v, P, Q, True, HW), 1, HW)
+        # The rotation without care first. An Inf or NaN in the result says that care is needed.
         if tl.max(bits, 0) < INF_BITS:
             amax = bits.to(tl.float32, bitcast=True)
         else:
@@ -64,6 +65,8 @@ def measure_kernel(matrix, row_target, column_target, rounding, row_stream, colu
     if FOLLOWED:
         gdc_launch_dependents()
     pid = tl.program_id(0)
+    # One tile per program. Four to sixteen in a loop were slower per row and per column (0.53 of copy speed, not 0.54
+    # to 0.56).
     tiles = tl.cdiv(matrix.K, TILE.BK)
     top = pid // tiles * TILE.BM
     left = pid % tiles * TILE.BK
@@ -86,6 +89,7 @@ def measure_flat_kernel(
         i = start + step * BLOCK + tl.arange(0, BLOCK)
         amax = tl.maximum(amax, tl.abs(tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)))
     largest = tl.max(amax, 0)
+    # No other program raises it: no atomic is needed.
     if ALONE:
         tl.store(target, tl.where(largest != largest, 0.0, largest))
     else:

@@ -53,6 +53,7 @@ def norm_backward_kernel(grad, grad_stride, x, stride, weight, factors, grad_x, 
     j = tl.arange(0, B)
     mask = j < K
     w = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32)
+    # Over the rows of this program: what is left to add is one row per program.
     total = tl.zeros([B], tl.float32)
     for i in range(program, M, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)

@@ -50,6 +50,7 @@ def uniform16_at(index, key, step, stream):
 
 @triton.jit
 def _uniform(bits):
+    # In the middle of each of 2^16 intervals: never 0 nor 1.
     return (bits.to(tl.float32) + 0.5) * (2.0**-16)
 
 
@@ -71,6 +72,8 @@ def uniform16(rows, column, columns, rounding, stream, TILE: tl.constexpr):
     key = tl.load(rounding)
     step = tl.load(rounding + 1)
     if TILE.aligned:
+        # A call gives 128 bits: 16 for each of eight neighbours. Here one call serves all eight; below each element
+        # repeats it.
         eighths = column // 8 + tl.arange(0, BK // 8)
         call = rows[:, :, None] * (columns // 8) + eighths[None, None, :]
         w0, w1, w2, w3 = _words(call, key, step, stream)

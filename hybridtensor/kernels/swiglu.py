@@ -58,6 +58,7 @@ def swiglu_backward_kernel(
     u = tl.load(up + i * up_stride + j, mask=mask, other=0.0).to(tl.float32)
     kind = grad_gate.dtype.element_ty
     denominator = sigmoid_denominator(g, GPU)
+    # Recomputed: torch keeps the activated gate instead, two bytes per element in bf16.
     activated = tl.div_rn(g, denominator).to(kind).to(tl.float32)
     sigmoid = tl.div_rn(1.0, denominator)
     of_activated = (dy * u).to(kind).to(tl.float32)

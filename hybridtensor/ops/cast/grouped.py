@@ -146,6 +146,8 @@ class GroupedCast:
         with on_device(x.device):
             if self._clears:
                 row[1].view(torch.uint8).zero_()
+            # Two launches over all groups. One that measures a group and casts it while the L2 holds it was slower:
+            # weights 0.26 ms instead of 0.22, tokens 0.14 instead of 0.13.
             plan = None if self._plan is None or ends is None else self._plan(ends)
             row_amax = column_amax = x  # stands for nothing
             if self._measurement is not None:
@@ -184,6 +186,7 @@ def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) 
     count = key.groups.num_groups
     if key.tokens:
         tiling = tiling._replace(
+            # Groups end anywhere. Each may have a partial row of tiles, and so may the rows of no group.
             constants=tiling.constants._replace(even=False),
             number=(pitch // tile.rows + count + 1) * -(-k // tile.columns),
         )

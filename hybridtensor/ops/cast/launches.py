@@ -175,6 +175,7 @@ class CastLaunch:
     ) -> None:
         row, own = task.faces
         column = own if column is None else column
+        # Only after a kernel that measures, which lets this one start before it ends.
         following = reverse and overlaps_kernels(task.device)
         self._task, self._numbers = task, (row.slot, row.stream, column.slot, column.stream)
         several = task.several
@@ -243,6 +244,7 @@ class RecastLaunch:
         programs = 2
         if task.device.type == "cuda":
             properties = torch.cuda.get_device_properties(task.device)
+            # As many as run at once: they loop over the tiles if the scale changed, and seldom have anything to do.
             programs = _WAVE * properties.multi_processor_count
         self._task = task
         self._launch = Launch(

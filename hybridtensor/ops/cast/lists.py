@@ -101,6 +101,7 @@ class List:
         self.tiles = [tiling.number for tiling in tilings]
         self.options = tilings[0].options
         constants = tilings[0].constants._replace(
+            # One kernel for all matrices: it may rely on what holds for every one.
             even=all(tiling.constants.even for tiling in tilings),
             wide=any(tiling.constants.wide for tiling in tilings),
         )
@@ -244,6 +245,7 @@ class ListCast(List):
         """Write the faces into tensors at the addresses that this was prepared for."""
         of_row = self._row.count
         self._start(xs[0], inputs[0], outs[0][:of_row], outs[0][of_row:])
+        # Kernels write where autograd does not look.
         increment_version([tensor for out in outs for tensor in out])
 
     def _start(

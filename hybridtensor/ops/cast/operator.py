@@ -149,6 +149,7 @@ class OperatorCast(ReferenceCast):
         if isinstance(noted, Notes):
             taken = inputs._replace(noted_amax=None)[:_NUM_INPUTS]
             made = QUANTIZE(x, self._text, *taken, after=inputs.after, notes=noted.size)
+            # The recorded amaxes are the operator's last result.
             noted.tensors.append(made.pop())
         else:
             made = QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
