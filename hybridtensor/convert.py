@@ -354,9 +354,8 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     if not remake_(weight, values, config):
         made = quantize_weight(config, values, weight.context, weight.layer, weight.dtype)
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
-    weight.record = weight.record.with_values(
-        weight.high_precision.moved()
-    )  # aliases hold the faces so far
+    # Aliases hold the faces so far
+    weight.record = weight.record.with_values(weight.high_precision.moved())
     weight.high_precision.note_quantized(values)
 
 

@@ -200,9 +200,8 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
     }
     if value.config is not None:
         told |= {"recipe": str(value.config), "fingerprint": value.config.fingerprint()}
-    forward = (
-        "columnwise" if value.is_transposed else "rowwise"
-    )  # the face that the forward multiplies
+    # The face that the forward multiplies
+    forward = "columnwise" if value.is_transposed else "rowwise"
     directions = ("rowwise", "columnwise") if columnwise else (forward,)
     for direction in directions:
         face = getattr(weight, direction)

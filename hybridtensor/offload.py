@@ -123,9 +123,8 @@ class _Memory:
         # torch's version counter tells of writes in place; a torch without it would have us copy
         # back what was saved before such a write, without an error
         self.device, self.version = tensor.device, tensor._version
-        self.weak = StorageWeakRef(
-            tensor.untyped_storage()
-        )  # while it lives, the number of no other storage is the same
+        # While it lives, the number of no other storage is the same
+        self.weak = StorageWeakRef(tensor.untyped_storage())
         self.source: Tensor | None = tensor.detach()  # until the copy has ended
         self.host: Tensor | None = None
         self.fetched: Tensor | None = None
@@ -170,9 +169,8 @@ class _Group:
     """What one call of a block saved; entries are weak, so that autograd owns the memory."""
 
     previous: _Group | None
-    devices: set[
-        torch.device
-    ]  # what is saved elsewhere, a number on the host for instance, stays there
+    # What is saved elsewhere, a number on the host for instance, stays there
+    devices: set[torch.device]
     held: set[int]
     memories: list[weakref.ref[_Memory]] = field(default_factory=list)
 

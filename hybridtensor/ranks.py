@@ -67,9 +67,8 @@ class Ranks:
         self._known: Groups = {}
         self._timeout = timeout
         known = dist.is_available() and dist.is_initialized()
-        if (
-            known and dist.get_backend(group) != "fake"
-        ):  # torch's, of one process that stands for all
+        # torch's, of one process that stands for all
+        if known and dist.get_backend(group) != "fake":
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size == 1:
             return

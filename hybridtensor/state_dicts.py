@@ -27,9 +27,8 @@ def plain_values(
     """Replace master weights by their plain tensors in a state dict; persistent ones give values to savers."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if value is not None and not isinstance(
-            value, nn.Parameter
-        ):  # keep_vars=True asks for the parameters
+        # keep_vars=True asks for the parameters
+        if value is not None and not isinstance(value, nn.Parameter):
             own = local(value)
             if isinstance(own, HybridTensor):
                 own.is_saved = True

@@ -54,9 +54,8 @@ def curve(products: Sequence[Sequence[FormatOption]]) -> list[Step]:
     ]
     chosen = [hull[0] for hull in hulls]
     steps = [_step(chosen)]
-    for _, product, level in sorted(
-        changes
-    ):  # within a product gains fall, so that levels come in order
+    # Within a product gains fall, so that levels come in order
+    for _, product, level in sorted(changes):
         chosen[product] = hulls[product][level]
         steps.append(_step(chosen))
     return steps

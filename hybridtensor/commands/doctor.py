@@ -96,9 +96,8 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return (
-            _version("pytorch-triton") if package == "triton" else None
-        )  # its name in nightly builds
+        # Nightly builds of Triton have another name
+        return _version("pytorch-triton") if package == "triton" else None
 
 
 def _driver() -> str | None:

@@ -167,9 +167,8 @@ def _stand_in(part: Fragment, direction: str, reduced: Tensor) -> Tensor:
     values = _grouped(_seen(part.matrix(), direction), fmt.block, 0.0)
     free = _grouped(_seen(~part.own(), direction), fmt.block, False)
     amax, has_nan = reduced
-    larger = amax > values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(
-        1
-    )  # than all that this rank has
+    # Where another rank has a larger value than this one
+    larger = amax > values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(1)
     for number, wanted in ((amax, larger), (amax * float("nan"), has_nan > 0)):
         first = free.to(torch.uint8).argmax(1, keepdim=True)
         possible = free.any(1) & wanted
@@ -220,9 +219,8 @@ def _exchange(
     """Complete every face, or what it needs, with the elements of other ranks."""
     mine = {key: _only_own(parts[key[0]], key[1], face) for key, face in made.items()}
     sent = torch.cat([one.view(torch.uint8).flatten() for one in mine.values()])
-    dist.all_reduce(
-        sent, dist.ReduceOp.SUM, group=group
-    )  # where one rank has an element the others have zero bits
+    # Where one rank has an element the others have zero bits
+    dist.all_reduce(sent, dist.ReduceOp.SUM, group=group)
     sizes = [one.view(torch.uint8).numel() for one in mine.values()]
     for (key, one), whole in zip(mine.items(), sent.split(sizes), strict=True):
         elements, face = whole.clone().view(one.dtype).view(one.shape), made[key]

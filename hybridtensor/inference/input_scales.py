@@ -96,9 +96,8 @@ def stored_inputs(
         every = torch.cat([scales[expert].reshape(1) for expert in range(len(slots))])
         content = recipe.state.state_dict()
         encode = content["encode_scale"].clone()
-        encode[slots] = (
-            every.float().reciprocal().to(encode.device)
-        )  # whose reciprocals are the scales, all of them
+        # Files have dequantization scales, whose reciprocals are encode scales
+        encode[slots] = every.float().reciprocal().to(encode.device)
         yield recipe.state, {**content, "encode_scale": encode}
 
 

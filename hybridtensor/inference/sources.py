@@ -138,9 +138,8 @@ def _own_face(one: Exported) -> Face | None:
         face = (part.transpose(-2, -1) if one.is_turned else part).forward_face()
     if face is None or face.format is one.format:
         return face
-    rows = face.qdata.shape[
-        -2
-    ]  # parts of a matrix with a scale each: together they have one per row
+    # Parts of a matrix with a scale each: together they have one per row
+    rows = face.qdata.shape[-2]
     scale = face.scale
     if scale is None or one.format is None:
         raise ValueError(

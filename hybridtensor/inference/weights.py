@@ -251,9 +251,8 @@ def _of_parts(who: str, one: Exported, fmt: Format) -> Format:
     part = one.part.shape if shard is None else shard.sharded.size
     sizes = tuple(part[-2:][::-1]) if one.is_turned else tuple(part[-2:])
     cut = [mine != whole for mine, whole in zip(sizes, one.matrix, strict=True)]
-    shared = [
-        extent is None or sizes[axis] % extent for axis, extent in enumerate(fmt.block)
-    ]  # scales that go beyond a part
+    # Whether scales along each axis go beyond a part
+    shared = [extent is None or sizes[axis] % extent for axis, extent in enumerate(fmt.block)]
     if not any(cut[axis] and shared[axis] for axis in (0, 1)) and not (
         any(cut) and fmt.tensor_block
     ):

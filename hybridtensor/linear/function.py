@@ -38,9 +38,8 @@ from hybridtensor.subclasses.observing import note_operand, note_product, observ
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_unsafe_view = (
-    torch.ops.aten._unsafe_view.default
-)  # an overload: choosing one takes twice as long as the view
+# An overload: choosing one takes twice as long as the view
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class _Call(NamedTuple):
@@ -247,9 +246,8 @@ class _Linear(torch.autograd.Function):
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
         if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 1:
-            grad_bias = grad_output.sum(
-                dim=tuple(range(grad_output.dim() - 1))
-            )  # as the plain layer sums it
+            # As the plain layer sums it
+            grad_bias = grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
         return grad_input, grad_weight, grad_bias, None
 
 

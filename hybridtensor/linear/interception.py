@@ -70,9 +70,8 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     if getattr(operands["weight"], "config", None) is None:
         return default(func, args, kwargs)
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # every attribute of a weight would come back here
+    # Every attribute of a weight would pass through here again
+    with torch._C.DisableTorchFunctionSubclass():
         if isinstance(operands["input"], HybridTensor):
             require_own_tokens(operands["input"])
         return linear(**operands)
@@ -155,9 +154,8 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _times(input: Tensor, weight: Any) -> Tensor:
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # which every attribute of a weight would pass through
+    # Every attribute of a weight would pass through its torch function
+    with torch._C.DisableTorchFunctionSubclass():
         return batched_linear(input, weight) if weight.dim() == 3 else linear(input, weight)
 
 

@@ -141,6 +141,7 @@ class LayerForward:
                         return self.run(layer, args, kwargs)
             if self.inner is not None:  # as ``run``
                 return self.inner(*args, **kwargs)
+            # Nobody else has a say: what F.linear would come to
             if (
                 not torch.compiler.is_dynamo_compiling()  # first: the rest is not to be traced
                 and len(args) == 1
@@ -150,7 +151,7 @@ class LayerForward:
                 and not kwargs
                 and type(layer).forward is nn.Linear.forward
                 and not _modes_of_functions()
-            ):  # nobody else has a say: what F.linear would come to
+            ):
                 with torch._C.DisableTorchFunctionSubclass():
                     return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
             return type(layer).forward(layer, *args, **kwargs)

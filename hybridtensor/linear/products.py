@@ -129,9 +129,8 @@ class Backward(NamedTuple):
         fast = self.config.fast_accum
         done = self._commit(noted, grad)
         if needs.weight:
-            self.input.begin(
-                saved[:count], grad
-            )  # gathered while the gradient is cast and multiplied
+            # Gathered while the gradient is cast and multiplied
+            self.input.begin(saved[:count], grad)
         if isinstance(grad, HybridTensor):
             row, column = faces_of(grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype)
         else:

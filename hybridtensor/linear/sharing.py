@@ -66,9 +66,8 @@ class _Scope:
         """Return the ``Reading`` of an input in this forward, or a new one; views of the same elements are the same
         input."""
         # DTensors give each layer another view of the same elements.
-        stream = (
-            torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
-        )  # orders the cast
+        # Orders the cast
+        stream = torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
         memory = input.untyped_storage()._cdata  # ``input.data = other`` has no version of its own
         key = (*_place(input), memory, stream, *how)
         owner = _owner(input)
@@ -172,9 +171,8 @@ def _leave(module: nn.Module, args: object, output: object) -> None:
     if is_traced():
         return
     scope = _thread.scope
-    while (
-        scope is not None and scope.module() is not module
-    ):  # forwards that ended in ways that hooks do not see
+    # Forwards that ended in ways that hooks do not see
+    while scope is not None and scope.module() is not module:
         scope = scope.outer
     if scope is not None:
         scope.clear()

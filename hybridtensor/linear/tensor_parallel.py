@@ -74,9 +74,8 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
         if list(given) != needed:
             input = input.redistribute(placements=needed)
         x = input.to_local(grad_placements=grad_input)
-    w: Any = local(
-        weight
-    )  # without a gradient there is nothing to place, in inference mode no view
+    # Without a gradient there is nothing to place, in inference mode no view
+    w: Any = local(weight)
     if torch.is_grad_enabled():
         w = weight.to_local(grad_placements=grad_weight)
     note_section(weight, w)

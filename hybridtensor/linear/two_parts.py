@@ -28,9 +28,8 @@ def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
         if asked[index] and node is not None:
             try:  # noqa: SIM105  (a context costs more, in every backward)
                 asked[index] = _will_run(node)
-            except (
-                RuntimeError
-            ):  # in torch.autograd.grad it answers for leaves that are left out only
+            except RuntimeError:
+                # In torch.autograd.grad it answers only for leaves that are left out
                 pass
     if (
         needs.weight

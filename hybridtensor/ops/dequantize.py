@@ -88,9 +88,8 @@ def _define(
 
 def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format) -> Tensor:
     """Multiply in the order of the kernels: ``element * ((scale * amax) * (1 / 2688))``."""
-    shift = torch.where(
-        tensor_scale > _LARGE, _SMALLER, 1.0
-    )  # powers of two, which change no rounding
+    # Powers of two, which change no rounding
+    shift = torch.where(tensor_scale > _LARGE, _SMALLER, 1.0)
     unit = (1.0 / torch.tensor(fmt.tensor_scale_max, dtype=torch.float32, device="cpu")).item()
     combined = (scale.float() * (tensor_scale * shift)) * unit
     return values * spread(combined, fmt.block, values.shape) / shift
@@ -111,11 +110,12 @@ _OP = define(
 _PLANS: dict[tuple[object, ...], Launch] = {}
 _MOST_PLANS = 4096
 _P, _Q = 32, 256
+# As the kernel names them
 _SCALES = {
     torch.float32: 1,
     torch.float8_e8m0fnu: 2,
     torch.float8_e4m3fn: 3,
-}  # as the kernel names them
+}
 
 
 def dequantize_cuda(

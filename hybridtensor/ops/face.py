@@ -176,9 +176,8 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[TensorLayou
     return (*layouts, TensorLayout(level, (max(level[1], 1), 1), torch.float32))
 
 
-numeric_layouts = functools.lru_cache(maxsize=1024)(
-    face_layouts
-)  # symbols of a traced shape have no hash
+# Symbols of a traced shape have no hash
+numeric_layouts = functools.lru_cache(maxsize=1024)(face_layouts)
 
 
 def empty_face(fmt: Format, other: int, contraction: int, device: torch.device) -> Face:

@@ -66,9 +66,8 @@ def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None)
     strides = parts.stride(0) if num_parts > 1 else 0, parts.stride(1) if rows > 1 else width
     written = [column] if row is None else [column, row]
     addresses = [tensor.data_ptr() for tensor in (parts, *written)]
-    vector = math.gcd(
-        16, width, *strides, *addresses[::2]
-    )  # all but the column's, which has its own
+    # All but the column's, which has its own
+    vector = math.gcd(16, width, *strides, *addresses[::2])
     if vector < _WORD:
         transpose_reference(parts, bits, column, row)
         return

@@ -62,9 +62,8 @@ class Quantizer(ABC):
     update_: ClassVar[Callable[..., object]]
 
     def __init_subclass__(cls) -> None:
-        torch.serialization.add_safe_globals(
-            [cls]
-        )  # weights of ours name their quantizers in checkpoints
+        # Weights of ours name their quantizers in checkpoints
+        torch.serialization.add_safe_globals([cls])
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields only, without cached plans."""

@@ -24,9 +24,8 @@ _OF_STAGES = (  # of a stage of a pipeline, by the version of torch that has it
 def is_dry_run() -> bool:
     """Return whether torch runs this forward to infer shapes (pipelining) or warm up (``make_graphed_callables``)."""
     pipelining = _PIPELINING in sys.modules
-    if (
-        not pipelining and not _is_on_side_stream()
-    ):  # where graphs are warmed up; walking takes longer
+    # Where graphs are warmed up; walking takes longer
+    if not pipelining and not _is_on_side_stream():
         return False
     known = _code(pipelining)
     frame = sys._getframe(1)

@@ -174,9 +174,8 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
             amaxes = reduced(training_of(model), amaxes, group)
         if groups and not is_captured():
             amaxes = as_siblings(of_device, lineages, amaxes)
-        if not isinstance(
-            model, LayerState
-        ):  # on its own it follows the rule, in which an Inf counts
+        # On its own it follows the rule, in which an Inf counts
+        if not isinstance(model, LayerState):
             require_finite(model, of_device, amaxes)
         update_scales(of_device, amaxes if groups else None)
     for state in states:

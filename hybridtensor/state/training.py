@@ -70,9 +70,8 @@ def training_of(model: nn.Module) -> Training:
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    found = dict.fromkeys(
-        [*model.modules(), *model._modules.values()]
-    )  # its own walk leaves states out
+    # Its own walk leaves states out
+    found = dict.fromkeys([*model.modules(), *model._modules.values()])
     return [module for module in found if isinstance(module, LayerState)]
 
 

@@ -110,9 +110,8 @@ class QuantizedWhenUsed(InterceptingTensor):
                 record = self.record
                 record.changes += 1
                 record.compiled_writes += 1
-                if (
-                    record.writes == record.counted_writes
-                ):  # no handler saw it, so its stream is not known
+                # No handler saw it, so its stream is not known
+                if record.writes == record.counted_writes:
                     record.written_on = None
                 record.counted_writes = record.writes
 
@@ -203,9 +202,8 @@ class QuantizedWhenUsed(InterceptingTensor):
             return kept
         dtype = stamp[-1]
         amaxes = kept.amaxes
-        unknown = (
-            amaxes[0] is None and amaxes[1] is None
-        )  # comparing tensors takes longer than all else here
+        # Comparing tensors takes longer than all else here
+        unknown = amaxes[0] is None and amaxes[1] is None
         if backward_follows and not both and unknown:
             amaxes = self.amaxes(dtype, context)
         if not lasting:

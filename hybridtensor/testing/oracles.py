@@ -87,9 +87,8 @@ def mx_oracle(
         amax = _amax(group)
         with np.errstate(over="ignore"):
             wanted = amax * (_ONE / np.float32(largest))
-        exponent = (
-            127 if np.isinf(wanted) else -127
-        )  # smallest power of two that is not below what is wanted
+        # Smallest power of two that is not below what is wanted
+        exponent = 127 if np.isinf(wanted) else -127
         while (
             not np.isinf(wanted)
             and exponent < 127

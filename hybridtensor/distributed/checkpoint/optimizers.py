@@ -53,9 +53,8 @@ class NamedOptimizer:
         """Return the state dict that is saved: tensors by name, and the rest whole."""
         packed = self.optimizer.state_dict()
         own = ("master", "follows") if isinstance(self.optimizer, MasterWeights) else ()
-        names = [
-            name for group in self.groups for name in group
-        ]  # torch numbers parameters in this order
+        # torch numbers parameters in this order
+        names = [name for group in self.groups for name in group]
         tensors: dict[str, dict[str, Tensor]] = {}
         values: dict[str, dict[str, object]] = {}
         for number, state in packed["state"].items():

@@ -198,9 +198,8 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         for face, dim, fresh in zip((turned.rowwise, turned.columnwise), (0, 1), made, strict=True):
             if fresh is None or face is None or fresh.follows_rowwise:
                 continue
-            dim = (
-                dim if fresh.dequantized_rowwise is None else 0
-            )  # values lie as those of the rowwise face
+            # Values lie as those of the rowwise face
+            dim = dim if fresh.dequantized_rowwise is None else 0
             sources = fresh.tensors()
             if shard.plan.matrix is None:
                 sources = fresh.cut(dim, first, values.shape[0]).tensors()

@@ -156,9 +156,8 @@ def _filler_of_blocks(plan: Plan, got: Received, whole: Tensor, turned: bool) ->
     )
 
     def fill() -> None:
-        of_blocks = parts.movedim(1 + piece.dim, 1).flatten(
-            0, 1
-        )  # [R * blocks that a shard touches, ..]
+        # [R * blocks that a shard touches, ...]
+        of_blocks = parts.movedim(1 + piece.dim, 1).flatten(0, 1)
         chosen = of_blocks.index_select(
             0, _positions(plan.rows, plan.num_ranks, piece, of_blocks.device)
         )
@@ -172,9 +171,8 @@ def _positions(rows: int, num_ranks: int, piece: Piece, device: torch.device) ->
     """Return the position of each block's scale among the received ones; all copies of a cut block's scale are
     equal."""
     block, most = piece.rows_per_block, piece.shape[piece.dim]
-    ranks = [
-        first // rows for first in range(0, rows * num_ranks, block)
-    ]  # the rank of each block's first row
+    # The rank of each block's first row
+    ranks = [first // rows for first in range(0, rows * num_ranks, block)]
     return torch.tensor(
         [r * most + b - r * rows // block for b, r in enumerate(ranks)], device=device
     )

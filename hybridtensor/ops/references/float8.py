@@ -26,9 +26,8 @@ def encode_scale(
 
     Source: TransformerEngine, common/recipe/recipe_common.cuh, ``compute_scale_from_amax``.
     """
-    scale = (
-        torch.full_like(amax, largest) / amax
-    )  # a tensor numerator: a Python one would multiply by 1/amax
+    # A tensor numerator: a Python one would multiply by 1/amax
+    scale = torch.full_like(amax, largest) / amax
     scale = torch.where(scale.isinf(), overflow, scale)
     if pow2_scale:
         scale = (scale.view(torch.int32) & _CLEAR_MANTISSA).view(torch.float32)
@@ -55,9 +54,8 @@ def quantize(
     amax = block_amax(x, fmt.block) if amax is None else amax
     scale = encode_scale(amax, fmt.max, pow2_scale or fmt.pow2_scale, overflow=overflow)
     factor = spread(scale, fmt.block, x.shape)
-    factor = (
-        factor.reshape(()) if fmt.block == (None, None) else factor
-    )  # a 0-d factor is torch's fast path on a CPU
+    # A 0-d factor is torch's fast path on a CPU
+    factor = factor.reshape(()) if fmt.block == (None, None) else factor
     return cast_saturating(x.float() * factor, fmt), scale.reciprocal()
 
 

@@ -24,9 +24,8 @@ def rotate(x: Tensor) -> Tensor:
     Source: TransformerEngine, custom_recipes/reference_nvfp4.py and its Hadamard kernels.
     """
     signs = _signs(x.device)
-    groups = x.float().unflatten(1, (-1, SIZE)) * (
-        signs * 2.0**-4
-    )  # times 1/16 first: no sum overflows
+    # Times 1/16 first: no sum overflows
+    groups = x.float().unflatten(1, (-1, SIZE)) * (signs * 2.0**-4)
     rotated = hadamard_transform(groups) * 4.0
     infinite = groups.isinf().any(-1, keepdim=True) & ~groups.isnan().any(-1, keepdim=True)
     inf_minus_inf = rotated.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

@@ -104,9 +104,8 @@ def quantize(
         raise ValueError(f"nvfp4: a two-level format is required, got {fmt}")
     values = rotate(x) if fmt.hadamard else x
     amax = block_amax(values, fmt.tensor_block) if amax is None else amax  # [T, 1]
-    tensor_scale = torch.where(
-        (amax == 0) | amax.isinf(), fmt.tensor_scale_max, amax
-    )  # encodes with factor 1
+    # Encodes with factor 1
+    tensor_scale = torch.where((amax == 0) | amax.isinf(), fmt.tensor_scale_max, amax)
     encode = (torch.full_like(amax, fmt.tensor_scale_max) / tensor_scale).clamp(max=FP32_MAX)
     finite = values.float().nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))
     largest = block_amax(values, fmt.block)

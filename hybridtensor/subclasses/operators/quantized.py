@@ -59,9 +59,8 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
             f"slice: whole matrices of a stack can be sliced, got dimension {dim} of {x!r}; dequantize first"
         )
     rows, columns = x.matrix_shape
-    inner = (
-        rows // x.shape[0] if x.shape[0] else 0
-    )  # rows of the matrix per entry of the first dimension
+    # Rows of the matrix per entry of the first dimension
+    inner = rows // x.shape[0] if x.shape[0] else 0
     if x.shape[-1] != columns or (dim == 0 and x.dim() > 2 and step != 1) or 0 < dim < x.dim() - 1:
         raise NotImplementedError(
             f"slice: the first or the last dimension of a face can be sliced, got dimension {dim} of {x!r} "
@@ -83,9 +82,8 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
             tensor_scale, x.format.tensor_block[stored_axis], stored_axis, start, stop, step, extent
         )
         cuts = cuts or x.format.tensor_block[stored_axis] is None
-    packed = (
-        x.format.elements_per_byte if stored_axis == 1 else 1
-    )  # whole blocks: the bounds are even
+    # Whole blocks: the bounds are even
+    packed = x.format.elements_per_byte if stored_axis == 1 else 1
     qdata = aten.slice.Tensor(x.qdata, stored_axis, start // packed, stop // packed, step)
     face = Face(qdata, scale, tensor_scale, x.format)
     return QuantizedTensor(face, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _DEEPEST, _LARGEST = 100, 10**7
-_MOST = (
-    2**60
-)  # numbers that are equal modulo 2 ** 61 - 1 have one hash: dictionaries of them take for ever
+# Numbers that are equal modulo 2 ** 61 - 1 have one hash: dictionaries of them take for ever
+_MOST = 2**60
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _LEAVES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"}
 _PUTS, _GETS = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}
