@@ -120,6 +120,7 @@ def multiplied(
         raise TypeError(
             f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model"
         )
+    # Sibling layers share a cast by this tensor: under autocast each layer gets a copy of its own below.
     cast_from = input
     if input.dtype != dtype and not isinstance(input, QUANTIZED):
         input = input.to(dtype)
@@ -139,6 +140,7 @@ def multiplied(
     if training and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, Notes)
+        # Memory of this forward, which its backward commits, so that a forward alone leaves no trace in the step.
         state = state._replace(amax=before) if of_graph else state.provisional()
     context = Context(
         "input",
@@ -220,6 +222,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_groups = groups is not None  # whose ends are not to be written before backward
         noted = ctx.products.noted() if traced else []
         ctx.num_noted = len(noted)
+        # In this order: backward takes the last ones off first.
         ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *noted)
         ctx.nodes = [node_of(tensor) for tensor in saved] if traced else ()
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()

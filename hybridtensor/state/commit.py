@@ -84,6 +84,7 @@ def as_siblings(
     if len(first) == len(leaders):
         return amaxes
     index = _index(tuple(leaders), amaxes.device)
+    # Amaxes are not negative, so that zeros do not change the maximum.
     return torch.zeros_like(amaxes).scatter_reduce_(0, index, amaxes, "amax")[index]
 
 

@@ -252,6 +252,7 @@ class LayerState(nn.Module):
         if rounding.is_meta:
             return
         if self._key is None:
+            # From torch's generator of the CPU, which ranks that share the layer seed alike.
             drawn = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
             self._key = int(drawn)
         rounding.copy_(torch.tensor([self._key, 0], device="cpu"))
@@ -362,12 +363,14 @@ class LayerState(nn.Module):
         for name, buffer in before.items():
             moved = self._buffers[name]
             if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                # The buffer before the cast, whose bits the cast dropped.
                 self._buffers[name] = buffer.to(moved.device)
         if self.amax is not None:
             device = fn(torch.empty_like(self.amax)).device
             if device != self.amax.device:
                 self._take_record(self.amax, device)
         if was_meta and not self._is_meta:
+            # Memory that replaces the meta device holds nothing yet.
             self.reset_parameters()
         return self
 

@@ -74,6 +74,7 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
         pending.append((states, on_host, event.query))
     else:
         pending.append((states, finite, lambda: True))
+    # Steps whose flags have arrived on the host, the oldest first.
     while pending and pending[0][2]():
         of_states, flags, _ = pending.pop(0)
         if not bool(flags.all()):

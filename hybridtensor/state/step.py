@@ -64,6 +64,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     if skipped:
         forget_amaxes(states)
         return model
+    # Before anything changes, so that an error leaves the step as it was.
     require_recorded(states)
     with torch.no_grad():
         for ranks in dict.fromkeys(state.ranks for state in states) or [ALL_RANKS]:
@@ -75,6 +76,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     captured = is_captured()
     for state in states:
         state.count_step(captured)
+    # Last: subscribers quantize weights by the new scales.
     for subscriber in after_step:
         subscriber(model, states)
     return model
@@ -161,6 +163,7 @@ class step_after:  # noqa: N801  (used as a function)
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers with the same ranks, with one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
+    # First: a lineage holds for one version of the scales, which are written below.
     lineages = next_lineages(states)
     fold_amaxes(states)
     share_amaxes(states)
@@ -169,6 +172,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
+        # One collective for all layers on a device.
         amaxes = torch.cat([required(state.amax) for state in of_device])
         for group in groups:
             amaxes = reduced(training_of(model), amaxes, group)

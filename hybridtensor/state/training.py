@@ -65,6 +65,7 @@ _hooks: list[Any] = []
 def training_of(model: nn.Module) -> Training:
     """Return the training of a model, created at the first call."""
     if not _hooks:
+        # One hook for all optimizers of the process: nothing says which of them will step a model.
         _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
     return _trainings.setdefault(model, Training())
 

@@ -79,6 +79,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         if isinstance(layer, LayerState):  # in a graph its tensors, which have no version
             scales, common = layer.version, layer.common
             if common is not None:
+                # First: it counts writes of sibling weights, too, and may change the version that is read next.
                 common.renew()
                 scales = scales, common.version
         own, of_plain = self._versions()
@@ -205,6 +206,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         # Comparing tensors takes longer than all else here
         unknown = amaxes[0] is None and amaxes[1] is None
         if backward_follows and not both and unknown:
+            # One pass measures for both faces, of which backward makes the second one later from the same values.
             amaxes = self.amaxes(dtype, context)
         if not lasting:
             context = for_products(context, dtype, row=True, column=True)

@@ -151,6 +151,7 @@ class WeightRecord:
         # A tensor object of its own: whatever is made from it (``.data``, numpy, DLPack) keeps it alive, which
         # ``is_shared`` detects.
         self.changes += 1
+        # Whoever gets the alias may write on any stream.
         self.written_on = None
         return plain.detach()
 
