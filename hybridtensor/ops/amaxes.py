@@ -90,6 +90,7 @@ def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
     with torch.no_grad():
         while pending := [record for record in records if record._committed]:
             measured = [record._committed.pop() for record in pending]
+            # One launch for a record of each layer, until none has any left.
             torch._foreach_maximum_([record.total for record in pending], measured)
             pairs = zip(pending, measured, strict=True)
             folded.update({id(amax): (record, amax) for record, amax in pairs})

@@ -35,6 +35,8 @@ def scale_and_round(
     """
     if left is None and right is None and bias is None:
         return total.to(dtype).contiguous()
+    # A pass of its own, 0.117 ms beside a product of 8192 x 8192 x 8192 of 1.50. cuBLAS takes a factor of sums, but
+    # torch passes only one that the host knows.
     if total.is_cuda and total.numel() and total.stride(1) == 1:
         return scale_and_round_cuda(total, left, right, bias, dtype)
     return scale_and_round_reference(total, left, right, bias, dtype)

@@ -50,6 +50,7 @@ PARTIAL_TILES = {
     torch.float16: _HALF_PARTIAL,
     torch.float32: ProductTile(32, 64, PARTIAL, 8, 4, 1),
 }
+# Two sums of 128x256, one of which is promoted to fp32, do not fit into registers.
 PRECISE_TILE = ProductTile(128, 128, 128, 8, 4, 3)
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 

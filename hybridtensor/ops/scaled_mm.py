@@ -80,6 +80,8 @@ def select_backend(
 @functools.lru_cache(maxsize=1024)
 def multiplies_values(fmt: Format, device: torch.device) -> bool:
     """Return whether products use a format's bf16 ``values`` because the device cannot multiply its elements."""
+    # Casting into values saves writing and reading elements: with 8192 tokens mxfp8 is at 0.967x of BF16 instead of
+    # 0.898x, nvfp4 at 0.815x instead of 0.763x.
     if fmt.values is None:
         return False
     alike = (other for other in list(REGISTRY.values()) if _basis(other) == _basis(fmt))
@@ -114,6 +116,8 @@ def _multiply(
             return _multiply(a, b, bias, out_dtype, fast_accum)
     kind = _native(a.format, b.format, out_dtype, left.device)
     if kind is None:
+        # Values first, then cuBLAS: 1.6 ms for MXFP8 of 8192 x 8192 x 8192. Triton's dot_scaled, which widens operands
+        # in registers, takes 5.5.
         return multiply_emulated(a, b, bias, out_dtype)
     return kind.multiply(a, b, bias, out_dtype, fast_accum)
 
@@ -130,6 +134,7 @@ def _native(
 
 def _is_known_to_compilers(left: Face, right: Face, out_dtype: torch.dtype) -> bool:
     """Return whether a graph may have torch's own operator: static sizes, so that padding adds no guard."""
+    # torch's pass that overlaps gathers and products (_micro_pipeline_tp) finds only torch's own operator.
     kind = _native(left.format, right.format, out_dtype, left.qdata.device)
     sizes = (*left.qdata.shape, *right.qdata.shape)
     return kind is not None and kind.in_graphs and all(type(size) is int for size in sizes)

@@ -96,6 +96,7 @@ class _Tile(NamedTuple):
 
 
 # By bits; measured on an H200 with Triton 3.6, 2026-11-21; elsewhere a sane default.
+# They reach 0.82 to 0.87 and 0.73 to 0.85 of copy speed; torch's strided copies 0.08 and 0.03.
 _TILES = {8: _Tile(256, 128, 8, 8), 4: _Tile(128, 128, 8, 4)}
 
 

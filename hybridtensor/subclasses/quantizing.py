@@ -215,6 +215,7 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
     """Quantize new values into several weights, and requantize those with a common scale; see ``refresh_``."""
     pairs = _with_siblings(pairs)
     gathering = HybridTensor.gathering
+    # Local shards are quantized there, by collectives; what comes back is not sharded.
     unsharded = pairs if gathering is None else gathering.refresh(pairs)
     for scale, members in by_scale(unsharded, lambda pair: pair[0]):
         scale.take([weight_values(part.recipe, values) for part, values in members])
@@ -275,6 +276,7 @@ def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
         made = quantize_weight(config, values, weight.context, weight.record.layer)
         made.config = config
     before, known = weight.record, weight.record.values
+    # Aliases of the former faces keep copies of the values that these were made from.
     copied = None if known is None else known.copied(torch.clone, _all, same=True)
     replaced = None if known is None else known.replaced(values, follows=follows)
     Tensor.data.__set__(weight, made)  # type: ignore[attr-defined]  # see MasterWeight.take_memory

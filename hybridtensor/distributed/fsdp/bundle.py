@@ -231,6 +231,8 @@ class Bundle:
                 casts.append(cast)
                 values.append(part.plain)
         if casts:
+            # One launch for the group. With a payload per weight the host took 124 ms per step more than BF16's,
+            # with one per group 88.
             payload.cast(casts, values)
         if keeps:
             for index in chosen:

@@ -39,6 +39,7 @@ class CastInGraph:
         """Cast ``x`` as the operator in ``ops.cast.operator`` does."""
         address = x.data_ptr()
         if row_amax is not None:
+            # One test for all: a low bit stays set if any address is no multiple.
             address |= row_amax.data_ptr()
         if column_amax is not None:
             address |= column_amax.data_ptr()

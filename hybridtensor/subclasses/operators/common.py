@@ -152,6 +152,7 @@ def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
         x = args[0]
         dim = dim % x.dim()
         extent = x.shape[dim]
+        # fully_shard splits a parameter into parts of one size: this is the moment to refuse it
         if (
             isinstance(x, torch.nn.Parameter)
             and isinstance(sizes, int)
