@@ -288,6 +288,7 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             for _, master, values, _ in found:
                 master.copy_(values)
+            # After all masters: faces follow from them, and weights with a common scale from one another's.
             self._write_back(
                 [(parameter, master) for parameter, master, _, follows in found if follows]
             )

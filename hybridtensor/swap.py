@@ -95,6 +95,7 @@ def _register(parameter: nn.Parameter, hooks: dict[str, object]) -> None:
     """Register a parameter's hooks again after a swap."""
     for name, registered in hooks.items():
         if registered:
+            # torch's setter registers the hooks with the C++ tensor, which is another one after the swap.
             setattr(parameter, name, None)
             setattr(parameter, name, registered)
 

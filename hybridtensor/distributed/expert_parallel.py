@@ -64,6 +64,7 @@ class Route(NamedTuple):
         good = (
             counts.shape == (experts,) and bool((counts >= 0).all()) and int(counts.sum()) <= rows
         )
+        # A rank with wrong counts takes part in the exchange, too: the others would wait for it, and so learn of it.
         mine = counts if good else counts.new_full((experts,), -1)
         come = _exchanged(mine.contiguous(), [every] * ranks, [every] * ranks, group.group_name)
         sums = torch.stack([mine.view(ranks, every).sum(1), come.view(ranks, every).sum(1)])
@@ -109,6 +110,7 @@ def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: boo
         raise ValueError(f"ExpertParallel: a quantizer made no rowwise face: {quantizer}")
     arrived = []
     for index, one in enumerate(face.tensors()):
+        # As bytes: gloo does not send FP8.
         rows = one.view(torch.uint8) if one.itemsize == 1 else one
         whole = route.back(rows) if back else route.there(rows)
         if index == 1 and face.format.block[1] is not None:  # scales lie block by block

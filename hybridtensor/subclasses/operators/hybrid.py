@@ -130,6 +130,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
         return dst
     if isinstance(src, HybridTensor) and _same_kind(dst, src):
+        # A model may be loaded after its optimizer: faces that its masters gave already stay what these give.
         unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
         for name in dst.inner_names:
             if getattr(dst, name) is not None:

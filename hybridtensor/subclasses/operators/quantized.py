@@ -148,6 +148,7 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 def _clone(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     x: QuantizedTensor = args[0]
     stride = to_copy_stride(x, kwargs.get("memory_format"))
+    # The copy of a slice has the only use of its scales.
     return x.map_inner(torch.clone, size=x.shape, stride=stride, cuts_group=False)
 
 
