@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, NONE, NVFP4, TENSOR, Matrix
 from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.face_by_face import FaceByFace, inputs_of_column, inputs_of_row
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
 from hybridtensor.ops.cast.lengths import lengths_to_compile
 from hybridtensor.ops.cast.measurement import Measurement
@@ -70,14 +71,10 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
         check_inputs(x, request, inputs)
         if len(_CASTS) >= _MOST_CASTS:
             _CASTS.clear()
-        if (
-            request.has_kernels
-            and request.draws_signs
-            and request.source is None
-            and request.row
-            and request.column
-        ):
-            cast = FaceByFace(x, request, inputs)
+        if request.has_kernels and request.is_face_by_face:
+            row, column = request._replace(column=None), request._replace(row=None)
+            of_row = cast_on_gpu(x, row, inputs_of_row(inputs))
+            cast = FaceByFace(request, of_row, cast_on_gpu(x, column, inputs_of_column(inputs)))
         elif request.has_kernels:
             kind = _Key(*matrix, *_kinds(inputs))
             _compile_for_other_lengths(x, kind, inputs)
@@ -144,40 +141,6 @@ def _is_readable(key: _Key) -> bool:
 def _readable_copy(x: Tensor) -> Tensor:
     rows, columns = x.shape
     return x.new_empty(rows, -(-columns // 16) * 16)[:, :columns].copy_(x)
-
-
-class FaceByFace(PreparedCast):
-    """Casts each face in a launch of its own: under drawn signs one for both takes four times as long (H100)."""
-
-    def __init__(self, x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
-        self.request = request
-        row, column = request._replace(column=None), request._replace(row=None)
-        self._row = cast_on_gpu(x, row, _of_row(inputs))
-        self._column = cast_on_gpu(x, column, _of_column(inputs))
-        # Of a face whose signs each cast draws there is no amax before
-        self._measures = self._column if row.draws_signs else self._row
-
-    def run(self, x: Tensor, inputs: CastInputs) -> Faces:
-        return self._row.run(x, _of_row(inputs))[0], self._column.run(x, _of_column(inputs))[1]
-
-    def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        of_row = 0 if self.request.row is None else self.request.row.format.num_tensors
-        self._row.run_into(x, out[:of_row], _of_row(inputs))
-        self._column.run_into(x, out[of_row:], _of_column(inputs))
-
-    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._measures.measure(x)
-
-    def measure_into(self, x: Tensor, out: Tensor) -> None:
-        self._measures.measure_into(x, out)
-
-
-def _of_row(inputs: CastInputs) -> CastInputs:
-    return inputs._replace(column_amax=None)
-
-
-def _of_column(inputs: CastInputs) -> CastInputs:
-    return inputs._replace(row_amax=None)
 
 
 class KernelCast(PreparedCast):

@@ -93,6 +93,11 @@ class CastRequest(NamedTuple):
         return any(cast is not None and cast.format.drawn_signs for cast in self[:2])
 
     @property
+    def is_face_by_face(self) -> bool:
+        """Whether each of two faces has a launch of its own: where signs are drawn."""
+        return self.draws_signs and self.source is None and None not in self[:2]
+
+    @property
     def suits_lists(self) -> bool:
         """Whether a list of matrices can be cast so: from the matrix itself, by amaxes without rotation."""
         return self.source is None and not any(
