@@ -64,7 +64,8 @@ def _run(given: argparse.Namespace) -> int:
         same = "" if row.spec == row.name else f" ({row.spec})"
         print(f"  {row.name}{same}\n      {row.promise}")
     print(
-        "\nFormats: one for all products, or output/grad_input/grad_weight, as in fp8/fp8_rowwise/bf16:"
+        "\nFormats: one for all products, or output/grad_input/grad_weight, as in fp8/fp8_rowwise/bf16; of a\n"
+        "product's operands left:right, as in fp8_block:mxfp4:"
     )
     _print_words(FORMATS)
     print("\nModifiers, after a +, as in nvfp4+one_d+nearest:")

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-_ROWS = (512, 640, 576, 544, 528, 516, 513)
-"""Multiples of 512, 128, 64, 32, 16 and 4, and of none: of extents, strides and whole blocks that are compile-time
-constants, or that Triton compiles kernels of their own for, all kinds. Amaxes of columns lie behind those of rows, at a
-multiple of 16 bytes where 4 divides the rows."""
+_ROWS = {512: 64, 640: 64, 576: 64, 544: 32, 528: 16, 516: 4, 513: 1}
+"""Numbers of rows, with what divides them, for which kernels differ: by compile-time constants of whole tiles and
+blocks, or by what Triton makes of extents and strides that are multiples of 16. Amaxes of columns lie behind those of
+rows, at a multiple of 16 bytes where 4 divides the rows."""
 
-_SEEN: dict[Hashable, int] = {}
-_COMPILED = -1
+_SEEN: dict[Hashable, tuple[int, bool]] = {}
+"""By kind of matrix: the least divisor of the lengths that were seen, and whether there were several."""
 
 
 def lengths_to_compile(kind: Hashable, rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows to compile for now: all when a second one is seen of a kind of matrices, else none."""
-    first = _SEEN.setdefault(kind, rows)
-    if first in (rows, _COMPILED):
+    """Return the numbers of rows to compile for now, in which matrices of a kind vary.
+
+    None as long as one number divides all lengths: where these are filled up to a multiple of 64, nothing else comes.
+    """
+    divisor = next(number for number in _ROWS.values() if rows % number == 0)
+    least, several = _SEEN.setdefault(kind, (divisor, False))
+    if divisor == least or (several and divisor > least):
         return ()
-    _SEEN[kind] = _COMPILED
-    return _ROWS
+    _SEEN[kind] = now = min(divisor, least), True
+    return tuple(
+        other
+        for other, of_other in _ROWS.items()
+        if of_other >= now[0] and not (several and of_other >= least)
+    )
