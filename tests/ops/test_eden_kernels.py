@@ -44,6 +44,7 @@ def _kernels(device, monkeypatch):
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
         yield
+    select_backend.cache_clear()  # which depends on whether there are kernels
 
 
 def rounding_of(device, key=KEY, step=STEP):
