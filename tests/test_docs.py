@@ -149,6 +149,23 @@ def test_fsdp_table():
     ]
 
 
+def test_scaling_table():
+    assert table("scale_nvidia_h100_80gb_hbm3") == [
+        [
+            r["layout"],
+            str(r["ranks"]),
+            r["recipe"],
+            f"{r['tokens/s per GPU']:.0f}",
+            f"{r['over BF16']:.2f}x",
+            f"{r['efficiency']:.2f}",
+            f"{r['all-gather MiB'] / 1024:.1f}",
+            f"{r['all-gather ms']:.0f}",
+            f"{r['peak GiB']:.1f}",
+        ]
+        for r in results("scale_nvidia_h100_80gb_hbm3")["rows"]
+    ]
+
+
 def test_tensor_parallel_table():
     rows = results("tensor_parallel_2_ranks_nvidia_h200")["rows"]
     assert table("tensor_parallel_2_ranks_nvidia_h200") == [
