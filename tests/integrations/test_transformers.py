@@ -20,7 +20,7 @@ from hybridtensor.integrations.transformers import HybridTensorConfig, StepCallb
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
 IDS = torch.arange(32).view(1, 32) % 96
 BY_NAME = FqnToConfig(OrderedDict({"re:.*q_proj": ht.HybridConfig.parse("fp8_rowwise"), "re:.*mlp.*": "mxfp8"}))
-NO_SPEC = ht.HybridConfig(ht.Float8Quantizer(), ht.Float8Quantizer(granularity="row"), ht.Float8Quantizer())
+NO_SPEC = ht.HybridConfig(ht.Float8Quantizer(), ht.Float8Quantizer(pow2_scale=True), ht.Float8Quantizer())
 RECIPES = {"fp8": "fp8", "fp8_delayed": "fp8_delayed", "nvfp4": "nvfp4", "by name": BY_NAME, "no spec": NO_SPEC}
 
 
