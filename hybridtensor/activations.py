@@ -31,7 +31,7 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
 
     The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in place of two,
     and one in place of four in backward, which keeps only ``gate`` and ``up``: two bytes less per element than torch
-    keeps, in bf16. In graphs of ``torch.compile`` it is torch's operations, done again in backward, so that a plain
+    keeps, in bf16. In graphs of ``torch.compile`` it is torch's operations, recomputed in backward, so that a plain
     layer behind it keeps nothing. For DTensors and in ``torch.func`` transforms it is torch's operations, too.
 
     With ``into``, eager code casts while it computes::

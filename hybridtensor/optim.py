@@ -43,7 +43,7 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer = ht.optim.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
 
     Every persistent parameter gets an fp32 master: its original value where the parameter still holds that (and then
-    lets go of it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
+    frees it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
     parameter is ``quantize(master)``, bit for bit, written in place once. What is written into a parameter in between,
     such as loaded values, is its master from then on.
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from blocks import Blocks
 from experts import Experts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,20 +92,7 @@ class Block(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(64, 64) for _ in range(3))
 
 
-class Model(nn.Module):
-    """Blocks, one after the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Losses(Model):
+class Losses(Blocks):
     """The same, which returns its loss as models of transformers do."""
 
     def forward(self, x):
@@ -126,7 +114,7 @@ def one_rank_mesh(device, shape, mesh_dim_names):
 
 def common():
     """Return what an example takes for granted: modules, a model after ``quantize_``, what trains it, data."""
-    model = ht.quantize_(Model(), "fp8")
+    model = ht.quantize_(Blocks(), "fp8")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(64, 64)
     for step in range(2):
@@ -151,16 +139,16 @@ def train(model, optimizer, x):
 
 def of_recipe(recipe, **options):
     """Return a scope whose model has a recipe."""
-    return lambda: {"model": ht.quantize_(Model(), recipe, **options)}
+    return lambda: {"model": ht.quantize_(Blocks(), recipe, **options)}
 
 
 def plain():
-    return {"model": Model()}
+    return {"model": Blocks()}
 
 
 def with_scaler():
     """Return a scope whose optimizer has gradients of a scaled loss."""
-    model, scaler = ht.quantize_(Model(), "fp8"), torch.amp.GradScaler("cpu")
+    model, scaler = ht.quantize_(Blocks(), "fp8"), torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.randn(64, 64)).mean()).backward()
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3), "scaler": scaler}
 
@@ -194,19 +182,19 @@ def backward():
 
 
 def masters():
-    model = ht.quantize_(Model(), "fp8", persistent=True)
+    model = ht.quantize_(Blocks(), "fp8", persistent=True)
     shards = [torch.randn(64 * 64) for _ in model.blocks]
     return {"model": model, "master_shards": shards, "offsets": [0] * len(shards)}
 
 
 def saved_plain():
-    model = ht.quantize_(Model(), "fp8")
+    model = ht.quantize_(Blocks(), "fp8")
     dcp.save({"model": model.state_dict()}, checkpoint_id="runs/plain", planner=checkpoint.HybridSavePlanner())
     return {"model": model}
 
 
 def exported():
-    ht.export_pretrained(ht.quantize_(Model(), "fp8_rowwise"), "exported")
+    ht.export_pretrained(ht.quantize_(Blocks(), "fp8_rowwise"), "exported")
     return plain()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from blocks import Blocks
 from experts import Experts
 from torch import nn
 from torch._inductor import config as inductor
@@ -38,19 +39,6 @@ def snippets(path):
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
 EVERY = [(path, number) for path in PAGES for number in range(len(snippets(path)))]
-
-
-class Blocks(nn.Module):
-    """A model that has the names that snippets use."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Projections(nn.Module):
