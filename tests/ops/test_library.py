@@ -268,6 +268,15 @@ def test_inductor_calls_every_operator_as_the_dispatcher_does(device):
             assert torch.equal(one.float(), other.float()), name
 
 
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_face_beside_a_rotated_one_has_an_amax_of_its_own(plain, device):
+    x, casts = matrix(device), [Cast(NVFP4_HADAMARD), Cast(NVFP4_HADAMARD)]
+    casts[plain] = Cast(NVFP4)
+    made = OPS.measure(x, str(CastRequest(*casts)))
+    assert len(made) == 2
+    assert torch.equal(made[plain], x.abs().amax().float().view(1))
+
+
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_the_default_device_does_not_matter(fmt):
     """A constant that it put on a GPU would be read back, which waits for the device and breaks a CUDA graph."""
