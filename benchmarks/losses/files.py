@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def record_of(outcome: Outcome, plan: Plan, **known: Any) -> Record:
 
 def path_of(folder: Path, recipe: str, seed: int, plan: Plan) -> Path:
     """Return the file of one run; runs of other plans may lie beside it."""
-    return folder / f"{recipe.replace('/', '-')}-{seed}-{plan.digest}.json"
+    return folder / f"{re.sub('[^A-Za-z0-9_]', '-', recipe)}-{seed}-{plan.digest}.json"
 
 
 def write(record: Record, folder: Path) -> None:

@@ -7,6 +7,7 @@ from hybridtensor.recipes.named import (
     RECIPES,
     bf16,
     by_type,
+    deepseek_v4_experts,
     fp8,
     fp8_block,
     fp8_delayed,
@@ -15,6 +16,7 @@ from hybridtensor.recipes.named import (
     fp8_rowwise,
     fp8_rowwise_hp_grad_weight,
     from_name,
+    gpt_oss_experts,
     high_precision_fwd_mxfp8_bwd,
     mxfp8,
     mxfp8_dequantized_backward,
@@ -25,6 +27,7 @@ from hybridtensor.recipes.named import (
     nvfp4_fwd_mxfp8_bwd,
     nvfp4_row_scaled_fwd_high_precision_bwd,
     nvfp4_row_scaled_fwd_mxfp8_bwd,
+    quartet2,
 )
 from hybridtensor.recipes.schedule import Schedule, edge_blocks, schedule
 
@@ -33,6 +36,7 @@ __all__ = [
     "Schedule",
     "bf16",
     "by_type",
+    "deepseek_v4_experts",
     "edge_blocks",
     "fp8",
     "fp8_block",
@@ -42,6 +46,7 @@ __all__ = [
     "fp8_rowwise",
     "fp8_rowwise_hp_grad_weight",
     "from_name",
+    "gpt_oss_experts",
     "high_precision_fwd_mxfp8_bwd",
     "mxfp8",
     "mxfp8_dequantized_backward",
@@ -52,5 +57,6 @@ __all__ = [
     "nvfp4_fwd_mxfp8_bwd",
     "nvfp4_row_scaled_fwd_high_precision_bwd",
     "nvfp4_row_scaled_fwd_mxfp8_bwd",
+    "quartet2",
     "schedule",
 ]

@@ -1,7 +1,7 @@
 """Named recipes: a table of names, specs and sources, and a function for each.
 
-Formats per product (*left* x *right* operand; E4 = FP8 E4M3, E5 = FP8 E5M2, MX = MXFP8 E4M3, NV = NVFP4, HP = high
-precision; the weight is the right operand of the first two products, the input of the third):
+Formats per product (*left* x *right* operand; E4 = FP8 E4M3, E5 = FP8 E5M2, MX = MXFP8 E4M3, M4 = MXFP4, NV = NVFP4,
+HP = high precision; the weight is the right operand of the first two products, the input of the third):
 
 | recipe                                        | output    | grad_input | grad_weight |
 |-----------------------------------------------|-----------|------------|-------------|
@@ -23,10 +23,14 @@ precision; the weight is the right operand of the first two products, the input 
 | ``nvfp4_fwd_mxfp8_bwd``                       | NV x NV   | MX x MX'   | MX x MX'    |
 | ``nvfp4_row_scaled_fwd_mxfp8_bwd``            | NVr x NV  | MX x MX'   | MX x MX'    |
 | ``nvfp4_row_scaled_fwd_high_precision_bwd``   | NVr x NV  | HP x HP    | HP x HP     |
+| ``quartet2``                                  | NV6 x NV6 | NVe x NVe' | NVe x NVe'  |
+| ``deepseek_v4_experts``                       | E4 x M4   | E4 x E4'   | E4 x E4     |
+| ``gpt_oss_experts``                           | HP x M4   | HP x HP    | HP x HP     |
 
 ``~``: rounded stochastically. ``h``: both operands under the Hadamard rotation. ``'``: made from what the forward saw,
-quantized a second time. ``r``: an fp32 scale per row. FP8 has a scale per tensor, row or block as the name says; MX one
-per 32 values; NV one per 16, or per 16x16 of weights that are quantized once for both directions.
+quantized a second time. ``r``: an fp32 scale per row. ``6``: four over six. ``e``: MS-EDEN. FP8 has a scale per tensor,
+row or block as the name says; MX and M4 one per 32 values; NV one per 16, or per 16x16 of weights that are quantized
+once for both directions.
 """
 
 from __future__ import annotations
@@ -184,6 +188,28 @@ TABLE = (
         "NVFP4 forward with an fp32 scale per token; backward in high precision, of the operands "
         "as the forward saw them.",
     ),
+    RecipeRow(
+        "quartet2",
+        "nvfp4+one_d+four_over_six+four_over_six_mse+eden+rowwise_dequantized",
+        'Panferov et al., "Quartet II", arXiv 2601.22813.',
+        "NVFP4 for everything: four over six forward; backward of the operands as the forward saw "
+        "them, rounded through their scales under random rotations of 128. Call ``step_(model)`` "
+        "after every ``optimizer.step()``: it moves rotations and rounding on.",
+    ),
+    RecipeRow(
+        "deepseek_v4_experts",
+        "fp8_block:mxfp4/fp8_block/fp8_block+rowwise_dequantized_weight",
+        "the experts of DeepSeek-V4, whose weights are MXFP4 and whose activations FP8 in blocks.",
+        "MXFP4 weights with FP8 activations in blocks forward; backward in FP8 blocks, of the weight "
+        "as the forward saw it. For experts, beside ``fp8_block`` for other layers: see ``by_type``.",
+    ),
+    RecipeRow(
+        "gpt_oss_experts",
+        "bf16:mxfp4+dequantized",
+        "the experts of gpt-oss, whose weights are MXFP4 and whose activations BF16.",
+        "MXFP4 weights with high-precision activations; backward in high precision, of the weight as "
+        "the forward saw it.",
+    ),
 )
 _ROWS = {row.name: row for row in TABLE}
 
@@ -301,6 +327,16 @@ nvfp4_row_scaled_fwd_mxfp8_bwd = _without_options("nvfp4_row_scaled_fwd_mxfp8_bw
 nvfp4_row_scaled_fwd_high_precision_bwd = _without_options(
     "nvfp4_row_scaled_fwd_high_precision_bwd"
 )
+
+
+@_recipe
+def quartet2(*, seed: int = 0) -> HybridConfig:
+    """Return the recipe of the table; ``seed`` chooses its rotations and random numbers."""
+    return _with_options("quartet2", _is_random, seed=seed)
+
+
+deepseek_v4_experts = _without_options("deepseek_v4_experts")
+gpt_oss_experts = _without_options("gpt_oss_experts")
 
 
 class ByType(NamedTuple):

@@ -21,5 +21,8 @@ RecipeName = Literal[
     "nvfp4_fwd_mxfp8_bwd",
     "nvfp4_row_scaled_fwd_mxfp8_bwd",
     "nvfp4_row_scaled_fwd_high_precision_bwd",
+    "quartet2",
+    "deepseek_v4_experts",
+    "gpt_oss_experts",
 ]
 """The names of ``recipes.RECIPES``. Wherever one is taken, other specs are, too: ``RecipeName | str``."""
