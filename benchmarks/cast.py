@@ -38,6 +38,7 @@ FACES = {
         Cast(get_format("nvfp4_hadamard"), stream=0),
         Cast(get_format("nvfp4_hadamard"), stream=1),
     ),
+    "NVFP4, MS-EDEN": (Cast(get_format("nvfp4_eden"), stream=0), Cast(get_format("nvfp4_eden"), stream=1)),
     "NVFP4": (Cast(get_format("nvfp4")), Cast(get_format("nvfp4"))),
     "NVFP4, four over six": (
         Cast(get_format("nvfp4_max256"), rule="mae"),

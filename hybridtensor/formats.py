@@ -161,10 +161,8 @@ NVFP4_ROW_SCALED_HADAMARD_MAX256 = _nvfp4(
     "nvfp4_row_scaled_hadamard_max256", tensor_block=(1, None), hadamard=True, scale_max=256.0
 )
 
-# Rounded through their scales, under a rotation whose signs are drawn; the tensor scale decodes as it is. Its kernels
-# have the bits of the definition in the interpreter only so far: on an H100 with Triton 3.6 those of both faces in one
-# launch had others, and those of one face each are still to be compared there. Until then the definition casts.
-NVFP4_EDEN = register_format(
+# Rounded through their scales, under a rotation whose signs are drawn; the tensor scale decodes as it is.
+NVFP4_EDEN = with_kernels(
     Format(
         "nvfp4_eden",
         torch.float4_e2m1fn_x2,

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridtensor as ht
 from hybridtensor import HybridConfig, NVFP4Quantizer
 from hybridtensor.advising.calibration import _error
+from hybridtensor.formats import get_format
 from hybridtensor.ops.cast.kernel import _say_without_kernels
 from hybridtensor.ops.cast.request import Cast, CastRequest
 from hybridtensor.ops.scaled_mm import select_backend
@@ -211,16 +212,22 @@ def test_watching_measures_what_was_rotated():
     assert products["grad_weight"] == pytest.approx(17.1 + 10 * math.log10(256 / TOKENS), abs=0.5)
 
 
-def test_a_gpu_takes_the_definition_and_says_so(caplog):
+def test_kernels_cast_it_but_of_wide_blocks_and_products_are_emulated(caplog):
     fmt = NVFP4Quantizer(rounding="eden").format
-    request = CastRequest(Cast(fmt, stream=4))
-    assert not request.has_kernels
+    cast = Cast(fmt, stream=4)
+    assert CastRequest(cast, cast).has_kernels
     backend = select_backend(fmt, fmt, torch.bfloat16, torch.device("cuda"))
-    assert backend == ("emulated", "nvfp4_eden has no kernels: its definition casts and reads it")
+    assert backend == ("emulated", "no hardware product of nvfp4_eden and nvfp4_eden")
+    for name, has_kernels in (
+        ("nvfp4", True), ("mxfp8_e4m3_32x32", True), ("fp8_e4m3_row", True), ("nvfp4_eden", False),
+        ("fp8_e4m3_1x128", False), ("fp8_e4m3_128x128", False),
+    ):  # fmt: skip
+        request = CastRequest(None, cast, Cast(get_format(name)))
+        assert request.has_kernels == has_kernels, name
     _say_without_kernels.cache_clear()
     with caplog.at_level(logging.WARNING, "hybridtensor"):
         _say_without_kernels(request)
-    assert "format nvfp4_eden has no kernels" in caplog.text
+    assert f"cast {request} has no kernels" in caplog.text
 
 
 def test_a_graph_draws_as_eager_code_does():

@@ -105,12 +105,12 @@ def _compile_for_other_lengths(x: Tensor, key: _Key, inputs: CastInputs) -> None
 
 @functools.cache
 def _say_without_kernels(request: CastRequest) -> None:
-    """Log once per format that it has no kernels."""
+    """Log once per request that its formats, or else it itself, have no kernels."""
     formats = {cast.format for cast in request[:3] if cast is not None}
-    for fmt in sorted(fmt.name for fmt in formats if not fmt.has_kernels):
+    without = sorted(f"format {fmt.name}" for fmt in formats if not fmt.has_kernels)
+    for what in without or [f"cast {request}"]:
         _logger.warning(
-            "format %s has no kernels: its definition casts it, with the same bits, in more time",
-            fmt,
+            "%s has no kernels: its definition casts it, with the same bits, in more time", what
         )
 
 

@@ -77,8 +77,11 @@ class CastRequest(NamedTuple):
     @property
     def has_kernels(self) -> bool:
         """Whether kernels make these faces; see ``Format.has_kernels``. None are made of what is rotated under drawn
-        signs."""
+        signs, and none are rotated under drawn signs that are made of blocks of more than 32 columns."""
         if self.source is not None and self.source.format.drawn_signs:
+            return False
+        # Both would need tiles of 128 x 128, of which kernels had other bits at each launch (H100, Triton 3.6)
+        if self.source is not None and self.draws_signs and (self.source.format.block[1] or 0) > 32:
             return False
         return all(cast is None or cast.format.has_kernels for cast in self[:3])
 

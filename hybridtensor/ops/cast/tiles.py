@@ -166,7 +166,6 @@ _ROTATED_TILE = Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its o
 # Two candidates spill 140 times per 5,500 instructions; with 168 or 200 registers both faces take longer (H100)
 _CHOOSING_TILE = _NVFP4_TILE
 # What is rotated together is in one tile, and sums are compared to the last bit; found by compiling only
-_DRAWN_SQUARE_TILE = Tile(128, 128, 8, 16, 16, None, fuses=False)
 _DRAWN_ROW_TILE = Tile(32, 128, 16, 4, 4, None, fuses=False)
 _DRAWN_COLUMN_TILE = Tile(128, 32, 8, 16, 2, None, fuses=False)
 _DRAWN_COLUMN_ALONE_TILE = Tile(128, 16, 8, 16, 1, None, fuses=False)  # no warp waits for another
@@ -179,8 +178,6 @@ def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     if row.draws_signs:
         return _DRAWN_ROW_TILE
     if column.draws_signs:
-        if row.kind == BLOCK:
-            return _DRAWN_SQUARE_TILE
         return _DRAWN_COLUMN_ALONE_TILE if row.kind == NONE else _DRAWN_COLUMN_TILE
     tile = _tile_of(row, column, of_rowwise)
     if {row.rule, column.rule} & {LEAST_ABSOLUTE, LEAST_SQUARED}:
