@@ -42,20 +42,22 @@ def block_has_nan(x: Tensor, block: Block) -> Tensor:
 
 def _reduce(values: Tensor, block: Block) -> Tensor:
     """Return the maximum of each block of values that are not negative."""
-    if 0 in values.shape:
-        shape = [
-            1 if b is None else -(-extent // b)
-            for extent, b in zip(values.shape, block, strict=True)
-        ]
-        return values.new_zeros(shape)
-    sizes = [extent if b is None else b for extent, b in zip(values.shape, block, strict=True)]
-    pads = [-extent % size for extent, size in zip(values.shape, sizes, strict=True)]
-    if any(pads):
-        values = F.pad(values, (0, pads[1], 0, pads[0]))
-    if sizes[0] == 1:
-        largest: Tensor = values.unflatten(1, (-1, sizes[1])).amax(dim=2)
+    rows, columns = values.shape
+    across, along = block
+    if values.numel() == 0:
+        counts = (
+            1 if across is None else -(-rows // across),
+            1 if along is None else -(-columns // along),
+        )
+        return values.new_zeros(counts)
+    across, along = across or rows, along or columns
+    below, beside = -rows % across, -columns % along
+    if below or beside:
+        values = F.pad(values, (0, beside, 0, below))
+    if across == 1:
+        largest: Tensor = values.unflatten(1, (-1, along)).amax(dim=2)
     else:
-        largest = values.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0])).amax(dim=(1, 3))
+        largest = values.unflatten(1, (-1, along)).unflatten(0, (-1, across)).amax(dim=(1, 3))
     return largest
 
 

@@ -87,8 +87,11 @@ def _columnwise(
     alike = request.row == cast and inputs.row_amax is inputs.column_amax
     if row is not None and alike and fmt.is_square and fmt.elements_per_byte == 1:
         # one face is the transpose of the other: bytes are transposed, not values quantized
-        tensors = [t.t().clone(memory_format=torch.contiguous_format) for t in row.tensors()]
-        return Face(tensors[0], tensors[1], None, fmt)
+        qdata = row.qdata.t().clone(memory_format=torch.contiguous_format)
+        scale = row.scale
+        if scale is not None:
+            scale = scale.t().clone(memory_format=torch.contiguous_format)
+        return Face(qdata, scale, None, fmt)
     return _face(x.t(), cast, inputs, transposed=True)
 
 

@@ -9,6 +9,7 @@ SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed random signs of TransformerEngine's NVFP4 recipe."""
 
+_MINUS = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)  # a bit for each
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
@@ -43,8 +44,7 @@ def rotate_back(x: Tensor) -> Tensor:
 
 def _signs(device: torch.device) -> Tensor:
     """Return the signs in fp32, made where they are: a copy from the host could not go into a CUDA graph."""
-    minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-    return (1 - 2 * ((minus >> torch.arange(SIZE, device=device)) & 1)).float()
+    return (1 - 2 * ((_MINUS >> torch.arange(SIZE, device=device)) & 1)).float()
 
 
 def hadamard_transform(groups: Tensor) -> Tensor:

@@ -28,17 +28,12 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key & _WORD, (key >> 32) & _WORD
     for _ in range(10):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # int64 wraps around, and its bits are those of uint64
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = ((second >> 32) & _WORD) ^ c1 ^ k0, second & _WORD
+        c2, c3 = ((first >> 32) & _WORD) ^ c3 ^ k1, first & _WORD
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
-
-
-def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and low words of a 64-bit product; int64 wraps around, and its bits are those of uint64."""
-    product = word * constant
-    return (product >> 32) & _WORD, product & _WORD
 
 
 def uniform16(rows: int, columns: int, *, rounding: Tensor, stream: int, first_row: int) -> Tensor:
@@ -59,9 +54,9 @@ def uniform16(rows: int, columns: int, *, rounding: Tensor, stream: int, first_r
     calls = torch.arange(start, -(-last // ELEMENTS_PER_CALL), device=rounding.device)
     key, step = rounding.unbind()
     words = philox(key, (calls & _WORD, calls >> 32, step & _WORD, torch.full_like(step, stream)))
-    halves = torch.stack([part for word in words for part in (word & 0xFFFF, word >> 16)], dim=1)
+    halves = _halves(words)
     offset = first - start * ELEMENTS_PER_CALL
-    bits = halves.flatten()[offset : offset + rows * columns].view(rows, columns)
+    bits = halves[offset : offset + rows * columns].view(rows, columns)
     return (bits.float() + 0.5) * 2.0**-16
 
 
@@ -77,4 +72,10 @@ def sign_halves(rounding: Tensor, stream: int) -> Tensor:
     key, step = rounding.unbind()
     zero = torch.zeros_like(step)
     words = philox(key, (zero, zero, step & _WORD, torch.full_like(step, stream | 7)))
-    return torch.stack([part for word in words for part in (word & 0xFFFF, word >> 16)])
+    return _halves(words)
+
+
+def _halves(words: tuple[Tensor, ...]) -> Tensor:
+    """Return the halves of words of 32 bits, the lower one first, one call after the other."""
+    found = torch.stack(words, dim=-1)
+    return torch.stack((found & 0xFFFF, found >> 16), dim=-1).flatten()
