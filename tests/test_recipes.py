@@ -31,7 +31,7 @@ OPTIONS = [
     "fp8_block+save_original_input", "mxfp8+high_precision", "fp8_delayed+dequantized", "nvfp4+save_original_input",
 ]  # fmt: skip
 NAMED = sorted({*recipes.RECIPES, *OPTIONS})
-K, N, TOKENS = 64, 96, 160  # whole blocks of 32, and more tokens than one block of 128
+K, N, TOKENS = 64, 128, 256  # whole blocks, and more tokens than one of 128
 
 
 def layer(recipe, *, device="cpu", persistent=False, name="up", dtype=torch.bfloat16, bias=False):
@@ -46,8 +46,8 @@ def layer(recipe, *, device="cpu", persistent=False, name="up", dtype=torch.bflo
 def operands(device="cpu", dtype=torch.bfloat16):
     """Return input and gradient. What the tokens of one lack in magnitude, those of the other have: all matter, and
     small ones are rounded otherwise in a large block than in a small one."""
-    spread = torch.exp2(-(torch.arange(TOKENS, device=device) // 10).float()).view(5, -1, 1)
-    x, g = (random_tensor(5, TOKENS // 5, n, device=device, seed=seed) for n, seed in ((K, 1), (N, 2)))
+    spread = torch.exp2(-(torch.arange(TOKENS, device=device) // 16).float()).view(4, -1, 1)
+    x, g = (random_tensor(4, TOKENS // 4, n, device=device, seed=seed) for n, seed in ((K, 1), (N, 2)))
     return (x * spread).to(dtype), (g / spread).to(dtype)
 
 

@@ -117,7 +117,9 @@ class Program:
     def draw(cls, seed, *, ranks=1):
         """Return the program of a seed."""
         rng = random.Random(seed)
-        stateless = [name for name in RECIPES if "fp4" not in name]  # ranks round their own rows at random
+        stateless = [
+            name for name in RECIPES if not ht.recipes.from_name(name).stochastic
+        ]  # ranks round their own rows at random
         recipe = rng.choice(RECIPES if ranks == 1 else stateless)
         blocks = ["mlp", "attention", "linear", "tied"] + ["experts"] * (ranks == 1)
         kinds = [(rng.choice(blocks), rng.random() < 0.5, rng.random() < 0.5) for _ in range(rng.randint(1, 3))]
