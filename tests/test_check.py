@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from any_layer import ANY_LAYER
 from rich.console import Console
 from torch import nn
 from torch.utils import flop_counter
@@ -29,7 +30,7 @@ def formats(found, layer="0"):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ANY_LAYER)
 def test_every_product_as_the_recipe_says(recipe, persistent):
     """What ``explain`` reads from the recipe is what ran."""
     net = model(recipe, persistent=persistent)

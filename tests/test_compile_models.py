@@ -8,6 +8,7 @@ import model as demo
 import pytest
 import tiers
 import torch
+from any_layer import ANY_LAYER
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,7 +94,7 @@ def lengths(recipe):
     return (80, 96, 144, 65) if recipe == "fp8_block" else (32, 48, 80, 33)
 
 
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES if tiers.LONG else SOME)
+@pytest.mark.parametrize("recipe", ANY_LAYER if tiers.LONG else SOME)
 def test_one_graph_per_recipe_and_one_for_all_lengths(recipe, device):
     """The second length makes the graph for all lengths; weights and states change from step to step."""
     eager, compiled = pair("demo", recipe, device)

@@ -257,9 +257,12 @@ def operand_in_table(config, role, direction):
     of_rowwise = getattr(quantizer, "columnwise_source", "") == "rowwise_dequantized" and direction == "columnwise"
     plain = getattr(quantizer, direction, quantizer)
     fmt = plain.rowwise_format
-    letters = {"identity": "HP", "fp8_e4m3": "E4", "fp8_e5m2": "E5", "mxfp8": "MX", "nvfp4": "NV"}
+    letters = {"identity": "HP", "fp8_e4m3": "E4", "fp8_e5m2": "E5", "mxfp8": "MX", "mxfp4": "M4", "nvfp4": "NV"}
     word = next(letters[start] for start in letters if fmt.name.startswith(start))
-    marks = ("~" if plain.stochastic else "") + ("r" if fmt.tensor_block == (1, None) else "")
+    random = "e" if fmt.drawn_signs else "~" if plain.stochastic else ""
+    marks = (
+        random + ("r" if fmt.tensor_block == (1, None) else "") + ("6" if getattr(plain, "four_over_six", None) else "")
+    )
     return word + marks + ("'" if of_rowwise and not fmt.is_identity else "")
 
 
@@ -294,6 +297,9 @@ class TestRecipes:
             drawn = recipe(seed=5)
             assert (drawn.input, drawn.weight) == (recipe().input, recipe().weight)
             assert {q.seed for q in (drawn.grad_output.rowwise, drawn.grad_output.columnwise)} == {5}
+        rotated = recipes.quartet2(seed=5)
+        assert {rotated.input.columnwise.seed, rotated.weight.columnwise.seed, rotated.grad_output.seed} == {5}
+        assert (rotated.input.rowwise, rotated.weight.rowwise) == (recipes.quartet2().input.rowwise,) * 2
 
     def test_an_option_of_the_wrong_kind_is_refused(self):
         with pytest.raises(TypeError, match="pow2_scale"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiers
 import torch
+from any_layer import ANY_LAYER
 from scripts import called, refused
 
 import hybridtensor as ht
@@ -68,7 +69,7 @@ def test_trains_saves_resumes_and_reports(demo_here, tmp_path, capsys):
 
 @tiers.long("what recipes are called is one list in the package")
 def test_accepts_every_recipe(demo_here, tmp_path, capsys):
-    names = [name for name in ht.recipes.RECIPES if name != "bf16"]
+    names = [name for name in ANY_LAYER if name != "bf16"]
     options = ["--size", "tiny", "--steps", 2, "--data", TRAIN.parent, "--recipes", ",".join(names)]
     assert demo_here(*options, "--out", tmp_path) == 0
     assert capsys.readouterr().out.count("bitwise the same") == len(names) + 1

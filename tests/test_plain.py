@@ -5,13 +5,13 @@ import io
 
 import pytest
 import torch
+from any_layer import ANY_LAYER
 from torch import nn
 
 import hybridtensor as ht
 from hybridtensor.plain import high_precision_values
 
 X = torch.randn(32, 128, generator=torch.Generator().manual_seed(4))
-RECIPES = list(ht.recipes.RECIPES)
 
 
 def model(recipe=None, persistent=False, dtype=torch.float32):
@@ -40,7 +40,7 @@ def assert_is_plain(net):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ANY_LAYER)
 def test_the_same_parameters_plain_again(recipe, persistent):
     net, reference = model(recipe, persistent), model()
     before = list(net.parameters())
@@ -130,7 +130,7 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ANY_LAYER)
 def test_a_state_dict_for_plain_models(recipe, persistent):
     net = model(recipe, persistent)
     net(X)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from any_layer import ANY_LAYER
 from tiers import in_turn
 from torch import nn
 from torch.nn.utils import parametrize
@@ -14,7 +15,7 @@ from torch.nn.utils import parametrize
 import hybridtensor as ht
 from hybridtensor.subclasses import is_converted
 
-RECIPES = sorted(ht.recipes.RECIPES)
+RECIPES = sorted(ANY_LAYER)
 IN, HIDDEN = 64, 128
 
 

@@ -126,7 +126,7 @@ ValueError: HybridConfig: unknown format 'fp9'; did you mean 'fp8'? known: bf16,
   fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward, fp8_dequantized_backward,
   mxfp8, mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4, nvfp4_1d_weight,
   nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd,
-  nvfp4_row_scaled_fwd_high_precision_bwd
+  nvfp4_row_scaled_fwd_high_precision_bwd, quartet2, deepseek_v4_experts, gpt_oss_experts
 TypeError: quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, got 3;
   HybridConfig(input=, weight=, grad_output=) makes a config of quantizers
 ValueError: quantize_: the model has no linear layers, but modules whose parameters are of LayerNorm; pass a
@@ -190,7 +190,8 @@ ValueError: HybridConfig: unknown format 'nvpf4'; did you mean 'nvfp4'? known: b
   fp8_delayed, fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward,
   fp8_dequantized_backward, mxfp8, mxfp8_dequantized_backward, high_precision_fwd_mxfp8_bwd, nvfp4,
   nvfp4_1d_weight, nvfp4_dequantized_backward, mxfp8_fwd_nvfp4_bwd, nvfp4_fwd_mxfp8_bwd,
-  nvfp4_row_scaled_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_high_precision_bwd
+  nvfp4_row_scaled_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_high_precision_bwd, quartet2, deepseek_v4_experts,
+  gpt_oss_experts
 TypeError: HybridConfig: a quantizer is required for input, got 'fp8'; use IdentityQuantizer() for high
   precision
 ValueError: schedule: steps from 0 on, 0 among them, are required, got [100]""",
@@ -261,7 +262,10 @@ nvfp4_dequantized_backward: nvfp4+dequantized
 mxfp8_fwd_nvfp4_bwd: mxfp8/nvfp4/nvfp4+one_d+rowwise_dequantized_weight
 nvfp4_fwd_mxfp8_bwd: nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized
 nvfp4_row_scaled_fwd_mxfp8_bwd: nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized
-nvfp4_row_scaled_fwd_high_precision_bwd: nvfp4+one_d+row_scaled_input+dequantized""",
+nvfp4_row_scaled_fwd_high_precision_bwd: nvfp4+one_d+row_scaled_input+dequantized
+quartet2: nvfp4+one_d+four_over_six+four_over_six_mse+eden+rowwise_dequantized
+deepseek_v4_experts: fp8_block:mxfp4/fp8_block/fp8_block+rowwise_dequantized_weight
+gpt_oss_experts: bf16:mxfp4+dequantized""",
     )
 
 

@@ -18,7 +18,7 @@ import hybridtensor as ht
 from hybridtensor import HybridConfig, recipes
 from hybridtensor.testing import saved_for_backward
 
-K, N = 64, 96
+K, N = 64, 128
 WHOLE = 256
 TOKENS = (0, 1, 7, 17, 30, 33, 129)
 SPECS = [

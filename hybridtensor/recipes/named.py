@@ -23,7 +23,7 @@ HP = high precision; the weight is the right operand of the first two products, 
 | ``nvfp4_fwd_mxfp8_bwd``                       | NV x NV   | MX x MX'   | MX x MX'    |
 | ``nvfp4_row_scaled_fwd_mxfp8_bwd``            | NVr x NV  | MX x MX'   | MX x MX'    |
 | ``nvfp4_row_scaled_fwd_high_precision_bwd``   | NVr x NV  | HP x HP    | HP x HP     |
-| ``quartet2``                                  | NV6 x NV6 | NVe x NVe' | NVe x NVe'  |
+| ``quartet2``                                  | NV6 x NV6 | NVe h NVe' | NVe h NVe'  |
 | ``deepseek_v4_experts``                       | E4 x M4   | E4 x E4'   | E4 x E4     |
 | ``gpt_oss_experts``                           | HP x M4   | HP x HP    | HP x HP     |
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from any_layer import ANY_LAYER
 from checkpointing import Held, bits, flip, folder, load, make, saved, train, trained
 from torch import nn
 
@@ -15,7 +16,7 @@ from hybridtensor.distributed import checkpoint
 
 CASES = [
     (recipe, persistent, faces)
-    for recipe in ht.recipes.RECIPES
+    for recipe in ANY_LAYER
     for persistent, faces in ((False, True), (True, True), (True, False))
 ]
 CASES += [("nvfp4+four_over_six", True, True), ("nvfp4+one_d+four_over_six", True, False)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from any_layer import ANY_LAYER
 from experts import ENDS, EXPERTS, HIDDEN, TOKENS, WIDTH, Experts, offsets, parts
 from processes import generator, here
 from sharding import mesh_of
@@ -24,7 +25,7 @@ import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.dtensor import local
 
-RECIPES = sorted(ht.recipes.RECIPES)
+RECIPES = sorted(ANY_LAYER)
 
 
 class Stored(nn.Module):

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from any_layer import ANY_LAYER
 from processes import generator
 from torch import nn
 
@@ -14,7 +15,7 @@ from hybridtensor.distributed import quantize_master_weights
 from hybridtensor.subclasses.quantizing import refresh_
 from hybridtensor.subclasses.structure import flatten
 
-RECIPES = sorted(ht.recipes.RECIPES)
+RECIPES = sorted(ANY_LAYER)
 SHAPES = [(64, 96), (160, 64), (32, 32)]
 
 

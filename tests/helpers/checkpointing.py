@@ -1,6 +1,7 @@
 """Small models whose training does not repeat by accident, for the tests of checkpoints."""
 
 import torch
+from any_layer import ANY_LAYER
 from processes import generator
 from torch import nn
 
@@ -8,7 +9,7 @@ import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.subclasses.structure import flatten
 
-ALL = tuple(ht.recipes.RECIPES)
+ALL = tuple(ANY_LAYER)
 # Of each way to hold a weight one: not at all, per tensor, delayed, per row, in blocks of each kind, in one face
 HELD = (
     "bf16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "nvfp4_1d_weight",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from any_layer import ANY_LAYER
 from experts import Mixture
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,7 +24,7 @@ import hybridtensor as ht
 
 WIDTH = 64
 RECIPES = [
-    *ht.recipes.RECIPES, "fp8_delayed+most_recent", "fp8/fp8_rowwise/bf16", "bf16/mxfp8/fp8", "fp8+save_original_input",
+    *ANY_LAYER, "fp8_delayed+most_recent", "fp8/fp8_rowwise/bf16", "bf16/mxfp8/fp8", "fp8+save_original_input",
     "fp8_delayed/bf16/fp8", "fp8_delayed+dequantized", "nvfp4+four_over_six", "mxfp4",
 ]  # fmt: skip
 SCALED_BY_AMAX = ["fp8", "nvfp4"]  # weights of several layers may have a common scale

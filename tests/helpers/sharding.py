@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from any_layer import ANY_LAYER
 from processes import generator, here
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +15,7 @@ import hybridtensor as ht
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses.structure import flatten
 
-RECIPES = sorted(ht.recipes.RECIPES)
+RECIPES = sorted(ANY_LAYER)
 
 
 class Block(nn.Module):
