@@ -9,6 +9,7 @@ Shape letters: ``T`` tokens, ``N, K`` a weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,18 @@ class Decoded(NamedTuple):
     elements: Tensor
     of_rows: Tensor | None = None
     of_blocks: Tensor | None = None
+
+    def cut(self, count: int) -> list[Decoded]:
+        """Return ``count`` operands that have these rows one after the other."""
+
+        def parts(scale: Tensor | None) -> Sequence[Tensor | None]:
+            if scale is None or len(scale) == 1:
+                return [scale] * count
+            return scale.chunk(count)
+
+        elements = self.elements.chunk(count)
+        each = zip(elements, parts(self.of_rows), parts(self.of_blocks), strict=True)
+        return [Decoded(*one) for one in each]
 
 
 def rule(name: str, pow2: bool) -> OneFormatQuantizer:

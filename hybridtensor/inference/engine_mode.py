@@ -60,6 +60,13 @@ class EngineWeight(NamedTuple):
             return "none"
         return str(self.inputs.format) if self.scales is None else f"{self.inputs.format}, static"
 
+    def cut(self, count: int) -> EngineWeight:
+        """Return ``count`` matrices: those of experts, or of groups that have the rows of one."""
+        if self.is_stack:
+            return self
+        scales = None if self.scales is None else self.scales * count
+        return self._replace(matrices=self.matrices[0].cut(count), scales=scales)
+
     def linear(self, x: Tensor, bias: Tensor | None, expert: int = 0) -> Tensor:
         """Return the product of tokens of any shape with one matrix."""
         flat = x.reshape(-1, x.shape[-1])
@@ -103,7 +110,8 @@ def _linear(weight: EngineWeight, x: Tensor, at: Tensor, bias: Tensor | None = N
 def _grouped(
     weight: EngineWeight, x: Tensor, at: Tensor, offs: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return the products of tokens sorted by expert; rows of none are zeros."""
+    """Return the products of tokens sorted by expert, or of groups; rows of none are zeros."""
+    weight = weight if offs is not None else weight.cut(x.shape[0])
     out = x.new_zeros(*x.shape[:-1], weight.matrices[0].elements.shape[0])
     if offs is None:
         for e in range(len(weight.matrices)):
