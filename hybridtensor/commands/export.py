@@ -16,6 +16,7 @@ from hybridtensor.commands.common import DTYPES, Parsers, add_command, config_of
 from hybridtensor.convert import quantize_
 from hybridtensor.distributed import checkpoint
 from hybridtensor.inference import LAYOUTS, export_pretrained
+from hybridtensor.recipes import by_type
 
 _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "generation_config.json", "*.jinja", "*.model",
@@ -29,6 +30,10 @@ def add(parsers: Parsers) -> None:
     )
     export.add_argument("folder", type=Path, help="which is not there yet")
     export.add_argument("--recipe", required=True, help="a recipe's name or spec, as for quantize_")
+    export.add_argument("--experts-recipe", help="that of experts, if it is another one")
+    export.add_argument(
+        "--keep-bf16", nargs="+", default=[], help="layers to leave alone, as for quantize_"
+    )
     export.add_argument(
         "--layout",
         default="auto",
@@ -107,8 +112,13 @@ def _is_run(folder: Path) -> bool:
 
 def _converted(model: nn.Module, given: argparse.Namespace) -> nn.Module:
     layout = LAYOUTS.get(given.layout)
-    chosen = _is_stack if layout is not None and layout.experts_only else None
-    return quantize_(model, given.recipe, filter_fn=chosen, persistent=given.persistent)
+    chosen = _is_stack if layout is not None and layout.whole_stacks else None
+    recipe = given.recipe
+    if given.experts_recipe is not None:
+        recipe = by_type(linear=recipe, grouped_linear=given.experts_recipe)
+    return quantize_(
+        model, recipe, filter_fn=chosen, keep_bf16=given.keep_bf16, persistent=given.persistent
+    )
 
 
 def _is_stack(module: nn.Module, name: str) -> bool:

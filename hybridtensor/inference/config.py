@@ -12,7 +12,7 @@ from hybridtensor.formats import Format
 from hybridtensor.inference.input_scales import check_inputs
 from hybridtensor.inference.layouts import AUTO, Settings, require_layout
 from hybridtensor.inference.names import Names
-from hybridtensor.inference.weights import Exported, exported
+from hybridtensor.inference.weights import Exported, exported, names_of
 from hybridtensor.layers import layers_of
 
 _DYNAMIC: Settings = {"type": "float", "symmetric": True, "dynamic": True}
@@ -67,12 +67,12 @@ def inference_config(
     found = exported(who, model, layout)
     if static_inputs:
         check_inputs(who, found)
-    names = Names(who, model, experts)
+    names = names_of(who, model, experts, found)
     quantized = [one for one in found if one.layout is not None]
     if not quantized:
         return {}
     first = quantized[0].layout
-    whole = first is not None and first.experts_only
+    whole = first is not None and bool(first.of_experts)
     plain = _plain_modules(model, found, names, whole_stacks=whole)
     if first is not None and not first.stored_as:
         return {**first.settings, "modules_to_not_convert": plain}

@@ -186,6 +186,8 @@ def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) 
         config["dtype"] = str(dtype).removeprefix("torch.")
     if quantization:
         config["quantization_config"] = quantization
+        if "expert_dtype" in {**config, **quantization}:  # engines look for it beside
+            config["expert_dtype"] = quantization.get("expert_dtype", "fp8")
     return config
 
 

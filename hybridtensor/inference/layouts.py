@@ -43,7 +43,10 @@ class Layout:
         settings: What the configuration says of weights.
         stored_as: What compressed-tensors calls it; "" for the one of Hugging Face.
         block: Extents of blocks of which its readers need whole ones, if there are more than one.
-        experts_only: Whether it is of experts alone, stacks that models have as ``[E, K, N]``, each stored as one.
+        of_experts: Formats that only stacks of experts have, which have no others.
+        whole_stacks: Whether these are stacks that models have as ``[E, K, N]``, each stored as one.
+        released: Whether names are those of a released checkpoint, without the ``model.`` of transformers, and so is
+            what it has in high precision.
         inputs: How its readers quantize inputs, by a rule of ``mismatch``, whatever the recipe; compressed-tensors'
             do what the configuration says.
     """
@@ -54,7 +57,9 @@ class Layout:
     settings: Settings
     stored_as: str = ""
     block: tuple[int, int] = (1, 1)
-    experts_only: bool = False
+    of_experts: tuple[Format, ...] = ()
+    whole_stacks: bool = False
+    released: bool = False
     inputs: str | None = None
 
     @property
@@ -62,48 +67,63 @@ class Layout:
         """Whether it can store a scale of inputs per tensor: engines have that beside scales per tensor and per row."""
         return self.settings.get("strategy") in ("tensor", "channel")
 
-    def check(self, who: str, fmt: Format, size: tuple[int, int], of_experts: bool) -> None:
+    def check(self, who: str, fmt: Format, size: tuple[int, int], axes: str) -> None:
         """Raise unless weights of a format and a size can be stored.
 
         Args:
             who: Begins the message: the function and the weight.
             fmt: Of the rowwise face.
             size: ``(N, K)``.
-            of_experts: Whether it is of a stack that the model has as ``[E, K, N]``.
+            axes: Of a stack, as the model has it, ``"ENK"`` or ``"EKN"``; "" for another weight.
 
         Raises:
             ValueError: If not, naming layouts that can.
         """
         if fmt not in self.holds:
             raise ValueError(
-                f"{who}: a face of {self._told()} is required by layout {self.name!r}, got {fmt}; "
-                f"{_advice(fmt, size, of_experts)}"
+                f"{who}: a face of {_told(self.holds)} is required by layout {self.name!r}, got {fmt}; "
+                f"{_advice(fmt, size, axes)}"
             )
-        if self.experts_only and not of_experts:
+        if not self._is_of(fmt, axes) and fmt in self.of_experts:
+            stack = "a stack of experts [E, K, N]" if self.whole_stacks else "a stack of experts"
             raise ValueError(
-                f"{who}: a stack of experts [E, K, N] is required by layout {self.name!r}, which has nothing else, got "
-                f"another weight; leave it alone with keep_bf16, or {_advice(fmt, size, of_experts)}"
+                f"{who}: {stack} is required by layout {self.name!r}, which has nothing else in {fmt}, got another "
+                f"weight; leave it alone with keep_bf16, or {_advice(fmt, size, axes)}"
             )
-        if not self._fits(size):
+        if not self._is_of(fmt, axes):
+            raise ValueError(
+                f"{who}: a face of {_told(self.of_experts)} is required of experts by layout {self.name!r}, got {fmt}; "
+                f"give them such weights, or {_advice(fmt, size, axes)}"
+            )
+        if not self._fits(fmt, size):
             raise ValueError(
                 f"{who}: whole blocks of {self.block[0]}x{self.block[1]} are required by layout "
-                f"{self.name!r}, whose readers cut others wrongly, got {list(size)}; {_advice(fmt, size, of_experts)}"
+                f"{self.name!r}, whose readers cut others wrongly, got {list(size)}; {_advice(fmt, size, axes)}"
             )
 
-    def can_hold(self, fmt: Format, size: tuple[int, int], of_experts: bool) -> bool:
+    def can_hold(self, fmt: Format, size: tuple[int, int], axes: str) -> bool:
         """Return whether weights of a format and a size can be stored."""
-        return fmt in self.holds and self._fits(size) and (of_experts or not self.experts_only)
+        return fmt in self.holds and self._is_of(fmt, axes) and self._fits(fmt, size)
 
-    def _fits(self, size: tuple[int, int]) -> bool:
-        return all(n % b == 0 or n < b for n, b in zip(size, self.block, strict=True))
+    def _is_of(self, fmt: Format, axes: str) -> bool:
+        """Return whether a format is that of experts where a weight is of them, as it is stored here."""
+        stacks = ("EKN",) if self.whole_stacks else ("EKN", "ENK")
+        return not self.of_experts or (fmt in self.of_experts) == (axes in stacks)
 
-    def _told(self) -> str:
-        return " or ".join(str(fmt) for fmt in self.holds)
+    def _fits(self, fmt: Format, size: tuple[int, int]) -> bool:
+        """Return whether a size is one of whole blocks, where readers need that."""
+        return fmt.block != self.block or all(
+            n % b == 0 or n < b for n, b in zip(size, self.block, strict=True)
+        )
 
 
-def _advice(fmt: Format, size: tuple[int, int], of_experts: bool) -> str:
+def _told(some: Iterable[Format]) -> str:
+    return " or ".join(str(fmt) for fmt in some)
+
+
+def _advice(fmt: Format, size: tuple[int, int], axes: str) -> str:
     """Return advice for a face that a layout cannot store."""
-    others = [layout.name for layout in LAYOUTS.values() if layout.can_hold(fmt, size, of_experts)]
+    others = [layout.name for layout in LAYOUTS.values() if layout.can_hold(fmt, size, axes)]
     if others:
         return f"layouts that hold it: {', '.join(others)}"
     return (
@@ -158,6 +178,13 @@ def _hf_mxfp4(face: Face) -> Packed:
     return {"blocks": face.qdata.unflatten(1, (-1, 16)), "scales": _by_row(face)}
 
 
+def _hf_deepseek_v4(face: Face) -> Packed:
+    if face.format not in _MXFP4:
+        return {"weight": face.qdata, "scale": _hf_fp8_ue8m0(face)["weight_scale_inv"]}
+    exponents = _by_row(face).view(torch.float8_e8m0fnu)
+    return {"weight": face.qdata.view(torch.int8), "scale": exponents}
+
+
 def _nvfp4(face: Face) -> Packed:
     if face.format in _MXFP4:
         face = nvfp4_of_mxfp4(face)
@@ -191,6 +218,7 @@ _HF = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+_UE8M0 = {**_HF, "scale_fmt": "ue8m0"}
 _OF_16 = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 _OF_32 = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 
@@ -199,10 +227,15 @@ LAYOUTS = {
     for layout in (
         Layout("hf_fp8", _SQUARES, _hf_fp8, _HF, block=(128, 128), inputs="1x128"),
         Layout(
-            "hf_fp8_ue8m0", _SQUARES[:1], _hf_fp8_ue8m0, {**_HF, "scale_fmt": "ue8m0"}, block=(128, 128),
-            inputs="1x128",
+            "hf_fp8_ue8m0", _SQUARES[:1], _hf_fp8_ue8m0, _UE8M0, block=(128, 128), inputs="1x128",
         ),
-        Layout("hf_mxfp4", _MXFP4, _hf_mxfp4, {"quant_method": "mxfp4"}, experts_only=True),
+        Layout(
+            "hf_mxfp4", _MXFP4, _hf_mxfp4, {"quant_method": "mxfp4"}, of_experts=_MXFP4, whole_stacks=True,
+        ),
+        Layout(
+            "hf_deepseek_v4", (*_SQUARES[:1], *_MXFP4), _hf_deepseek_v4, {**_UE8M0, "expert_dtype": "fp4"},
+            block=(128, 128), of_experts=_MXFP4, released=True, inputs="1x128",
+        ),
         Layout("ct_fp8_tensor", (_TENSOR,), _per_tensor, _float8("tensor"), "float-quantized"),
         Layout("ct_fp8_row", (_ROW, _TENSOR), _per_row, _float8("channel"), "float-quantized"),
         Layout(
@@ -244,7 +277,7 @@ def choose(
     size: tuple[int, int],
     among: Iterable[Layout],
     *,
-    of_experts: bool = False,
+    axes: str = "",
 ) -> Layout:
     """Return the layout of a weight.
 
@@ -254,18 +287,18 @@ def choose(
         fmt: Format of the rowwise face.
         size: ``(N, K)``.
         among: What ``"auto"`` chooses from, best first.
-        of_experts: Whether it is of a stack that the model has as ``[E, K, N]``.
+        axes: Of a stack, as the model has it, ``"ENK"`` or ``"EKN"``; "" for another weight.
 
     Raises:
         ValueError: If no layout can hold it.
     """
     if name != AUTO:
-        LAYOUTS[name].check(who, fmt, size, of_experts)
+        LAYOUTS[name].check(who, fmt, size, axes)
         return LAYOUTS[name]
     for layout in among:
-        if layout.can_hold(fmt, size, of_experts):
+        if layout.can_hold(fmt, size, axes):
             return layout
     raise ValueError(
         f"{who}: a face that a layout holds is required, got {fmt} of {list(size)}; "
-        f"{_advice(fmt, size, of_experts)}"
+        f"{_advice(fmt, size, axes)}"
     )

@@ -17,7 +17,7 @@ from hybridtensor.inference.files import safetensors
 from hybridtensor.inference.folder import Folder
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
-from hybridtensor.inference.names import Names
+from hybridtensor.inference.names import Names, prefix_of
 from hybridtensor.inference.stored import (
     columnwise_of_stored,
     has_stack,
@@ -83,8 +83,10 @@ def load_pretrained(
             f"{_WHO}: the model is sharded over ranks; load before fully_shard or parallelize_module"
         )
     library, path = safetensors(_WHO), Path(folder)
-    names = Names(_WHO, model, "separate")
     with Folder(_WHO, library, path) as stored:
+        prefix = prefix_of(model)
+        bare = not any(name.startswith(prefix) for name in stored.unused)
+        names = Names(_WHO, model, "separate", bare=bare)
         state, inputs, missing = _read(model, names, stored)
         left, files = stored.unused, stored.files
     if missing or left:
@@ -142,8 +144,8 @@ def _of_matrix(stored: Folder, names: Names, name: str, value: Tensor) -> Tensor
     (own,) = names.of_module(name)
     if not own.endswith("weight") or value.dim() != 2:
         biases = names.of_biases(name, value.shape)
-        if own in stored:
-            tensor = stored[own]
+        if own in stored or name in stored:
+            tensor = stored[own if own in stored else name]
         elif biases and all(bias in stored for bias in biases):  # of experts, one by one
             tensor = torch.stack([_of_size(bias, stored[bias], value.shape[1:]) for bias in biases])
         else:
@@ -153,7 +155,7 @@ def _of_matrix(stored: Folder, names: Names, name: str, value: Tensor) -> Tensor
         elif tensor.dtype != value.dtype:
             raise ValueError(f"{_WHO}: {own} in {value.dtype} is required, got {tensor.dtype}")
         return tensor
-    packed = packed_matrix(own, stored)
+    packed = packed_matrix(own, stored) or packed_matrix(name, stored)
     if not packed:
         return None
     face = stored_face(own, packed)

@@ -4,8 +4,10 @@ checkpoints have one by one, and for models of transformers, which know what the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 _BIAS = "_bias"
 _SIDE = 128  # rows of a block, where scales are not of rows
+_ENDINGS = {"weight": "", "weight_packed": "", "scale": "_scale_inv"}  # of whole stacks
 _Revert = Callable[[str, Tensor], dict[str, Tensor]]
 """Gives what a checkpoint has in place of a parameter."""
 
@@ -29,15 +32,16 @@ class Names:
         who: Begins messages.
         model: The model. transformers' own say how their stacks of experts are stored.
         experts: ``"separate"`` or ``"stacked"``.
+        bare: Whether names come without the prefix of a model of transformers, as in checkpoints of DeepSeek V4.
 
     Raises:
         ValueError: If ``experts`` is another word.
     """
 
-    def __init__(self, who: str, model: nn.Module, experts: str) -> None:
+    def __init__(self, who: str, model: nn.Module, experts: str, *, bare: bool = False) -> None:
         require_choice(who, "experts", experts, ("separate", "stacked"))
         self._who, self._separate = who, experts == "separate"
-        self._revert = _reverter(model) if self._separate else None
+        self._revert = _reverter(model, bare) if self._separate else None
 
     def of_module(self, name: str, weight: Tensor | None = None) -> list[str]:
         """Return the names of the weights that checkpoints have for a parameter called ``name``.
@@ -174,27 +178,56 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _reverter(model: nn.Module) -> _Revert | None:
+def of_transformers(model: nn.Module) -> Any:
+    """Return the model of transformers that a model is, or wraps; None if it is none."""
+    library, inner = sys.modules.get("transformers"), unwrapped(model)
+    return inner if library is not None and isinstance(inner, library.PreTrainedModel) else None
+
+
+def prefix_of(model: nn.Module) -> str:
+    """Return what names of a model of transformers begin with, but for those of its head; "" of another model."""
+    inner = of_transformers(model)
+    return f"{inner.base_model_prefix}." if inner is not None and inner.base_model_prefix else ""
+
+
+def _reverter(model: nn.Module, bare: bool) -> _Revert | None:
     """Return how transformers stores parameters of a model, or None if it is none of its own."""
-    library = sys.modules.get("transformers")
-    inner = unwrapped(model)
-    if library is None or not isinstance(inner, library.PreTrainedModel):
+    inner = of_transformers(model)
+    if inner is None:
         return None
     from transformers.core_model_loading import revert_weight_conversion
 
+    prefix = prefix_of(model) if bare else ""
+
     def revert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = revert_weight_conversion(inner, {name: tensor})
+        with _as_made(inner) if bare else contextlib.nullcontext():
+            found: dict[str, Tensor] = revert_weight_conversion(
+                inner, {name.removeprefix(prefix): tensor}
+            )
+        if bare and "self_attn.kv_norm" in name:  # which DeepSeek V4 has by that name, too
+            found = {
+                stored.replace(".attn.norm", ".attn.kv_norm"): t for stored, t in found.items()
+            }
         return found
 
     return revert
 
 
+@contextlib.contextmanager
+def _as_made(model: Any) -> Iterator[None]:
+    """Have transformers know all names of a model's checkpoints, not those alone that it once was loaded from."""
+    loaded = model.__dict__.pop("_weight_conversions", None)
+    try:
+        yield
+    finally:
+        if loaded is not None:
+            model._weight_conversions = loaded
+
+
 def _as_stack(name: str, packed: list[Packed]) -> Named:
     """Yield the tensors of all experts as one each."""
     for suffix in packed[0]:
-        ending = (
-            "" if suffix in ("weight", "weight_packed") else f"_{suffix.removeprefix('weight_')}"
-        )
+        ending = _ENDINGS.get(suffix, f"_{suffix.removeprefix('weight_')}")
         yield f"{name}{ending}", _stacked([of_one[suffix] for of_one in packed])
 
 

@@ -86,7 +86,7 @@ def whole_tensors(
 
 def size_of(one: Exported, dtype: torch.dtype) -> int:
     """Return the bytes of what is exported, all of it, but for scales."""
-    elements = math.prod(one.value.shape)
+    elements, dtype = math.prod(one.value.shape), one.dtype or dtype
     if one.format is not None:
         return elements // one.format.elements_per_byte
     return elements * (
@@ -126,7 +126,7 @@ def _high_precision(one: Exported, dtype: torch.dtype) -> Tensor:
     elif isinstance(part, HybridTensor):
         part = part.dequantize(dtype)
     values: Tensor = part.detach()
-    return values.to(dtype) if values.is_floating_point() else values
+    return values.to(one.dtype or dtype) if values.is_floating_point() else values
 
 
 def _own_face(one: Exported) -> Face | None:

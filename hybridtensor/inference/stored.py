@@ -52,7 +52,18 @@ def packed_matrix(name: str, tensors: Tensors) -> Packed:
     if found and "weight_scale_inv" not in found and f"{prefix}scale" in tensors:
         found["weight_scale_inv"] = tensors[f"{prefix}scale"]  # DeepSeek V4's name
     _require_one_spelling(name, found)
-    return found
+    return _as_packed(found)
+
+
+def _as_packed(found: Packed) -> Packed:
+    """Return tensors with DeepSeek V4's experts, int8 with exponents, as others have MXFP4."""
+    elements = found.get("weight")
+    scale = found.get("weight_scale_inv", found.get("weight_scale"))
+    if elements is None or scale is None:
+        return found
+    if (elements.dtype, scale.dtype) != (torch.int8, torch.float8_e8m0fnu):
+        return found
+    return {"weight_packed": elements.view(torch.uint8), "weight_scale": scale}
 
 
 def has_stack(name: str, tensors: Tensors) -> bool:
@@ -77,7 +88,7 @@ def packed_stack(name: str, tensors: Tensors) -> Packed:
         is_packed = "weight_global_scale" in found or elements.dtype == torch.uint8
         found["weight_packed" if is_packed else "weight"] = elements
     _require_one_spelling(name, found)
-    return found
+    return _as_packed(found)
 
 
 def _of_blocks(name: str, tensors: Tensors) -> Packed:
@@ -182,8 +193,6 @@ def stored_face(name: str, packed: Packed) -> Face | None:
     if scale is None:
         require_values(name, elements)
         return None
-    if (elements.dtype, scale.dtype) == (torch.int8, torch.float8_e8m0fnu):  # DeepSeek V4's experts
-        return _mxfp4(name, {"weight_packed": elements.view(torch.uint8), "weight_scale": scale})
     require_scales(name, scale)
     if elements.dtype != torch.float8_e4m3fn:
         raise ValueError(

@@ -26,7 +26,7 @@ from hybridtensor.inference.input_scales import SUFFIX, check_inputs
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
 from hybridtensor.inference.sources import experts_of, places_of, size_of, whole_tensors
-from hybridtensor.inference.weights import Exported, exported
+from hybridtensor.inference.weights import Exported, exported, names_of
 from hybridtensor.ops import Face
 
 BUCKET = 256 * 2**20
@@ -59,14 +59,14 @@ def inference_tensors(
 
     Args:
         model: Any model.
-        layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"hf_mxfp4"``, ``"ct_fp8_tensor"``, ``"ct_fp8_row"``,
-            ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging Face's where that
-            holds all weights and the recipes quantize inputs as its engines do (per 1x128, with gpt-oss's experts not
-            at all), else for each weight what compressed-tensors has for its format.
+        layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"hf_mxfp4"``, ``"hf_deepseek_v4"``, ``"ct_fp8_tensor"``,
+            ``"ct_fp8_row"``, ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
+            Face's where that holds all weights and the recipes quantize inputs as its engines do (per 1x128, with
+            gpt-oss's experts not at all), else for each weight what compressed-tensors has for its format.
         experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
             checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
             ``"hf_mxfp4"`` has stacks, whatever this is.
-        dtype: Dtype of everything that is not quantized.
+        dtype: Dtype of everything that is not quantized, but for what DeepSeek V4's checkpoints have in FP32.
         bucket_bytes: Bytes of whole tensors that are sent together; at least one tensor.
         ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
         static_inputs: Whether layers with delayed scales of inputs have these as ``input_scale``, where compressed
@@ -76,7 +76,8 @@ def inference_tensors(
     Yields:
         Names and plain tensors. ``weight`` float8_e4m3fn ``[N, K]`` with ``weight_scale_inv`` or ``weight_scale``, or
         ``weight_packed`` uint8 ``[N, K / 2]`` with ``weight_scale`` and ``weight_global_scale``; of a stack
-        ``NAME_blocks`` uint8 ``[E, N, K / 32, 16]`` with ``NAME_scales``; ``input_scale`` fp32 ``[1]``.
+        ``NAME_blocks`` uint8 ``[E, N, K / 32, 16]`` with ``NAME_scales``; of DeepSeek V4 ``weight`` float8_e4m3fn, of
+        experts int8 ``[N, K / 2]``, with ``scale``; ``input_scale`` fp32 ``[1]``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -103,7 +104,7 @@ def inference_tensors(
 def _stacks_to_split(found: Iterable[Exported]) -> set[str]:
     """Return the names of stacks whose experts get names of their own in quantized layouts."""
     of_layouts = [one for one in found if one.layout is not None and one.value.dim() == 3]
-    return {one.name for one in of_layouts if one.layout and not one.layout.experts_only}
+    return {one.name for one in of_layouts if one.layout and not one.layout.whole_stacks}
 
 
 def _read(
@@ -126,7 +127,7 @@ def _read(
     found = exported(who, model, layout)
     if static_inputs:
         check_inputs(who, found)
-    return Names(who, model, experts), found
+    return names_of(who, model, experts, found), found
 
 
 def _digest(found: list[Exported]) -> str:

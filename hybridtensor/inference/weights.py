@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +28,7 @@ from hybridtensor.formats import (
     Format,
 )
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
+from hybridtensor.inference.names import Names, of_transformers
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.subclasses import HybridTensor, is_converted
@@ -36,6 +38,7 @@ _HUGGING_FACE = {  # by the formats of inputs that engines then make
     "hf_fp8_ue8m0": {FP8_E4M3_1X128},
     "hf_fp8": {FP8_E4M3_1X128, FP8_E4M3_1X128_FP32_SCALE},
     "hf_mxfp4": {IDENTITY},
+    "hf_deepseek_v4": {FP8_E4M3_1X128},
 }
 
 
@@ -49,6 +52,7 @@ class Exported(NamedTuple):
         layout: In which that is stored.
         format: Of what is stored.
         sharded: What FSDP2 knows of it, if it shards it.
+        dtype: Of its values, whatever others have; None if they are like others.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Exported(NamedTuple):
     layout: Layout | None = None
     format: Format | None = None
     sharded: Sharded | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def part(self) -> Any:
@@ -73,6 +78,11 @@ class Exported(NamedTuple):
     def is_turned(self) -> bool:
         """Whether it is a stack that is stored ``[E, K, N]``."""
         return is_converted(self.part) and bool(self.part.is_transposed)
+
+    @property
+    def axes(self) -> str:
+        """Of a stack, as the model has it, ``"ENK"`` or ``"EKN"``; "" for another weight."""
+        return "" if self.value.dim() != 3 else "EKN" if self.is_turned else "ENK"
 
     @property
     def input_scales(self) -> Tensor | None:
@@ -120,18 +130,33 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     for i, one in enumerate(found):
         if one.format is not None:
             chosen = choose(
-                f"{who}: {one.name}",
-                layout,
-                one.format,
-                one.matrix,
-                among,
-                of_experts=one.is_turned,
+                f"{who}: {one.name}", layout, one.format, one.matrix, among, axes=one.axes
             )
             found[i] = one._replace(layout=chosen)
     if quantized:
         _check_experts(who, found)
+        _check_kept(who, model, found)
         _check_readers(who, model, {id(one.value): one.name for one in quantized})
-    return found
+    return _with_dtypes(model, found) if _released(found) else found
+
+
+def names_of(who: str, model: nn.Module, experts: str, found: list[Exported]) -> Names:
+    """Return the names of what is exported, as its layouts have them."""
+    return Names(who, model, experts, bare=_released(found))
+
+
+def _released(found: list[Exported]) -> bool:
+    return any(one.layout is not None and one.layout.released for one in found)
+
+
+def _with_dtypes(model: nn.Module, found: list[Exported]) -> list[Exported]:
+    """Return what is exported, in FP32 what released checkpoints have so: what transformers keeps, but for norms."""
+    known = getattr(of_transformers(model), "_keep_in_fp32_modules_strict", None) or ()
+    kept = {name for name in known if "norm" not in name}
+    return [
+        one._replace(dtype=torch.float32) if kept & set(one.name.split(".")) else one
+        for one in found
+    ]
 
 
 def _let_go(model: nn.Module) -> None:
@@ -152,15 +177,33 @@ def _check_adapters(who: str, model: nn.Module) -> None:
 
 
 def _check_experts(who: str, found: list[Exported]) -> None:
-    """Raise ValueError where a layout of experts alone has some stacks of a module, and not all of them."""
+    """Raise ValueError where a layout with a format of experts has some stacks of a module, and not all of them."""
     chosen = {
-        _module(one.name) for one in found if one.layout is not None and one.layout.experts_only
+        _module(one.name): one.layout.name
+        for one in found
+        if one.layout is not None and one.format in one.layout.of_experts
     }
     for one in found:
         if one.layout is None and one.value.dim() == 3 and _module(one.name) in chosen:
             raise ValueError(
-                f"{who}: all stacks of {_module(one.name)} in MXFP4 are required by layout 'hf_mxfp4', got "
-                f"{one.name} in high precision; quantize it, too, or choose layout='ct_mxfp4'"
+                f"{who}: all stacks of {_module(one.name)} in MXFP4 are required by layout "
+                f"{chosen[_module(one.name)]!r}, got {one.name} in high precision; quantize it, too, or leave the "
+                "others alone with keep_bf16"
+            )
+
+
+def _check_kept(who: str, model: nn.Module, found: list[Exported]) -> None:
+    """Raise ValueError for weights that transformers, of a released checkpoint, reads in high precision alone."""
+    kept = list(getattr(of_transformers(model), "_keep_in_fp32_modules", None) or ())
+    for one in found if kept else ():
+        if one.layout is None or not one.layout.released:
+            continue
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        if not should_convert_module(_module(one.name), kept):
+            raise ValueError(
+                f"{who}: {one.name}: a weight in high precision is required by layout {one.layout.name!r}, as "
+                f"checkpoints of its model have it, got {one.format}; leave it alone with keep_bf16"
             )
 
 
@@ -170,7 +213,7 @@ def _module(name: str) -> str:
 
 def _candidates(quantized: list[Exported]) -> list[Layout]:
     """Return the layouts that ``"auto"`` chooses from: Hugging Face's, if one holds all weights and quantizes inputs as
-    their recipes do: per 1x128, with experts in MXFP4 not at all.
+    their recipes do: per 1x128, with gpt-oss's experts not at all.
     """
     inputs = {one.part.recipe.input.rowwise_format for one in quantized}
     for name, known in _HUGGING_FACE.items():
@@ -179,7 +222,7 @@ def _candidates(quantized: list[Exported]) -> list[Layout]:
             inputs
             and inputs <= known
             and all(
-                one.format and layout.can_hold(one.format, one.matrix, one.is_turned)
+                one.format and layout.can_hold(one.format, one.matrix, one.axes)
                 for one in quantized
             )
         ):

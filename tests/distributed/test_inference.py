@@ -118,7 +118,8 @@ def experts(rank, recipe, transposed, dim, persistent):
 @pytest.mark.parametrize(
     ("recipe", "transposed", "dim", "persistent"),
     [("fp8", False, 0, False), ("mxfp8", True, 0, False), ("nvfp4", False, 1, False), ("fp8_rowwise", True, 1, False),
-     ("mxfp8", False, 0, True), ("fp8_rowwise", False, 2, False)],
+     ("mxfp8", False, 0, True), ("fp8_rowwise", False, 2, False), ("deepseek_v4_experts", False, 0, False),
+     ("deepseek_v4_experts", True, 0, True)],
 )  # fmt: skip
 def test_experts_of_shards(two, recipe, transposed, dim, persistent):
     two.run(experts, recipe, transposed, dim, persistent)
@@ -136,9 +137,38 @@ def spread_experts(rank, recipe):
     same(dict(ht.inference_tensors(model)), dict(ht.inference_tensors(whole)))
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "fp8_delayed", "deepseek_v4_experts"])
 def test_experts_on_ranks(two, recipe):
     two.run(spread_experts, recipe)
+
+
+class Both(Experts):
+    """Experts, and a linear layer."""
+
+    def __init__(self, rows):
+        super().__init__(4, 128, 128)
+        self.up = nn.Linear(256, rows)
+
+
+def as_deepseek_v4(rank, persistent):
+    """One layout has two formats: each goes by its own bytes, experts' as int8."""
+    torch.manual_seed(0)
+    recipe = ht.recipes.by_type(linear="fp8_block", grouped_linear="deepseek_v4_experts")
+    rows = 512 if persistent else 384  # shards that cut blocks have no faces of their own
+    whole = ht.quantize_(Both(rows).to(here()), recipe, persistent=persistent)
+    model = fully_shard(copy.deepcopy(whole), mesh=mesh_of(rank, 2))
+    for experts in ("separate", "stacked"):
+        expected = dict(ht.inference_tensors(whole, "hf_deepseek_v4", experts=experts))
+        assert {t.dtype for t in expected.values()} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu}
+        same(dict(ht.inference_tensors(model, "hf_deepseek_v4", experts=experts)), expected)
+        some = dict(ht.inference_tensors(model, experts=experts, ranks="first", bucket_bytes=1))
+        same(some, expected if rank == 0 else {})
+    assert ht.inference_config(model) == ht.inference_config(whole, "hf_deepseek_v4")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_layout_of_two_formats(two, persistent):
+    two.run(as_deepseek_v4, persistent)
 
 
 def hybrid_shards(rank, recipe):
