@@ -119,6 +119,16 @@ def experts_in_mxfp4(tmp_path):
     return {"gpt_oss": transformers.GptOssForCausalLM(config).bfloat16(), "folder": tmp_path / "exported"}
 
 
+def as_deepseek_v4(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV4Config(
+        hidden_size=128, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=64, n_routed_experts=2, num_experts_per_tok=1, q_lora_rank=128, o_lora_rank=64,
+        o_groups=2, index_n_heads=2, index_head_dim=64, layer_types=["compressed_sparse_attention"] * 2,
+    )  # fmt: skip
+    return {"deepseek_v4": transformers.DeepseekV4ForCausalLM(config).bfloat16(), "folder": tmp_path / "exported"}
+
+
 def common_scales(tmp_path):
     return {"model": nn.ModuleList([Projections()])}
 
@@ -129,7 +139,8 @@ SCOPES = {
     "docs/pipeline.md": pipelines,
     "docs/inference.md": engines,
     ("docs/inference.md", 1): experts_in_mxfp4,
-    ("docs/inference.md", 2): common_scales,
+    ("docs/inference.md", 2): as_deepseek_v4,
+    ("docs/inference.md", 3): common_scales,
     ("docs/recipes.md", 0): plain,
     "docs/choosing-a-recipe.md": plain,
 }
