@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 _WIDTH = 110  # characters, where no terminal says another number
+_CONTROLS = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
+)  # all but ends of lines; no text has surrogates
+
+
+def as_text(words: str, style: str = "") -> Text:
+    """Return words as they are shown, whoever wrote them: no markup of ``rich``, no command to a terminal."""
+    from rich.text import Text
+
+    return Text(_CONTROLS.sub(lambda found: ascii(found[0])[1:-1], words), style=style)
+
+
+def named_table(*headers: str, title: str = "", caption: str = "") -> Table:
+    """Return an empty table whose cells are whole on any screen: names that are cut look alike."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.title = as_text(title, "table.title") if title else None
+    table.caption = as_text(caption, "table.caption") if caption else None
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of words as they are."""
+    table.add_row(*map(as_text, cells))
 
 
 class Printed:

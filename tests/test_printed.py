@@ -1,5 +1,7 @@
 """Results are printed as tables: by ``print``, at a prompt, and in notebooks."""
 
+import dataclasses
+
 import pytest
 import torch
 from processes import call_program
@@ -70,3 +72,56 @@ def test_rich_is_imported_when_something_is_printed():
         "assert 'rich' not in sys.modules\nstr(found)\nassert 'rich' in sys.modules"
     )
     call_program(code)
+
+
+def test_markup_and_commands_to_terminals_are_shown_as_they_are(monkeypatch):
+    """What names say is someone else's: rich makes links of markup, terminals obey what begins with an escape."""
+    names = "[link=javascript:x]a[/link]", "[/bold]", "\x1b[2Jb\x07\x9b"
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Linear(128, 128))
+    x = torch.randn(128, 128)
+    advice = ht.advise(
+        model, [x], hardware="h100", loss=lambda model, x: model(x).square().mean(), formats=["bf16", "fp8"]
+    )
+    ht.quantize_(model, "fp8_block")
+    monkeypatch.setenv("COLUMNS", "300")
+    for found in (advice, *(make(model, x) for make in (explained, checked, watching))):
+        shown = str(found)
+        assert "[link=javascript:x]a[/link]" in shown
+        assert "[/bold]" in shown
+        assert "\\x1b[2Jb\\x07\\x9b" in shown
+        assert not set(shown) & set("\x1b\x07\x9b")
+        assert "href" not in found._repr_html_()
+
+
+def test_half_of_a_surrogate_pair_is_shown():
+    """JSON may have one, and no terminal takes it."""
+    found = watching(ht.quantize_(nn.Sequential(nn.Linear(128, 128)), "fp8"), torch.randn(128, 128)).recording()
+    sample = found.samples[0]
+    sample = sample._replace(faces=tuple(dataclasses.replace(one, layer="a\ud800") for one in sample.faces))
+    assert b"a\\ud800" in str(dataclasses.replace(found, samples=(sample,))).encode()
+
+
+def test_names_are_whole_and_tables_fit_on_a_screen(monkeypatch):
+    """Of 224 layers with names as models have them; the smallest screen has 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+             "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"self_attn": nn.Module(), "mlp": nn.Module()}) for _ in range(32))
+    for layer in model.layers:
+        for name in names:
+            layer.set_submodule(name, nn.Linear(32, 32, bias=False))
+    model.forward = lambda x: sum(layer(x) for layer in model.modules() if isinstance(layer, nn.Linear))
+    model = nn.ModuleDict({"model": model})
+    model.forward = model["model"].forward
+    x = torch.randn(32, 32)
+    options = {"hardware": "h100", "formats": ["bf16", "fp8"], "loss": lambda model, x: model(x).square().mean()}
+    advice = ht.advise(model, [x], **options)
+    ht.quantize_(model, "fp8")
+    for found in (advice, *(make(model, x) for make in (explained, checked, watching))):
+        lines = str(found).splitlines()
+        assert len(lines) < 40, type(found)
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines)

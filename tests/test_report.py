@@ -231,3 +231,29 @@ def test_nothing_measured(tmp_path):
         ht.report(ht.watch(model), tmp_path / "page.html")
     with pytest.raises(TypeError, match="what watch returned, a Recording or its file"):
         ht.report(3, tmp_path / "page.html")
+
+
+ODD = {
+    "half of a surrogate pair": lambda found: found["recipes"].update({"a\ud800": "fp8"}),
+    "numbers of steps that no float holds": lambda found: found["losses"].extend([[10**400, 1.0], [10**401, 2.0]]),
+    "a step that no float holds": lambda found: found["samples"][0].update(step=10**400),
+    "losses as far apart as floats are": lambda found: found["losses"].extend([[7, 1.7e308], [8, -1.7e308]]),
+}
+
+REFUSED = [name for name in ODD if "no float holds" in name]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_of_a_recording_make_a_page_or_one_error(name, tmp_path):
+    saved = recording(steps=1).recording().save(tmp_path / "run.json")
+    found = json.loads(saved.read_text())
+    ODD[name](found)
+    saved.write_text(json.dumps(found))
+    page = tmp_path / "page.html"
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=r"run\.json"):
+            ht.report(saved, page, beside=saved)
+        assert not page.exists()
+        return
+    assert not Page(ht.report(saved, page, beside=saved)).open
+    assert not re.search("(?<![a-z])(nan|inf)(?![a-z])", page.read_text())

@@ -25,7 +25,7 @@ from hybridtensor.arguments import (
     wrong,
 )
 from hybridtensor.costs import CostTable
-from hybridtensor.printed import Printed
+from hybridtensor.printed import Printed, add_row, named_table
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.torchao_compat import FqnToConfig
@@ -101,29 +101,27 @@ class Advice(Printed):
         return {layer: _spec([row.format for row in rows]) for layer, rows in _by_layer(self.table)}
 
     def __rich__(self) -> Group:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
-        chosen = Table(
-            "recipe", "layers", box=box.SIMPLE_HEAD, title=f"Advised for {self.hardware}"
-        )
+        chosen = named_table("recipe", "layers", title=f"Advised for {self.hardware}")
         by_spec: dict[str, list[str]] = {}
         for layer, spec in self.specs.items():
             by_spec.setdefault(spec, []).append(re.sub(r"\d+", "*", layer))
         for spec, layers in sorted(by_spec.items(), key=lambda one: -len(one[1])):
             folded = Counter(layers)
-            chosen.add_row(
-                spec, ", ".join(f"{name} x{n}" if n > 1 else name for name, n in folded.items())
+            add_row(
+                chosen,
+                spec,
+                ", ".join(f"{name} x{n}" if n > 1 else name for name, n in folded.items()),
             )
-        points = Table("everywhere", "time / BF16", "error", box=box.SIMPLE_HEAD)
+        points = named_table("everywhere", "time / BF16", "error")
         for point in sorted((p for p in self.curve if p.name), key=lambda p: p.cost):
-            points.add_row(point.name, f"{point.cost:.3f}", f"{point.error:.3g}")
-        worst = Table("costs most", "product", "format", "share of error", box=box.SIMPLE_HEAD)
+            add_row(points, point.name, f"{point.cost:.3f}", f"{point.error:.3g}")
+        worst = named_table("costs most", "product", "format", "share of error")
         rows = sorted(self.table, key=lambda row: -row.weight * row.noise[row.format])
         for row in rows[: min(_SHOWN, len(rows))]:
             share = row.weight * row.noise[row.format] / self.error if self.error else 0.0
-            worst.add_row(row.layer, row.gemm, row.format, f"{share:.1%}")
+            add_row(worst, row.layer, row.gemm, row.format, f"{share:.1%}")
         return Group(chosen, points, worst)
 
 

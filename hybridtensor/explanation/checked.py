@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridtensor.explanation.folding import fold
-from hybridtensor.printed import Printed
+from hybridtensor.printed import Printed, add_row, as_text, named_table
 from hybridtensor.selection import Coverage
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
 _SHOWN = 10  # sentences about what is not quantized
 
@@ -104,13 +104,10 @@ class Check(Printed):
         ]
 
     def __rich__(self) -> Group:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
 
-        ran = Table("layer", "products", "operands", "backend", "times", box=box.SIMPLE_HEAD)
-        ran.title = "Products that ran"
+        headers = ("layer", "products", "operands", "backend", "times")
+        ran = named_table(*headers, title="Products that ran")
         by_layer: dict[str, dict[tuple[str, str, str], list[str]]] = {}
         for row in self.products:
             what = (f"{row.left} x {row.right}", row.backend, str(row.times))
@@ -121,16 +118,14 @@ class Check(Printed):
         ]
         for alike in fold(said, by_layer):
             for i, cells in enumerate(alike.said):
-                ran.add_row("" if i else Text(alike.called), *map(Text, cells))
-        parts: list[Table | Text | str] = [ran]
+                add_row(ran, "" if i else alike.called, *cells)
+        parts: list[RenderableType] = [ran]
         if problems := self.problems:
             rest = (
                 [f"and {len(problems) - _SHOWN} more: .problems"] if len(problems) > _SHOWN else []
             )
-            parts.append(Text("\n".join(["Not quantized:", *problems[:_SHOWN], *rest])))
+            parts.append(as_text("\n".join(["Not quantized:", *problems[:_SHOWN], *rest])))
         without = f" without {', '.join(self.uncounted)}" if self.uncounted else ""
-        parts.append(
-            f"{self.coverage}; {self.flops:.1%} of the operations of this run".capitalize()
-            + without
-        )
+        share = f"{self.coverage}; {self.flops:.1%} of the operations of this run".capitalize()
+        parts.append(as_text(share + without))
         return Group(*parts)

@@ -14,6 +14,7 @@ from hybridtensor.explanation.totals import (
     saved_bytes_per_token,
     shares,
 )
+from hybridtensor.printed import add_row, as_text
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -48,20 +49,12 @@ def tables(found: Rows) -> Group:
     parts += _totals(found) if found.layers else []
     parts.append(str(found.coverage).capitalize())
     return Group(
-        *(_text(part) if isinstance(part, str) else part for part in parts[not parts[0] :])
+        *(as_text(part) if isinstance(part, str) else part for part in parts[not parts[0] :])
     )
 
 
-def _text(words: str) -> RenderableType:
-    from rich.text import Text
-
-    return Text(words)
-
-
 def _title(words: str) -> Iterable[RenderableType]:
-    from rich.text import Text
-
-    yield from ("", Text(words, style="bold"))
+    yield from ("", as_text(words, style="bold"))
 
 
 def _table(headers: Iterable[str], *, right: int = 0) -> Table:
@@ -75,10 +68,6 @@ def _table(headers: Iterable[str], *, right: int = 0) -> Table:
             header, overflow="fold", justify="right" if i >= len(listed) - right else "left"
         )
     return made
-
-
-def _add(made: Table, *cells: str) -> None:
-    made.add_row(*map(_text, cells))
 
 
 def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
@@ -99,10 +88,10 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
         alike = ((layer.layer, (layer.shape, layer.in_features, layer.dtype)) for layer in layers)
         for called, _, (shape, in_features, dtype) in fold(alike, names):
             saved = saved_bytes_per_token(layers[0].config, in_features, dtype)
-            _add(made, called, "x".join(map(str, shape)), f"{saved:.0f}")
+            add_row(made, called, "x".join(map(str, shape)), f"{saved:.0f}")
         yield made
         yield _products(products[layers[0].layer])
-    yield from map(_text, dict.fromkeys(f"{row.backend}: {row.reason}" for row in found.rows))
+    yield from map(as_text, dict.fromkeys(f"{row.backend}: {row.reason}" for row in found.rows))
     scales = dict.fromkeys(layer.common_scale for layer in found.layers if layer.common_scale)
     with_others = (
         (first, tuple(name.rpartition(".")[2] for name in others)) for first, *others in scales
@@ -110,18 +99,18 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     for called, _, cls in fold(
         ((layer.layer, layer.own_forward) for layer in found.layers if layer.own_forward), names
     ):
-        yield _text(
+        yield as_text(
             f"Quantized only if its own forward multiplies by the weight itself: {called} ({cls}); check(model, batch) "
             "runs it and tells"
         )
     for called, _, others in fold(with_others, names):
-        yield _text(f"One scale in common: {called} with {', '.join(others)}")
+        yield as_text(f"One scale in common: {called} with {', '.join(others)}")
 
 
 def _products(rows: Iterable[GemmRow]) -> RenderableType:
     made = _table(("product", "left operand", "right operand", "backend"))
     for row in rows:
-        _add(
+        add_row(
             made, row.gemm, row.left.replace(": ", "\n"), row.right.replace(": ", "\n"), row.backend
         )
     return made
@@ -136,7 +125,7 @@ def _rows(
         return []
     made = _table(headers)
     for called, _, rest in fold(((name, tuple(rest)) for name, *rest in cells), names):
-        _add(made, called, *rest)
+        add_row(made, called, *rest)
     return [*_title(title), made]
 
 
@@ -147,7 +136,7 @@ def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
         folds = fold(found.skipped, names)
         for reason in dict.fromkeys(one.said for one in folds):
             for i, one in enumerate(one for one in folds if one.said == reason):
-                _add(made, one.called, "the same" if i else reason)
+                add_row(made, one.called, "the same" if i else reason)
         yield made
     others = [matrix for matrix in found.coverage.plain if not matrix.deliberate]
     if others:
@@ -155,7 +144,7 @@ def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
         made = _table(("parameter", "shape", "why"))
         said = ((matrix.name, (matrix.shape, matrix.why)) for matrix in others)
         for called, _, (shape, why) in fold(said, (matrix.name for matrix in others)):
-            _add(made, called, str(list(shape)), why)
+            add_row(made, called, str(list(shape)), why)
         yield made
 
 
@@ -163,7 +152,7 @@ def _totals(found: Rows) -> Iterable[RenderableType]:
     yield from _title("In total")
     made = _table(("format", "parameters", "FLOPs"), right=2)
     for word, share in shares(found).items():
-        _add(made, word, f"{share.parameters:.1%}", f"{share.products:.1%}")
+        add_row(made, word, f"{share.parameters:.1%}", f"{share.products:.1%}")
     yield made
     yield from _speeds(found)
     kept, plain = saved_bytes(found.layers)

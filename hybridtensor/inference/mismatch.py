@@ -31,7 +31,7 @@ from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.tensors import inference_tensors
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.plain import plain_
-from hybridtensor.printed import Printed
+from hybridtensor.printed import Printed, add_row, named_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,17 +87,15 @@ class Mismatch(Printed):
         return self.value == 0 and all(layer.bits == 0 for layer in self.layers)
 
     def __rich__(self) -> Table:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(
-            "layer", "layout", "inputs", "bits", "value", "share", box=box.SIMPLE_HEAD,
+        table = named_table(
+            "layer", "layout", "inputs", "bits", "value", "share",
             title="Engine against training",
             caption=f"outputs {self.value:.3g}, KL {self.kl:.3g}, k3 {self.k3:.3g}, "
             f"ratios {self.ratio[0]:.4f} to {self.ratio[1]:.4f}, effective samples {self.effective:.1%}",
         )  # fmt: skip
         for one in self.layers:
-            table.add_row(
+            add_row(
+                table,
                 one.layer,
                 one.layouts,
                 one.activation,

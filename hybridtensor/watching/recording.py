@@ -15,7 +15,7 @@ import torch
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.distributed.checkpoint.untrusted.files import read_json
-from hybridtensor.printed import Printed
+from hybridtensor.printed import Printed, add_row, as_text, named_table
 from hybridtensor.version import __version__
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
 from hybridtensor.watching.statistics import NAMES, OPTIONAL, PRODUCT_NAMES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _LIMIT = 1 << 32  # some hundred bytes per face or product of a step that was measured
-_SHOWN = 16  # rows of the table
+_SHOWN = 15  # rows of the table, of two lines
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,13 +91,8 @@ class Recording(Printed):
             ) from error
 
     def __rich__(self) -> Table:
-        from rich import box
-        from rich.table import Table
-
         names = ("sqnr", "underflows%", "overflows%", "wasted_blocks%", "cur_amax")
-        table = Table(box=box.SIMPLE_HEAD)
-        for header in ("layer", "face", "format"):
-            table.add_column(header, overflow="fold")  # names are whole on any screen
+        table = named_table("layer\nface, format")
         for name in names:
             table.add_column(re.sub("(?<=[a-z])(?=flows)|_", "\n", name), no_wrap=True)
         if not self.samples:
@@ -110,12 +105,13 @@ class Recording(Printed):
         )
         for row in faces[:_SHOWN]:
             numbers = [f"{row.statistics[name]:.3g}" for name in names]
-            table.add_row(row.where, row.operand, row.format, *numbers)
+            add_row(table, f"{row.where}\n{row.operand} {row.format}", *numbers)
         worst = min(last.products, key=lambda row: badness(row.statistics["cosine"]), default=None)
         if worst is not None:
             cosine = worst.statistics["cosine"]
-            table.caption = (
-                f"smallest cosine of a product: {cosine:.6f}, {worst.where} {worst.product}"
+            table.caption = as_text(
+                f"smallest cosine of a product: {cosine:.6f}, {worst.where} {worst.product}",
+                style="table.caption",
             )
         return table
 

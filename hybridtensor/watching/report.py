@@ -78,7 +78,8 @@ def report(
     # in one go: what a recording says may look like a place of the page
     page = re.sub(r"<!--(\w+)-->", lambda place: parts[place[1]], page)
     path = Path(path)
-    path.write_text(page, encoding="utf-8")
+    # halves of surrogate pairs, of names of files for one, have no bytes
+    path.write_bytes(page.encode("utf-8", "backslashreplace"))
     return path
 
 
@@ -237,16 +238,17 @@ def _loss(recording: Recording) -> str:
     width, height, left, bottom = 1000, 180, 60, 24
     steps, losses = [p[0] for p in points], [p[1] for p in points]
     low, high = min(losses), max(losses)
-    across, along = (max(steps) - min(steps)) or 1, (high - low) or 1.0
+    across = (max(steps) - min(steps)) or 1
+    half = (high / 2 - low / 2) or 0.5  # the whole distance may be more than a float holds
 
     def at(step: float, loss: float) -> tuple[float, float]:
         x = left + (step - min(steps)) / across * (width - left - 10)
-        return x, 10 + (high - loss) / along * (height - bottom - 10)
+        return x, 10 + (high / 2 - loss / 2) / half * (height - bottom - 10)
 
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
     marks = []
     for i in range(4):
-        value = low + along * i / 3
+        value = low + half * (i / 3) + half * (i / 3)
         _, y = at(min(steps), value)
         marks.append(f"<line class=grid x1={left} x2={width - 10} y1={y:.1f} y2={y:.1f} />")
         marks.append(f"<text x={left - 8} y={y + 4:.1f} text-anchor=end>{value:.4g}</text>")

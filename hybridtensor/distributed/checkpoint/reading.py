@@ -37,7 +37,7 @@ from hybridtensor.distributed.checkpoint.untrusted.reader import (
     Staged,
     UnreadableError,
 )
-from hybridtensor.printed import Printed
+from hybridtensor.printed import Printed, add_row, named_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -239,11 +239,7 @@ class Verified(Printed, dict[int, list[str]]):
     """The defects of each step, newest first."""
 
     def __rich__(self) -> Table:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table("step", "what is wrong", box=box.SIMPLE_HEAD)
+        table = named_table("step", "what is wrong")
         damaged = [(step, wrong) for step, wrong in self.items() if wrong]
         good = [step for step, wrong in self.items() if not wrong]
         table.title = (
@@ -253,7 +249,7 @@ class Verified(Printed, dict[int, list[str]]):
             table.caption = f"the newest that is good: step {good[0]}"
         for step, wrong in damaged[:_SHOWN]:
             more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            table.add_row(str(step), Text(f"{wrong[0]}{more}"))
+            add_row(table, str(step), f"{wrong[0]}{more}")
         if len(damaged) > _SHOWN:
             table.add_row("...", f"{len(damaged) - _SHOWN} more")
         return table
