@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from experts import WIDTH, Mixture
-from pages import Page, recording, strings, with_markup
+from pages import Page, recording, strings, trained, with_markup
 from torch import nn
 
 import hybridtensor as ht
@@ -223,6 +224,35 @@ def test_the_script_puts_the_worst_layer_first(tmp_path):
     reds = [pixels[4 * i] for pixels in drawn for i in range(steps)]
     assert max(reds) > 200  # the worst of all, in the colour of the worst
     assert min(reds) < 40
+
+
+@needs_node
+def test_a_product_of_zeros_is_the_worst_one(tmp_path):
+    """Its cosine is no number. It is drawn, first and in the worst colour, which others do not pale beside."""
+    watched = trained("fp8", outlier=1e6)
+    row = next(row for row in watched.samples[-1].products if (row.layer, row.product) == ("1.up_proj", "grad_input"))
+    assert math.isnan(row.statistics["cosine"])
+    page = ht.report(watched, tmp_path / "page.html")
+    found = drawn_by(page)
+    assert found["names"][0] == "1.up_proj"
+    _, pixels = columns_of(found)
+    drawn = [color for columns in pixels for column in columns for color in column[:3] if column[3]]
+    grad_input = data_of(page)["values"]["cosine"]["grad_input"][2]
+    assert grad_input == [-1e308] * 3
+    assert pixels[0][1] == [255, 255, 255, 255] * 3  # between output and grad_weight
+    assert min(drawn) < 40
+    told = re.sub("<script.*", "", page.read_text(), flags=re.S)
+    assert "<b>not a number</b>" in told
+    assert not re.search(r">nan\b", told)
+
+
+def test_what_a_row_is_judged_by_comes_first(tmp_path):
+    page = ht.report(recording(), tmp_path / "page.html").read_text()
+    heads = [re.findall(r"<th\b[^>]*>([^<]*)</th>", head) for head in re.findall("<thead>.*?</thead>", page)]
+    compared = ["expected", "threshold", "worst step", "in step"]
+    assert heads[0][:9] == ["layer", "face", "format", "sqnr", "row_sqnr", *compared]
+    assert heads[1] == ["layer", "product", "format", "cosine", "sqnr", *compared]
+    assert len(set(heads[0])) == len(heads[0]) == 3 + len(ht.watching.NAMES) + 4
 
 
 def test_nothing_measured(tmp_path):

@@ -174,11 +174,11 @@ def _thinned(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round a number for JSON; infinity is 1e999."""
-    if value is None or math.isnan(value):
+    """Round a number for JSON; infinity is 1e308, what is no number -1e308."""
+    if value is None:
         return None
-    if math.isinf(value):
-        return math.copysign(1e308, value)
+    if not math.isfinite(value):
+        return 1e308 if value > 0 else -1e308
     return float(f"{value:.{_DIGITS + 3}g}") if 0.9 < value < 1 else float(f"{value:.{_DIGITS}g}")
 
 
@@ -197,10 +197,10 @@ def _tiles(recording: Recording, last: Sample) -> str:
     ]
     if worst_product is not None:
         where = f"{worst_product.where} {worst_product.product}"
-        tiles.append(("smallest cosine", f"{worst_product.statistics['cosine']:.5f}", where))
+        tiles.append(("smallest cosine", _number(worst_product.statistics["cosine"], ".5f"), where))
     if worst_face is not None:
         where = f"{worst_face.where} {worst_face.operand}"
-        tiles.append(("most noise", f"{worst_face.statistics['sqnr']:.1f} dB", where))
+        tiles.append(("most noise", _decibels(worst_face.statistics["sqnr"]), where))
     if recording.losses:
         tiles.append(("loss", f"{recording.losses[-1][1]:.4g}", f"step {recording.losses[-1][0]}"))
     cells = (
@@ -269,6 +269,9 @@ _COMPARED = {  # columns of a table, of what is judged
 }
 
 
+_JUDGED = ("cosine", "sqnr", "row_sqnr")
+
+
 def _worst(found: Sequence[Judged]) -> str:
     """Render the noisiest faces and products, as last measured: all that stand out, and some more."""
     faces = [one for one in found if one.is_face]
@@ -286,20 +289,37 @@ def _table(found: Sequence[Judged], names: dict[str, str]) -> str:
     ordered = sorted(found, key=lambda one: badness(one.sqnr))
     linked = {one.anchor for one in standing_out(found)} | {one.anchor for one in ordered[:_ROWS]}
     linked |= {one.anchor for one in sorted(found, key=nearest)[:1]}
+    # what it is judged by comes first: the rest may be beyond the edge of a screen
+    order = [*(name for name in _JUDGED if name in names), *_COMPARED]
+    order += [name for name in names if name not in order]
     rows = []
     for one in ordered:
         if one.anchor not in linked:
             continue
-        own = [_number(one.row.statistics.get(name)) for name in names]
+        own = {name: _number(one.row.statistics.get(name)) for name in names}
         compared = (decibel(one.expected), decibel(one.threshold), decibel(one.worst_sqnr))
         words = one.row.where, one.name, one.formats
-        rows.append(table_row(words, (*own, *compared, str(one.worst_step)), one.anchor))
-    head = [("layer", ""), (found[0].kind, ""), ("format", ""), *names.items(), *_COMPARED.items()]
+        judged_by = dict(zip(_COMPARED, (*compared, str(one.worst_step)), strict=True))
+        numbers = own | judged_by
+        rows.append(table_row(words, (numbers[name] for name in order), one.anchor))
+    columns = names | _COMPARED
+    head = [
+        ("layer", ""),
+        (found[0].kind, ""),
+        ("format", ""),
+        *((name, columns[name]) for name in order),
+    ]
     return table(head, rows)
 
 
-def _number(value: float | None) -> str:
-    return "not recorded" if value is None else f"{value:.4g}"
+def _number(value: float | None, spec: str = ".4g") -> str:
+    if value is None:
+        return "not recorded"
+    return "not a number" if math.isnan(value) else format(value, spec)
+
+
+def _decibels(value: float) -> str:
+    return f"{decibel(value)} dB" if math.isfinite(value) else decibel(value)
 
 
 def _experts(samples: Sequence[Sample]) -> str:
