@@ -108,6 +108,21 @@ WRONG = {
     "recipes in a list": lambda found: found.update(recipes=["fp8"]),
     "a field too many": lambda found: found["samples"][0]["faces"][0].update(more=1),
     "samples in a number": lambda found: found.update(samples=3),
+    "text for every": lambda found: found.update(every="2"),
+    "a fraction for every": lambda found: found.update(every=2.5),
+    "no steps between": lambda found: found.update(every=0),
+    "a truth for a step": lambda found: found["samples"][0].update(step=True),
+    "a fraction for a step": lambda found: found["samples"][0]["faces"][0].update(step=0.5),
+    "a step before the first": lambda found: found["samples"][0].update(step=-1),
+    "text for a step of a loss": lambda found: found.update(losses=[["0", 1.0]]),
+    "text for a loss": lambda found: found.update(losses=[[0, "1.0"]]),
+    "a truth for a number": lambda found: found["samples"][0]["faces"][0]["statistics"].update(sqnr=True),
+    "a number in text": lambda found: found["samples"][0]["faces"][0]["statistics"].update(sqnr="30"),
+    "text for an expert": lambda found: found["samples"][0]["products"][0].update(experts=[["0", 0.5]]),
+    "experts by name": lambda found: found["samples"][0]["products"][0].update(experts={"01": 0.5}),
+    "a string of two letters for a pair": lambda found: found["samples"][0]["products"][0].update(formats="ab"),
+    "strings of two letters for pairs": lambda found: found["samples"][0].update(unseen=["ab"]),
+    "a version that is a truth": lambda found: found.update(version=True),
 }
 
 

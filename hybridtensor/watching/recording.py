@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _LIMIT = 1 << 32  # some hundred bytes per face or product of a step that was measured
+_NOT_FINITE = ("nan", "inf", "-inf")
 _SHOWN = 15  # rows of the table, of two lines
 
 
@@ -68,15 +69,15 @@ class Recording(Printed):
         try:
             file = Path(path).resolve()
             found = read_json(file.parent, file.name, _LIMIT)
-            if found["version"] != _VERSION:
+            if _int(found["version"]) != _VERSION:
                 raise ValueError(f"version {_VERSION} is required, got {found['version']}")
-            losses = tuple((int(step), float(loss)) for step, loss in found["losses"])
+            losses = tuple((_int(step), _float(loss)) for step, loss in _pairs(found["losses"]))
             samples = tuple(_sample(one) for one in found["samples"])
             recipes, told = (
                 {_string(a): _string(b) for a, b in found[name].items()}
                 for name in ("recipes", "machine")
             )
-            return cls(int(found["every"]), recipes, told, losses, samples)
+            return cls(_int(found["every"], at_least=1), recipes, told, losses, samples)
         except (
             AttributeError,
             KeyError,
@@ -157,26 +158,53 @@ def _sample(found: dict[str, Any]) -> Sample:
         for row in found["products"]
     )
     order, unseen = (
-        tuple((_string(a), _string(b)) for a, b in found[name]) for name in ("order", "unseen")
+        tuple((_string(a), _string(b)) for a, b in _pairs(found[name]))
+        for name in ("order", "unseen")
     )
-    return Sample(int(found["step"]), faces, products, order, unseen)
+    return Sample(_int(found["step"]), faces, products, order, unseen)
 
 
 def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...]) -> dict[str, Any]:
     """Return the typed fields of a row of faces or products; ``strings`` are those that are text."""
     known = row["statistics"]
     statistics = {
-        name: float(known[name]) for name in names if name not in OPTIONAL or name in known
+        name: _float(known[name]) for name in names if name not in OPTIONAL or name in known
     }
-    experts = tuple((int(expert), float(number)) for expert, number in row["experts"])
+    experts = tuple((_int(expert), _float(number)) for expert, number in _pairs(row["experts"]))
     checked = {name: _string(row[name]) for name in strings}
-    return row | checked | {"step": int(row["step"]), "statistics": statistics, "experts": experts}
+    return row | checked | {"step": _int(row["step"]), "statistics": statistics, "experts": experts}
 
 
 def _pair(value: Any) -> tuple[str, str]:
     """Return the formats of a product, two strings; raise TypeError otherwise."""
-    left, right = value
+    ((left, right),) = _pairs([value])
     return _string(left), _string(right)
+
+
+def _pairs(value: object) -> list[tuple[Any, Any]]:
+    """Return a list of lists of two; raise TypeError for anything else."""
+    if not isinstance(value, list) or not all(
+        isinstance(one, list) and len(one) == 2 for one in value
+    ):
+        raise TypeError(f"a list of pairs is required, got {value!r:.80}")
+    return [(a, b) for a, b in value]
+
+
+def _int(value: object, at_least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"an integer is required, got {value!r:.80}")
+    if value < at_least:
+        raise ValueError(f"an integer from {at_least} on is required, got {value}")
+    return value
+
+
+def _float(value: object) -> float:
+    """Return a number, or what ``plain`` wrote of one that is not finite; raise TypeError otherwise."""
+    if value not in _NOT_FINITE and (
+        not isinstance(value, (int, float)) or isinstance(value, bool)
+    ):
+        raise TypeError(f"a number is required, got {value!r:.80}")
+    return float(value)
 
 
 def _string(value: object) -> str:
