@@ -419,6 +419,31 @@ def test_the_results_of_the_readme_are_those_of_the_benchmarks():
     assert f"noise is {noise:.2f} %" in README
 
 
+def test_frameworks_are_shown_with_recipes_that_are_faster_than_bf16():
+    speeds = [(r["recipe"], r["speedup"]) for r in results("end_to_end_nvidia_h200")["rows"]]
+    faster = {name for name, _ in speeds if all(speed > 1 for of, speed in speeds if of == name)}
+    for text in (README, page("frameworks")):
+        snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        shown = {
+            name
+            for snippet in snippets
+            if re.search("integrations.(transformers|lightning|torchtitan)", snippet)
+            for name in re.findall('"(\\w+)"', snippet)
+            if name in ht.recipes.RECIPES
+        }
+        assert shown
+        assert shown <= faster
+
+
+def test_examples_of_one_gpu_per_process_keep_autograd_in_its_thread():
+    of_frameworks = list((ROOT / "examples" / "frameworks").glob("*.py"))
+    assert len(of_frameworks) == 5
+    for path in (*of_frameworks, *(ROOT / "examples" / f"{name}.py" for name in ("train", "moe", "pipeline"))):
+        assert "torch.autograd.set_multithreading_enabled(False)" in path.read_text(), path
+    for name in ("choosing-a-recipe", "when-it-goes-wrong"):
+        assert "torch.autograd.set_multithreading_enabled(False)" in page(name)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_named_in_the_docs_exist(path):
     names = re.findall(r"`((?:hybridtensor|tests|docs|benchmarks|examples)/[\w/.-]+\.\w+)`", path.read_text())

@@ -8,6 +8,8 @@ from torchtitan.models.llama3 import model_registry
 
 from hybridtensor.integrations.torchtitan import HybridConverter, advancing
 
+torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
+
 converter = HybridConverter.Config(recipe="fp8", keep_bf16=["layers.0", "layers.5"])
 spec = advancing(model_registry("debugmodel", converters=[converter]))  # the model_spec of a Trainer.Config
 

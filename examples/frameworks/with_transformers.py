@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from hybridtensor.integrations.transformers import HybridTensorConfig, StepCallback
 
+torch.autograd.set_multithreading_enabled(False)  # a process has one GPU: no second thread competes with Python
+
 folder = tempfile.mkdtemp()
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).save_pretrained(folder)

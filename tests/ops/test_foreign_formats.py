@@ -157,3 +157,16 @@ def test_layers_train_as_on_a_cpu(name, compiled, device):
     torch._dynamo.reset()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-10 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_explain_says_that_the_definition_runs(name, monkeypatch):
+    """Of a model that is in no memory, what a GPU would run is told without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch.device("meta"):
+        net = torch.nn.Linear(192, 128, dtype=torch.bfloat16)
+    quantizer = ForeignQuantizer(name)
+    ht.quantize_(net, ht.HybridConfig(quantizer, quantizer, quantizer))
+    found = ht.explain(net)
+    assert {row.backend for row in found.rows} == {"emulated"}
+    assert f"{name} has no kernels: its definition casts and reads it" in " ".join(str(found).split())
