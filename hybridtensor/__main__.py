@@ -7,6 +7,7 @@ import os
 import sys
 
 from hybridtensor.commands import doctor, explain, export, recipes, report, verify
+from hybridtensor.printed import visible
 from hybridtensor.version import __version__
 
 _COMMANDS = (doctor, recipes, explain, verify, export, report)
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"hybridtensor {given.command}: {error}", file=sys.stderr)
+        print(visible(f"hybridtensor {given.command}: {error}"), file=sys.stderr)
         return 1
 
 

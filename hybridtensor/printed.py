@@ -18,11 +18,16 @@ _CONTROLS = re.compile(
 )  # all but ends of lines; no text has surrogates
 
 
+def visible(words: str) -> str:
+    """Return words without commands to a terminal, whoever wrote them: control characters are written out."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], words)
+
+
 def as_text(words: str, style: str = "") -> Text:
-    """Return words as they are shown, whoever wrote them: no markup of ``rich``, no command to a terminal."""
+    """Return visible words as they are, without markup of ``rich``."""
     from rich.text import Text
 
-    return Text(_CONTROLS.sub(lambda found: ascii(found[0])[1:-1], words), style=style)
+    return Text(visible(words), style=style)
 
 
 def named_table(*headers: str, title: str = "", caption: str = "") -> Table:

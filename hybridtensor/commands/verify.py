@@ -10,6 +10,7 @@ from hybridtensor.commands.common import Parsers, add_command, print_json
 from hybridtensor.distributed import checkpoint
 from hybridtensor.inference.files import DIGESTS, safetensors
 from hybridtensor.inference.folder import Folder
+from hybridtensor.printed import visible
 
 
 def add(parsers: Parsers) -> None:
@@ -37,7 +38,7 @@ def _run(given: argparse.Namespace) -> int:
         for step, problems in found.items():
             print(f"step {step}: {'good' if not problems else 'DAMAGED'}")
             for problem in problems:
-                print(f"  {problem}")
+                print(f"  {visible(problem)}")
     if not found:
         return 2
     return 1 if any(found.values()) else 0
@@ -54,7 +55,7 @@ def _run_exported(given: argparse.Namespace) -> int:
     else:
         print(f"exported weights: {'DAMAGED' if problems else 'good'}")
         for problem in problems:
-            print(f"  {problem}")
+            print(f"  {visible(problem)}")
     return 1 if problems else 0
 
 

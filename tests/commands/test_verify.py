@@ -83,3 +83,17 @@ def test_the_result_is_a_table(run):
     assert "1 of 2 checkpoints are good" in str(found)
     assert repr(found) == str(found)
     assert "SHA-256" in found._repr_html_()
+
+
+def test_names_of_a_foreign_folder_are_no_commands_to_the_terminal(tmp_path, capsys):
+    folder = ht.export_pretrained(ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8"), tmp_path / "out")
+    listed = json.loads((folder / "digests.json").read_text())
+    listed["files"]["\x1b[2J\ud800"] = listed["files"]["config.json"]
+    (folder / "digests.json").write_text(json.dumps(listed))
+    assert main(["verify", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\\x1b[2J\\ud800" in printed
+    (tmp_path / "run.json").write_text(json.dumps({"version": "\x1b[2J"}))
+    assert main(["report", str(tmp_path / "run.json")]) == 1
+    assert "\x1b" not in capsys.readouterr().err
