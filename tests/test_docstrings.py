@@ -224,6 +224,7 @@ OWN = {
     "distributed.checkpoint.HybridLoadPlanner": saved_plain,
     "distributed.checkpoint.SafeReader": saved_plain,
     "optim": plain,
+    "recipes.quartet2": lambda: {"model": Blocks(128)},
     "linear": layer,
     "linear.Backward": lambda: layer() | backward(),
     "linear.Gradients": backward,

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from any_layer import ANY_LAYER
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.subclasses.structure import flatten
 
-RECIPES = list(ht.recipes.RECIPES)
+RECIPES = ANY_LAYER
 
 
 def make(spec, persistent=False, seed=0):

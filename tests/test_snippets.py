@@ -141,7 +141,7 @@ SCOPES = {
     ("docs/inference.md", 1): experts_in_mxfp4,
     ("docs/inference.md", 2): as_deepseek_v4,
     ("docs/inference.md", 3): common_scales,
-    ("docs/recipes.md", 0): plain,
+    ("docs/recipes.md", 1): plain,
     "docs/choosing-a-recipe.md": plain,
 }
 
@@ -195,7 +195,7 @@ def test_the_first_example_has_ten_lines():
 
 
 def test_a_schedule_changes_the_recipes_of_inner_blocks(tmp_path):
-    blocks = run("docs/recipes.md", 0, tmp_path)["model"].blocks
+    blocks = run("docs/recipes.md", 1, tmp_path)["model"].blocks
     assert [str(block.weight.config) for block in blocks[1:2]] == ["bf16/nvfp4/nvfp4"]
     assert all(type(blocks[i].weight) is nn.Parameter for i in (0, 2, 3))
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+import textwrap
 from dataclasses import asdict, dataclass
 
 import torch
@@ -68,13 +69,19 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def remarks(runs: dict[str, list[str]]) -> list[str]:
-    """Return the remark that all products are emulated on this device, where that is so."""
-    if any("native" in of_products for of_products in runs.values()):
+    """Return the remark on what is emulated on this device, if anything is."""
+    emulated = [name for name, of_products in runs.items() if "emulated" in of_products]
+    if not emulated:
         return []
-    return [
-        "No product runs natively on this device: all are emulated. Operands are quantized bit for bit as on a\n"
-        "GPU and multiplied in high precision, which is exact but slower than plain layers."
-    ]
+    if any("native" in of_products for of_products in runs.values()):
+        what = f"Emulated on this device, in the products marked so: {', '.join(emulated)}."
+    else:
+        what = "No product runs natively on this device: all are emulated."
+    meaning = (
+        "Operands are quantized bit for bit as for a native product and multiplied in high precision, "
+        "which is exact but slower than plain layers."
+    )
+    return [textwrap.fill(f"{what} {meaning}", 105)]
 
 
 def this_machine() -> Machine:

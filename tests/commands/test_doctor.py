@@ -66,11 +66,17 @@ def test_that_everything_is_emulated_is_told(monkeypatch, capsys):
     assert main(["doctor"]) == 0
     told = " ".join(capsys.readouterr().out.partition("No known problems.")[2].split())
     assert told.startswith("No product runs natively on this device: all are emulated.")
-    for words in ("bit for bit as on a GPU", "slower than plain layers"):
+    for words in ("bit for bit as for a native product", "slower than plain layers"):
         assert words in told
     main(["doctor", "--json"])
     assert json.loads(capsys.readouterr().out)["remarks"] == doctor.remarks(doctor.backends(torch.device("cpu")))
-    assert doctor.remarks({"bf16": ["high precision"] * 3, "fp8": ["native"] * 3, "nvfp4": ["emulated"] * 3}) == []
+    runs = {"bf16": ["high precision"] * 3, "fp8": ["native"] * 3}
+    assert doctor.remarks(runs) == []
+    mixed = ["emulated", "high precision", "high precision"]
+    (told,) = doctor.remarks(runs | {"nvfp4": ["emulated"] * 3, "nvfp4_dequantized_backward": mixed})
+    assert " ".join(told.split()).startswith(
+        "Emulated on this device, in the products marked so: nvfp4, nvfp4_dequantized_backward. Operands are quantized"
+    )
 
 
 def test_data(capsys):

@@ -423,6 +423,7 @@ ROWS = {
     "nvfp4": row(recipes.nvfp4, {"seed": "integer"}, seed=0),
     "nvfp4_1d_weight": row(recipes.nvfp4_1d_weight, {"seed": "integer"}, seed=0),
     "mxfp8_fwd_nvfp4_bwd": row(recipes.mxfp8_fwd_nvfp4_bwd, {"seed": "integer"}, seed=0),
+    "quartet2": row(recipes.quartet2, {"seed": "integer"}, seed=0),
     "from_name": row(recipes.from_name, name="fp8"),
     "by_type": row(
         recipes.by_type, {"linear": "None", "grouped_linear": "None"}, linear="fp8", grouped_linear="mxfp8"
