@@ -80,8 +80,10 @@ def test_four_over_six_is_its_own(qfactory):
 
 
 UNKNOWN_THERE = {
-    "quartet2": "rounding='eden'", "deepseek_v4_experts": "got mxfp4; use mxfp8", "gpt_oss_experts": "got mxfp4; use mxfp8",
-}  # fmt: skip
+    "quartet2": "rounding='eden'",
+    "deepseek_v4_experts": "got mxfp4; use mxfp8",
+    "gpt_oss_experts": "got mxfp4; use mxfp8",
+}
 
 
 def test_every_recipe_is_made_or_refused(qfactory):
