@@ -20,8 +20,9 @@ from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import IdentityQuantizer, Quantizer
-from hybridtensor.recipes.config import KEEP_FACES, HybridConfig, QuantizerRole, from_factory
-from hybridtensor.recipes.named import ByType
+from hybridtensor.recipes.config import KEEP_FACES, HybridConfig, QuantizerRole
+from hybridtensor.recipes.factory import from_factory
+from hybridtensor.recipes.kinds import ByType
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.recipes.words import RecipeName
 from hybridtensor.subclasses import is_converted

@@ -27,7 +27,8 @@ from hybridtensor import (
 )
 from hybridtensor.linear import products
 from hybridtensor.recipes import named
-from hybridtensor.recipes.config import _spec_of, from_factory
+from hybridtensor.recipes.config import _spec_of
+from hybridtensor.recipes.factory import from_factory
 from hybridtensor.recipes.named import TABLE
 from hybridtensor.recipes.spec import GEMMS
 

@@ -3,10 +3,10 @@
 ``named`` has the table of formats per product.
 """
 
+from hybridtensor.recipes.kinds import by_type
 from hybridtensor.recipes.named import (
     RECIPES,
     bf16,
-    by_type,
     deepseek_v4_experts,
     fp8,
     fp8_block,

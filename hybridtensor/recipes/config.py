@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -383,27 +382,6 @@ def _spec_of(config: HybridConfig) -> str | None:
         return str(spec) if HybridConfig.parse(str(spec)) == config else None
     except ValueError:  # the faces name modifiers that contradict each other
         return None
-
-
-def from_factory(
-    factory: Callable[[QuantizerRole], Quantizer], name: str, kind: str = "linear"
-) -> HybridConfig:
-    """Call a factory for a layer's three quantizers; raise TypeError or RuntimeError naming the role."""
-    made: dict[str, Any] = {}
-    for role in (QuantizerRole(kind, tensor_type, name) for tensor_type in ROLES):
-        try:
-            made[role.tensor_type] = factory(role)
-        except Exception as error:
-            raise RuntimeError(
-                f"quantizer factory: {factory!r} raised for {role}: {error}"
-            ) from error
-        if not isinstance(made[role.tensor_type], Quantizer):
-            raise TypeError(
-                f"quantizer factory: a quantizer is required, {factory!r} returned "
-                f"{made[role.tensor_type]!r} for {role}; return IdentityQuantizer() for high "
-                "precision"
-            )
-    return HybridConfig(**made)
 
 
 ALLOWED_AO_MODULES.add("hybridtensor")
