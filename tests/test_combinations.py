@@ -19,7 +19,7 @@ COMPILED = [False, True]
 CHECKPOINTED = [None, True, False]  # use_reentrant
 OFFLOADED = [None, "save_on_cpu", "offload_activations"]
 AUTOCAST = [False, True]
-GROUPS = [RECIPES[i::9] for i in range(9)]  # of three recipes each at most, which take turns
+GROUPS = [RECIPES[i::10] for i in range(10)]  # of three recipes each at most, which take turns
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not support reentrant:UserWarning"),
     pytest.mark.filterwarnings(

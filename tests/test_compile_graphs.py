@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from any_layer import ANY_LAYER
 from graphs import Graphs
 from tiers import in_turn
 from torch import nn
@@ -43,7 +44,7 @@ def nbytes(tensors):
     return sum(t.numel() * t.itemsize for t in tensors)
 
 
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ANY_LAYER)
 def test_siblings_quantize_their_input_once(recipe):
     """Each weight too; only delayed scales belong to a layer, so that three of them make three faces."""
     _, _, graphs = compiled(recipe)
@@ -51,6 +52,7 @@ def test_siblings_quantize_their_input_once(recipe):
         "bf16": (0, 0),
         "fp8_delayed": (3, 3),
         "high_precision_fwd_mxfp8_bwd": (1, 0),
+        "gpt_oss_experts": (0, 3),
     }.get(recipe, (1, 3))
     assert graphs.count("forward", QUANTIZE) == of_input + of_weights  # these make rowwise faces of the weights
 
@@ -147,7 +149,7 @@ def _measured(weight):
     return measured(weight.config.weight, weight.plain, torch.bfloat16, context).amaxes
 
 
-@pytest.mark.parametrize("recipe", ht.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ANY_LAYER)
 def test_compiled_siblings_save_the_faces_of_one_eager_layer(recipe):
     """And what weights are scaled by, of which backward makes the columnwise faces; of delayed scales what backward
     records of the input: it measures the weights itself.

@@ -4,18 +4,18 @@ import copy
 
 import pytest
 import torch
+from any_layer import ANY_LAYER
 from tiers import few
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hybridtensor as ht
-from hybridtensor import recipes
 from hybridtensor.testing import random_tensor
 
 DIM, HIDDEN, TOKENS = 64, 96, 128
 SPECS = ["mxfp8+save_original_input", "mxfp8+high_precision", "fp8/mxfp8/nvfp4", "nvfp4/bf16/fp8_block"]
-RECIPES = [*recipes.RECIPES, *SPECS]
+RECIPES = [*ANY_LAYER, *SPECS]
 PLAIN = ["blocks.0.plain", "blocks.1.plain"]
 
 
@@ -87,7 +87,7 @@ def test_by_operator(recipe, device):
     assert counter.get_flop_counts()["Global"] == expected
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ANY_LAYER)
 def test_on_meta_tensors(recipe):
     """As Lightning counts: nothing is computed."""
     with torch.device("meta"):

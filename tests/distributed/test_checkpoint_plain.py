@@ -8,6 +8,7 @@ import tiers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from any_layer import ANY_LAYER
 from checkpointing import bits, make, train
 from processes import call_program
 from torch import nn
@@ -23,7 +24,7 @@ import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.subclasses.structure import flatten
 
-RECIPES = list(ht.recipes.RECIPES)
+RECIPES = ANY_LAYER
 PAIRS = [("fp8", None), (None, "mxfp8"), ("fp8_rowwise", "fp8")]
 
 
@@ -218,6 +219,7 @@ def test_planners_refuse_what_has_no_memory(alone, tmp_path):
 
 RESUME = """
 import sys, torch
+from any_layer import ANY_LAYER
 from checkpointing import bits, make, train
 from processes import call_program
 from hybridtensor.distributed import checkpoint
