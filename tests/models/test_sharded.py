@@ -71,7 +71,9 @@ def called_from_outside(rank, name):
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         sharded(model, blocks_of(model))(**row.call())
     model = ht.quantize_(row.make(), "fp8")
-    with pytest.raises(TypeError, match=r"for layer transformer_blocks\.0\.norm1\.emb.*; under FSDP2, layers are"):
+    with pytest.raises(
+        TypeError, match=r"the weight of layer transformer_blocks\.0\.norm1\.emb.*; under FSDP2, layers are"
+    ):
         sharded(model, blocks_of(model))(**row.call())
 
 
