@@ -45,6 +45,7 @@ def require_kind(
 
 
 def require_module(who: str, model: object) -> None:
+    """Raise TypeError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{who}: a module is required, got {type(model).__name__}")
 
@@ -75,6 +76,7 @@ def require_number(who: str, /, **numbers: object) -> None:
 
 
 def require_text(who: str, /, **texts: object) -> None:
+    """Raise TypeError unless all are strings."""
     for name, value in texts.items():
         if not isinstance(value, str):
             raise wrong(who, f"a string as {name}", value)
@@ -168,6 +170,7 @@ def require_float(who: str, x: object, *, rank: int | None = None) -> None:
 
 
 def require_device(who: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on the device of ``x``."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(

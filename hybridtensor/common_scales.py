@@ -135,6 +135,7 @@ def check_common_scales(plan: Plan) -> None:
 
 
 def common_scales_of(plan: Plan) -> dict[nn.Module, CommonScale]:
+    """Return the common scales that layers have now."""
     known = (
         (layer, None if layer.recipe is None else layer.recipe.state.common) for layer, _ in plan
     )

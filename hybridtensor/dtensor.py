@@ -50,4 +50,5 @@ def placement_along(tensor: DTensor, name: str | None) -> Placement:
 
 
 def name_of(mesh: DeviceMesh) -> str | None:
+    """Return the name of the first dimension of a mesh, or None."""
     return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None

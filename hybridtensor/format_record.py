@@ -361,6 +361,7 @@ def get_format(name: str) -> Format:
 
 
 def with_kernels(fmt: Format) -> Format:
+    """Register a format that kernels cast."""
     _WITH_KERNELS.add(_without_name(fmt))
     return register_format(fmt)
 

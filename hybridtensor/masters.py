@@ -16,6 +16,7 @@ def follows_from_master(parameter: Tensor) -> bool:
 
 
 def persistent_part(parameter: Tensor) -> HybridTensor:
+    """Return the local persistent weight of a parameter; raise TypeError if it is none any more."""
     part = local(parameter)
     if not isinstance(part, HybridTensor):
         raise TypeError(

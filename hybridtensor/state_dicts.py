@@ -43,6 +43,7 @@ def keep_recipe_(module: nn.Module) -> None:
 
 
 def drop_hooks(module: nn.Module) -> None:
+    """Remove the state dict hooks of a converted layer."""
     # torch's private tables: a handle of each hook would be one more thing that is copied with it
     for table in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key, hook in list(table.items()):

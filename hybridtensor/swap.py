@@ -186,5 +186,6 @@ def apply_in_place_(module: nn.Module) -> None:
 
 
 def drop_apply(module: nn.Module) -> None:
+    """Restore the own ``_apply`` of a module."""
     if isinstance(module.__dict__.get("_apply"), ApplyInPlace):
         del module.__dict__["_apply"]

@@ -126,12 +126,18 @@ WRONG = {
 }
 
 
+def saved_after(change, folder):
+    """Return the file of a recording whose data ``change`` has changed."""
+    saved = recording(steps=1).recording().save(folder / "run.json")
+    found = json.loads(saved.read_text())
+    change(found)
+    saved.write_text(json.dumps(found))
+    return saved
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_recording_of_other_types_is_refused(name, tmp_path):
-    saved = recording(steps=1).recording().save(tmp_path / "run.json")
-    found = json.loads(saved.read_text())
-    WRONG[name](found)
-    saved.write_text(json.dumps(found))
+    saved = saved_after(WRONG[name], tmp_path)
     with pytest.raises(ValueError, match=r"Recording\.load: what Recording\.save wrote is required, got .*run\.json"):
         ht.report(saved, tmp_path / "page.html")
 
@@ -290,10 +296,7 @@ REFUSED = [name for name in ODD if "no float holds" in name]
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_values_of_a_recording_make_a_page_or_one_error(name, tmp_path):
-    saved = recording(steps=1).recording().save(tmp_path / "run.json")
-    found = json.loads(saved.read_text())
-    ODD[name](found)
-    saved.write_text(json.dumps(found))
+    saved = saved_after(ODD[name], tmp_path)
     page = tmp_path / "page.html"
     if name in REFUSED:
         with pytest.raises(ValueError, match=r"run\.json"):

@@ -40,6 +40,8 @@ Batch = TypeVar("Batch")
 
 
 class Product(NamedTuple):
+    """A product of a layer, its share of the cost, and the noise of each format in it."""
+
     layer: str
     gemm: str
     operations: float

@@ -217,6 +217,7 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def safetensors(who: str) -> ModuleType:
+    """Import ``safetensors``; raise ImportError saying how to install it."""
     try:
         import safetensors
         import safetensors.torch

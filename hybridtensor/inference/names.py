@@ -185,7 +185,7 @@ def of_transformers(model: nn.Module) -> Any:
 
 
 def prefix_of(model: nn.Module) -> str:
-    """Return what names of a model of transformers begin with, but for those of its head; "" of another model."""
+    """Return the prefix of the base model's parameter names in a Transformers model (``"model."``); "" for others."""
     inner = of_transformers(model)
     return f"{inner.base_model_prefix}." if inner is not None and inner.base_model_prefix else ""
 

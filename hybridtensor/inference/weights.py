@@ -150,7 +150,7 @@ def _released(found: list[Exported]) -> bool:
 
 
 def _with_dtypes(model: nn.Module, found: list[Exported]) -> list[Exported]:
-    """Return what is exported, in FP32 what released checkpoints have so: what transformers keeps, but for norms."""
+    """Set FP32 for the parameters that released checkpoints store in FP32: those of Transformers' list but norms."""
     known = getattr(of_transformers(model), "_keep_in_fp32_modules_strict", None) or ()
     kept = {name for name in known if "norm" not in name}
     return [

@@ -106,11 +106,9 @@ def multiplied(
     """Return the product of operands that go together, as ``weight.config`` says.
 
     Args:
-        input: See ``linear``; with groups, tokens ``[T, in_features]``.
+        input, bias, operand: See ``linear``; with groups, the input is tokens ``[T, in_features]``.
         weight: See ``linear``; with groups, a stack ``[E, out_features, in_features]``.
-        bias: See ``linear``.
         dtype: Dtype of the computation.
-        operand: See ``linear``.
         groups: Which tokens belong to which weight of the stack.
     """
     config = weight.config or weight.recipe  # which raises

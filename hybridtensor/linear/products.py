@@ -121,8 +121,7 @@ class Backward(NamedTuple):
                 quantized before it came here.
             saved: What ``save`` returned.
             noted: What ``noted`` returned in forward.
-            asked: Which of the gradients that are needed this backward computes, all by default; another one computes
-                the rest.
+            asked: Which of the needed gradients this backward computes, all by default; another one computes the rest.
             direct: Whether ``runs_directly`` was asked of the gradient, and said yes.
         """
         needs, count, dtype = self.needs if asked is None else asked, self.num_saved, grad.dtype

@@ -126,6 +126,7 @@ def dequantize_cuda(
     dtype: torch.dtype,
     whole: bool = True,
 ) -> Tensor:
+    """Implement ``dequantize`` by a kernel."""
     return _by_kernel(qdata, scale, tensor_scale, get_format(format), dtype, whole)
 
 

@@ -49,6 +49,7 @@ def scale_and_round_reference(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Define ``scale_and_round``."""
     factor = left if right is None else right
     if left is not None and right is not None:
         factor = (left * right).clamp(max=_FP32_MAX)

@@ -119,6 +119,7 @@ def is_current(device: torch.device) -> bool:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which kernels launch on a device."""
     return _HERE if is_current(device) else torch.cuda.device(device)
 
 

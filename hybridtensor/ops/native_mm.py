@@ -45,6 +45,7 @@ _NEVER = (99, 0)
 
 @functools.lru_cache(maxsize=1024)
 def native_kind(left: Format, right: Format) -> NativeKind | None:
+    """Return the hardware product of two formats, or None if none is known."""
     if (
         not (left.has_kernels and right.has_kernels)
         or left.drawn_signs

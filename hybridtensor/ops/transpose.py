@@ -56,6 +56,7 @@ _WORD = 4
 
 
 def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    """Implement ``transpose`` by a kernel."""
     if parts.numel() == 0:
         return
     if parts.stride(2) != 1 or (bits == 4 and parts.shape[0] > 1 and parts.shape[1] % 2):

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 
 class TrainingRanks(NamedTuple):
+    """The groups of ranks that train a layer together, and which part of the batch this one has."""
+
     groups: tuple[dist.ProcessGroup | None, ...] = (None,)
     batch: int | None = None
     named: bool = False

@@ -71,6 +71,7 @@ def training_of(model: nn.Module) -> Training:
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
+    """Return the states of all converted layers of a model, itself included."""
     # Its own walk leaves states out
     found = dict.fromkeys([*model.modules(), *model._modules.values()])
     return [module for module in found if isinstance(module, LayerState)]

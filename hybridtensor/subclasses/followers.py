@@ -50,5 +50,6 @@ def _following(weight: HybridTensor) -> tuple[FaceTensor, FaceTensor] | None:
 
 
 def inner_tensors(face: WrapperTensor) -> dict[str, Tensor]:
+    """Return the plain tensors of a face by name."""
     names, _ = face.parts()
     return {name: getattr(face, name) for name in names}

@@ -50,6 +50,8 @@ class _Pair(NamedTuple):
 
 
 class Compared(NamedTuple):
+    """Two recordings: pairs of their rows, and the scatter in dB of differences that mean nothing."""
+
     names: tuple[str, str]
     steps: tuple[int, int]
     common: bool

@@ -43,6 +43,7 @@ def findings(recording: Recording, found: Sequence[Judged]) -> str:
 
 
 def link(one: Judged) -> str:
+    """Return a link to the row of a finding, escaped."""
     return f"<a href='#{one.anchor}'>{escape(f'{one.row.where} {one.name}')}</a>"
 
 

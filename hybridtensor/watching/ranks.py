@@ -15,6 +15,8 @@ from hybridtensor.watching.sums import Numbers, Sums, Watched
 
 
 class Ranks(NamedTuple):
+    """The ranks that sample the same layers."""
+
     group: dist.ProcessGroup | None = None
     alone: bool = True
     first: bool = True

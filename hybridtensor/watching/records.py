@@ -139,6 +139,7 @@ class _Place(NamedTuple):
 
 
 def sample_of(step: int, measured: Measured) -> Sample:
+    """Return the rows of one sampled step."""
     faces: list[FaceRow] = []
     products: list[ProductRow] = []
     for watched, places, together in _by_layer(measured):

@@ -74,6 +74,8 @@ def _check_device(name: str, weight: Tensor) -> None:
 
 
 class OfFace(NamedTuple):
+    """Sums of one face of a place."""
+
     counts: Tensor
     norms: Tensor
     maxima: Tensor

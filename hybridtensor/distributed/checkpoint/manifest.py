@@ -145,6 +145,7 @@ def _digest(content: object) -> str:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions that a manifest records."""
     return {
         "hybridtensor": __version__,
         "python": platform.python_version(),

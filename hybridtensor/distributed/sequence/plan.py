@@ -69,6 +69,7 @@ def _cut(face: FacePlan, tokens: int) -> str:
 
 
 def input_plan(quantizer: Quantizer, tokens: int, num_ranks: int, several: bool) -> SequencePlan:
+    """Return the plan of an input that ``several`` layers read."""
     plan = sequence_plan(quantizer, tokens, num_ranks)
     if plan.reason or not several or quantizer.repeatable:
         return plan

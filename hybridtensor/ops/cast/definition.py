@@ -19,6 +19,8 @@ def tensors_of(faces: Faces) -> list[Tensor]:
 
 
 class ReferenceCast(PreparedCast):
+    """Cast by the definition."""
+
     def __init__(self, request: CastRequest) -> None:
         check_rules(request)
         self.request = request

@@ -39,8 +39,10 @@ class FaceByFace(PreparedCast):
 
 
 def inputs_of_row(inputs: CastInputs) -> CastInputs:
+    """Return the inputs of a cast of the rowwise face alone."""
     return inputs._replace(column_amax=None)
 
 
 def inputs_of_column(inputs: CastInputs) -> CastInputs:
+    """Return the inputs of a cast of the columnwise face alone."""
     return inputs._replace(row_amax=None)

@@ -91,6 +91,8 @@ def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
 
 
 class GroupedCast:
+    """The kernels and arguments of one kind of grouped matrix."""
+
     def __init__(self, key: _Key) -> None:
         self._copies = not _is_readable(key)
         if self._copies:

@@ -189,8 +189,7 @@ class KernelCast(PreparedCast):
         passes = int(self._measurement is not None)
         self.measure_held = None
         if source is not None and measured[1]:
-            # Rounding is monotone: where all values have one scale, the largest is what the largest
-            # becomes
+            # Rounding is monotone: under one scale, the largest value becomes the largest
             self.by_largest = (
                 row.kind == TENSOR and column.kind in (TENSOR, NVFP4) and not column.rotated
             )

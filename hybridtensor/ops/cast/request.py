@@ -117,6 +117,7 @@ class CastRequest(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def parse_request(text: str) -> CastRequest:
+    """Return the request that ``str(request)`` wrote."""
     row, column, source, dtype = text.split("|")
     return CastRequest(
         _parse(row), _parse(column), _parse(source), getattr(torch, dtype) if dtype else None

@@ -53,6 +53,7 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(qdata: Tensor) -> Tensor:
+    """Return the E2M1 codes of bytes that hold two each, the first in the low half."""
     return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)
 
 

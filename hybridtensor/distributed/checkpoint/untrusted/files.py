@@ -127,6 +127,7 @@ def own_folder(target: Path) -> Iterator[Path]:
 
 
 def sync_folder(path: Path) -> None:
+    """Wait until a folder's entries are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,6 +136,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
+    """Write text, and wait until it is on disk."""
     with path.open("w") as stream:
         stream.write(text)
         stream.flush()
