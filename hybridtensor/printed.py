@@ -19,19 +19,19 @@ _CONTROLS = re.compile(
 
 
 def visible(words: str) -> str:
-    """Return words without commands to a terminal, whoever wrote them: control characters are written out."""
+    """Escape control characters, so that foreign text cannot send commands to a terminal."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], words)
 
 
 def as_text(words: str, style: str = "") -> Text:
-    """Return visible words as they are, without markup of ``rich``."""
+    """Return printable text that ``rich`` does not parse as markup."""
     from rich.text import Text
 
     return Text(visible(words), style=style)
 
 
 def named_table(*headers: str, title: str = "", caption: str = "") -> Table:
-    """Return an empty table whose cells are whole on any screen: names that are cut look alike."""
+    """Return an empty table that wraps cells and never cuts them: names that are cut look alike."""
     from rich import box
     from rich.table import Table
 
@@ -44,7 +44,7 @@ def named_table(*headers: str, title: str = "", caption: str = "") -> Table:
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Add a row of words as they are."""
+    """Add a row of text without markup."""
     table.add_row(*map(as_text, cells))
 
 

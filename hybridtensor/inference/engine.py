@@ -42,7 +42,7 @@ class Decoded(NamedTuple):
     of_blocks: Tensor | None = None
 
     def cut(self, count: int) -> list[Decoded]:
-        """Return ``count`` operands that have these rows one after the other."""
+        """Split the rows into ``count`` operands of equal size, in order."""
 
         def parts(scale: Tensor | None) -> Sequence[Tensor | None]:
             if scale is None or len(scale) == 1:

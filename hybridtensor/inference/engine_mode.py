@@ -61,7 +61,7 @@ class EngineWeight(NamedTuple):
         return str(self.inputs.format) if self.scales is None else f"{self.inputs.format}, static"
 
     def cut(self, count: int) -> EngineWeight:
-        """Return ``count`` matrices: those of experts, or of groups that have the rows of one."""
+        """Return ``count`` matrices: one per expert, or the row groups of one matrix."""
         if self.is_stack:
             return self
         scales = None if self.scales is None else self.scales * count
@@ -110,7 +110,7 @@ def _linear(weight: EngineWeight, x: Tensor, at: Tensor, bias: Tensor | None = N
 def _grouped(
     weight: EngineWeight, x: Tensor, at: Tensor, offs: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return the products of tokens sorted by expert, or of groups; rows of none are zeros."""
+    """Multiply tokens sorted by expert, or row groups; rows of no expert become zeros."""
     weight = weight if offs is not None else weight.cut(x.shape[0])
     out = x.new_zeros(*x.shape[:-1], weight.matrices[0].elements.shape[0])
     if offs is None:

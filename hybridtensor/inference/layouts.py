@@ -106,12 +106,12 @@ class Layout:
         return fmt in self.holds and self._is_of(fmt, axes) and self._fits(fmt, size)
 
     def _is_of(self, fmt: Format, axes: str) -> bool:
-        """Return whether a format is that of experts where a weight is of them, as it is stored here."""
+        """Return whether experts, and only they, have one of the formats in ``of_experts``."""
         stacks = ("EKN",) if self.whole_stacks else ("EKN", "ENK")
         return not self.of_experts or (fmt in self.of_experts) == (axes in stacks)
 
     def _fits(self, fmt: Format, size: tuple[int, int]) -> bool:
-        """Return whether a size is one of whole blocks, where readers need that."""
+        """Return whether ``size`` divides into whole blocks, where readers require it."""
         return fmt.block != self.block or all(
             n % b == 0 or n < b for n, b in zip(size, self.block, strict=True)
         )

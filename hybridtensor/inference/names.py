@@ -179,7 +179,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def of_transformers(model: nn.Module) -> Any:
-    """Return the model of transformers that a model is, or wraps; None if it is none."""
+    """Return the Transformers model that ``model`` is or wraps, or None."""
     library, inner = sys.modules.get("transformers"), unwrapped(model)
     return inner if library is not None and isinstance(inner, library.PreTrainedModel) else None
 
@@ -215,7 +215,7 @@ def _reverter(model: nn.Module, bare: bool) -> _Revert | None:
 
 @contextlib.contextmanager
 def _as_made(model: Any) -> Iterator[None]:
-    """Have transformers know all names of a model's checkpoints, not those alone that it once was loaded from."""
+    """Hide the weight conversions of the checkpoint a model came from: Transformers then uses all it knows."""
     loaded = model.__dict__.pop("_weight_conversions", None)
     try:
         yield

@@ -56,7 +56,7 @@ def packed_matrix(name: str, tensors: Tensors) -> Packed:
 
 
 def _as_packed(found: Packed) -> Packed:
-    """Return tensors with DeepSeek V4's experts, int8 with exponents, as others have MXFP4."""
+    """Rename and view DeepSeek V4's int8 experts as packed MXFP4; return other tensors unchanged."""
     elements = found.get("weight")
     scale = found.get("weight_scale_inv", found.get("weight_scale"))
     if elements is None or scale is None:

@@ -81,7 +81,7 @@ class Exported(NamedTuple):
 
     @property
     def axes(self) -> str:
-        """Of a stack, as the model has it, ``"ENK"`` or ``"EKN"``; "" for another weight."""
+        """Axes of a stack of experts as stored, ``"ENK"`` or ``"EKN"``; "" for a matrix."""
         return "" if self.value.dim() != 3 else "EKN" if self.is_turned else "ENK"
 
     @property
@@ -141,7 +141,7 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
 
 
 def names_of(who: str, model: nn.Module, experts: str, found: list[Exported]) -> Names:
-    """Return the names of what is exported, as its layouts have them."""
+    """Return the names of exported tensors in their layouts."""
     return Names(who, model, experts, bare=_released(found))
 
 
@@ -150,7 +150,7 @@ def _released(found: list[Exported]) -> bool:
 
 
 def _with_dtypes(model: nn.Module, found: list[Exported]) -> list[Exported]:
-    """Set FP32 for the parameters that released checkpoints store in FP32: those of Transformers' list but norms."""
+    """Set FP32 for the parameters that released checkpoints store in FP32: Transformers' list without norms."""
     known = getattr(of_transformers(model), "_keep_in_fp32_modules_strict", None) or ()
     kept = {name for name in known if "norm" not in name}
     return [
@@ -177,7 +177,7 @@ def _check_adapters(who: str, model: nn.Module) -> None:
 
 
 def _check_experts(who: str, found: list[Exported]) -> None:
-    """Raise ValueError where a layout with a format of experts has some stacks of a module, and not all of them."""
+    """Raise ValueError if only some of a module's expert stacks are quantized in a layout that stores all or none."""
     chosen = {
         _module(one.name): one.layout.name
         for one in found
@@ -193,7 +193,7 @@ def _check_experts(who: str, found: list[Exported]) -> None:
 
 
 def _check_kept(who: str, model: nn.Module, found: list[Exported]) -> None:
-    """Raise ValueError for weights that transformers, of a released checkpoint, reads in high precision alone."""
+    """Raise ValueError for quantized weights that Transformers reads in high precision only."""
     kept = list(getattr(of_transformers(model), "_keep_in_fp32_modules", None) or ())
     for one in found if kept else ():
         if one.layout is None or not one.layout.released:

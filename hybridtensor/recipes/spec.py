@@ -140,7 +140,7 @@ class Faces:
 
 
 def _by_operand(word: str | Quantizer) -> list[str | Quantizer]:
-    """Split a product's word at its colon into those of the left and the right operand; one word is that of both."""
+    """Split ``left:right`` into the words of both operands; one word is for both."""
     words: list[str | Quantizer] = [word]
     if isinstance(word, str):
         words = [one.strip() for one in word.split(":")]

@@ -182,7 +182,7 @@ def _pair(value: Any) -> tuple[str, str]:
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]]:
-    """Return a list of lists of two; raise TypeError for anything else."""
+    """Return a list of pairs; raise TypeError for anything else."""
     if not isinstance(value, list) or not all(
         isinstance(one, list) and len(one) == 2 for one in value
     ):
@@ -199,7 +199,7 @@ def _int(value: object, at_least: int = 0) -> int:
 
 
 def _float(value: object) -> float:
-    """Return a number, or what ``plain`` wrote of one that is not finite; raise TypeError otherwise."""
+    """Return a number, also one that ``plain`` encoded because it is not finite; raise TypeError otherwise."""
     if value not in _NOT_FINITE and (
         not isinstance(value, (int, float)) or isinstance(value, bool)
     ):

@@ -174,7 +174,7 @@ def _thinned(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round a number for JSON; infinity is 1e308, what is no number -1e308."""
+    """Round a number for JSON; infinity becomes 1e308, NaN and minus infinity -1e308."""
     if value is None:
         return None
     if not math.isfinite(value):

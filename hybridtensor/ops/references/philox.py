@@ -76,6 +76,6 @@ def sign_halves(rounding: Tensor, stream: int) -> Tensor:
 
 
 def _halves(words: tuple[Tensor, ...]) -> Tensor:
-    """Return the halves of words of 32 bits, the lower one first, one call after the other."""
+    """Split 32-bit words into halves of 16 bits, the lower half first, call by call."""
     found = torch.stack(words, dim=-1)
     return torch.stack((found & 0xFFFF, found >> 16), dim=-1).flatten()
