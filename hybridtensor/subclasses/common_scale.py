@@ -88,6 +88,7 @@ class CommonScale:
                 f"common_scale: layers of one common scale hold {sorted(others)} beside master weights; shard "
                 "and quantize these layers alike"
             )
+        # Weak references, not ids: another record may have the id of one that is gone.
         measured: list[tuple[object, ...]] = [
             (weakref.ref(weight.record), weight.version, weight.config, weight.plain.data_ptr())
             for weight in weights
@@ -108,6 +109,7 @@ class CommonScale:
 
     def take_amaxes(self, amaxes: Sequence[Tensor]) -> None:
         """Set the scale to the largest of the weights' fp32 amaxes."""
+        # An inference may be the first to measure, and training goes on with the same tensor.
         with torch.inference_mode(False), torch.no_grad():
             if self.amax is None or self.amax.device != amaxes[0].device:
                 self.amax = torch.zeros(1, dtype=torch.float32, device=amaxes[0].device)

@@ -32,6 +32,8 @@ class HighPrecisionValues:
         loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
     """
 
+    # This object learns of every write. Version counters, compared at the next step, would say that there was a
+    # write, not what was written.
     __slots__ = ("_existed", "_follows", "_former", "_master", "_owned", "loaded", "original")
 
     def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
@@ -112,6 +114,7 @@ class HighPrecisionValues:
         return made
 
     def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool]]:
+        # Without the master: the optimizer that owns it is pickled by itself, and gives it again.
         return HighPrecisionValues, (self.original, self._follows and self.original is not None)
 
     # -- optimizers

@@ -159,6 +159,7 @@ class HybridTensor(InterceptingTensor):
             require_choice("HybridTensor.require_face", "direction", direction, _OPPOSITE)
         gathered, face = self._gathered, getattr(self, direction)
         if gathered is not None:
+            # A gather fills the memory of tensors that stay: ``face``, taken before, is filled by this call.
             of_all = gathered.require(_OPPOSITE[direction] if self.swapped else direction)
             if face is None:  # it had no memory when this view was taken
                 face = self.taken(of_all)
@@ -249,6 +250,7 @@ class HybridTensor(InterceptingTensor):
         own = dict(attributes)
         if own.pop("has_readers", False) and self.record.readers is None:
             self.record.readers = ReadBy((), None)  # who they were is not pickled: nobody reads it
+        # ``kept`` is what the values were called in pickles of earlier versions.
         for name in ("kept", "values"):
             self.record.values = own.pop(name, self.record.values)
         super()._take_attributes(own)
@@ -301,6 +303,7 @@ class HybridTensor(InterceptingTensor):
             for face in (self.present("rowwise"), self.present("columnwise"))
             if face is not None and not isinstance(face, ShardedFace)
         ]
+        # Of equally precise faces ``max`` returns the first, the rowwise one.
         return max(faces, key=_precision).dequantize(dtype)
 
     def present(self, direction: str) -> FaceTensor | None:

@@ -148,6 +148,8 @@ class InterceptingTensor(WrapperTensor):
         if state is None:
             return [], None
         tensors = (state.rounding, state.encode_scale, self.state_amax_address, state.common_amax)
+        # AOTAutograd reads these names as attributes, and knows no None: hence the properties below, and names of
+        # those that are there only.
         names = [
             name for name, tensor in zip(_STATE_NAMES, tensors, strict=True) if tensor is not None
         ]

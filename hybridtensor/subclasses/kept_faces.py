@@ -159,6 +159,8 @@ class KeptFaces:
             # Faces of all weights that outlive their use were 2.4 of 19.8 GiB. Making the columnwise one in backward
             # costs one more read of the weight, 0.3 % of a step at most.
             step = self._forwards > 1 or self._last_forwards > 1
+            # A forward inside of a backward recomputes, and the backward behind it asks next: one cast makes both
+            # faces.
             return step or _task() != -1, step
         return policy == "always", policy == "always"
 
@@ -187,6 +189,7 @@ class KeptFaces:
 
     def rowwise(self, place: Place, stamp: Stamp) -> Face | None:
         """Return the valid cached rowwise face of a view, in any dtype, without counting a use."""
+        # The last entry is the dtype of faces in high precision; quantized ones do not depend on it.
         if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
         row = self._kept.get(place, _NOTHING).row

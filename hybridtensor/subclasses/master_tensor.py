@@ -79,6 +79,8 @@ class MasterWeight(QuantizedWhenUsed):
 
     def alias(self, plain: Tensor) -> MasterWeight:
         """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is seen by both."""
+        # Before the alias, which shares torch's counter: a write of a graph that is not counted yet would be one that
+        # the alias has seen.
         self._count_graph_writes(version_of(self))
         new = type(self)(plain, self.config)
         new.record, new._seen = self.record, self._seen
@@ -118,6 +120,7 @@ class MasterWeight(QuantizedWhenUsed):
 
     def become(self, other: Self) -> None:
         super().become(other)
+        # ``_seen`` came along from ``other``, torch's counter did not: it is still that of this object.
         self._seen = version_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -61,6 +61,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         """A value that changes with every counted write, equally on all ranks that write."""
         _, of_plain = self._versions()
         record = self.record
+        # Not ``changes``: those that only may have happened are not alike on all ranks. A rank that returned an alias
+        # would reduce amaxes alone, and wait for the others.
         return record.writes + record.compiled_writes, of_plain
 
     @property
@@ -95,6 +97,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Count writes of compiled graphs, and return torch's version counters of this object and the plain tensor."""
         plain = self.plain
         try:
+            # Attempted first: asking whether a tensor has a counter takes longer than reading it, and every use comes
+            # here.
             own, of_plain = read_version(self), read_version(plain)
         except RuntimeError:  # a tensor of inference mode has none
             own, of_plain = version_of(self), version_of(plain)
@@ -166,6 +170,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         layer: Any = record.layer  # outside of graphs a LayerState, or None
         stamp = self.stamp(dtype) if stamp is None else stamp
         context = self.context if context is None else context
+        # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in its
+        # first pass only would shift what it has saved.
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             context = for_products(context, dtype, row=True, column=True)
             with torch.no_grad():

@@ -218,6 +218,7 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
     # Local shards are quantized there, by collectives; what comes back is not sharded.
     unsharded = pairs if gathering is None else gathering.refresh(pairs)
     for scale, members in by_scale(unsharded, lambda pair: pair[0]):
+        # Before the casts below, which read the common scale.
         scale.take([weight_values(part.recipe, values) for part, values in members])
     for weight, values in unsharded:
         target: Any = weight
@@ -277,6 +278,7 @@ def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
         made.config = config
     before, known = weight.record, weight.record.values
     # Aliases of the former faces keep copies of the values that these were made from.
+    # Before ``replaced``, which empties ``known`` and writes the new values into the master.
     copied = None if known is None else known.copied(torch.clone, _all, same=True)
     replaced = None if known is None else known.replaced(values, follows=follows)
     Tensor.data.__set__(weight, made)  # type: ignore[attr-defined]  # see MasterWeight.take_memory

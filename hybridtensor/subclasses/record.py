@@ -60,9 +60,7 @@ class WeightRecord:
     Attributes:
         layer: State of the weight's layer, or None; in a graph that is being compiled its tensors.
         values: High-precision values of a persistent weight, or None.
-        shard: The ``distributed.fsdp.shard.Shard`` of a local shard, weakly, or None. FSDP2's parameter owns it;
-            a strong reference here would leak the model, because autograd's views refer to tensors where Python's
-            collector does not look.
+        shard: The ``distributed.fsdp.shard.Shard`` of a local shard, weakly, or None.
         gathered: Owner of the faces of a weight that FSDP2 gathered, or None.
         section: This rank's section of the layer under tensor parallelism; None is all of it.
         first: Number of this rank's first expert of a stack; None if unknown.
@@ -106,6 +104,8 @@ class WeightRecord:
     def __init__(self, layer: LayerState | StateTensors | None = None) -> None:
         self.layer = layer
         self.values: HighPrecisionValues | None = None
+        # FSDP2's parameter owns the shard. A strong reference here would leak the model, because autograd's views refer
+        # to tensors where Python's collector does not look.
         self.shard: weakref.ref[Any] | None = None
         self.gathered: Gathered | None = None
         self.section: Section | None = None
@@ -160,7 +160,8 @@ class WeightRecord:
         key, holders = id(plain), self._holders
         if key not in holders:
             # Of the plain tensor, not of its wrapper: ``swap_tensors``, which moves wrappers,
-            # refuses a tensor that has weak references.
+            # refuses a tensor that has weak references. The callback removes the entry, since an id comes again; it
+            # holds the dictionary, not the record, which would live as long as the tensor.
             reference = weakref.ref(plain, lambda _: holders.pop(key, None))
             holders[key] = _Holder(reference, version_of(plain))
 
@@ -180,12 +181,10 @@ class WeightRecord:
             self.is_held_elsewhere = shared
 
     def is_shared(self, plain: Tensor) -> bool:
-        """Return whether someone else holds memory of ``plain`` now.
-
-        Each living tensor over a storage counts once in the storage's use count, and the storage
-        object that is asked counts once more. ``torch._C._storage_Use_Count`` is private;
-        ``tests/subclasses/test_record.py`` fails where it counts otherwise.
-        """
+        """Return whether someone else holds memory of ``plain`` now."""
+        # Each living tensor over a storage counts once in the storage's use count, and the storage object that is asked
+        # counts once more. ``torch._C._storage_Use_Count`` is private; ``tests/subclasses/test_record.py`` fails where
+        # it counts otherwise.
         storage = plain.untyped_storage()
         return _use_count(storage._cdata) > len(self._holders) + 1
 

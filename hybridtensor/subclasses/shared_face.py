@@ -27,6 +27,7 @@ class SharedFace:
         if face is None:
             face, self.parts, self.waiting = make(), None, self.readers
             self.face = face
+            # A layer whose gradients nobody asked for never takes the face: the end of backward releases it then.
             if self.readers > 1 and _in_backward() != -1:
                 _call_after_backward(self._clear)
         self.waiting -= 1

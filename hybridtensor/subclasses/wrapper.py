@@ -126,6 +126,7 @@ class WrapperTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         names, metadata = self.parts()
+        # torch reads every name as an attribute of the wrapper: what is carried needs a property of its name.
         others, meaning = self.carried()
         return [*names, *others], (metadata, meaning)
 
@@ -200,6 +201,8 @@ class WrapperTensor(Tensor):
             tuple(self.stride()),
             self.requires_grad,
         )
+        # A function of this module with arguments by position: torch.load(weights_only=True) calls only functions
+        # that are on its list, and files of earlier versions hold these arguments in this order.
         return _rebuild, (*state, self._user_attributes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -241,6 +244,8 @@ class WrapperTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return an empty storage, one per object: a wrapper has no bytes of its own."""
+        # Not the storage of an inner tensor, which savers of raw memory would like: torch.compile copies what it gets
+        # here into its fake tensors, and fails.
         known: torch.UntypedStorage | None = self.__dict__.get("_empty_storage")
         if known is None:
             known = self.__dict__["_empty_storage"] = _NoMemory(0, device=self.device)  # type: ignore[no-untyped-call]

@@ -129,6 +129,7 @@ def _wait(work: torch.ScriptObject) -> None:
 def _sendable(tensor: Tensor) -> Tensor:
     """Return a contiguous copy for collectives, as bytes where backends lack FP8."""
     own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+    # NCCL takes no strided tensors, as scales of blocks are, which lie block by block.
     return own.clone(memory_format=torch.contiguous_format)
 
 

@@ -104,6 +104,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     _run(func, args, kwargs)
     written = list(written_by(func, args, kwargs))
     note_writes([weight for weight in written if isinstance(weight, MasterWeight)])
+    # The wrapper that was passed, where ``func`` returned its plain tensor.
     return written[0] if func._schema.returns else None
 
 
@@ -120,6 +121,7 @@ def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
 def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a collective on the plain tensors; schemas of collectives do not declare what they mutate."""
     out = _run(func, args, kwargs)
+    # Also those that are only sent: a write too many quantizes once more, one too few would keep old faces.
     note_writes(list(_weights((*args, *kwargs.values()))))
     if func is _SCATTER:
         for part in _weights(args[0]):

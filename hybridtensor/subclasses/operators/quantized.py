@@ -200,6 +200,7 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     if of_tensor is not None:
         tensor_scale = make((*stack, *of_tensor), dtype=torch.float32, **options)
     if tensor_scale is not None and func is aten.new_zeros.default:
+        # With block scales of 1 a factor of 1: a value is element * scale * (tensor scale / tensor_scale_max).
         tensor_scale.fill_(x.format.tensor_scale_max)
     return QuantizedTensor(Face(qdata, scale, tensor_scale, x.format), x.axis, dtype, size)
 
