@@ -37,6 +37,7 @@ def _measured_inputs(state: LayerState) -> frozenset[int] | None:
     if state.record is None:
         return frozenset()
     of_inputs, state.record.of_inputs = state.record.of_inputs, []
+    # Records hold the tensors of a step until here, so that equal ids are one tensor.
     found = [id(amax) for amax in of_inputs if amax is not None]
     return frozenset(found) if len(found) == len(of_inputs) else None
 

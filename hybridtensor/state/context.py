@@ -14,6 +14,7 @@ from hybridtensor.state.rules import ROLES
 from hybridtensor.state.tensors import StateTensors
 
 _STREAMS_PER_SEED = 8  # a role and a direction need three bits
+# A stream is one word of 32 bits of Philox's counter.
 MAX_SEED = 2**32 // _STREAMS_PER_SEED - 1
 
 
@@ -94,6 +95,8 @@ class Context(NamedTuple):
 
     def draws(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
         """Return key and step of random rounding, int64 ``[2]``, and the index of the first of ``rows``."""
+        # Counted, not drawn from torch's generator: a run would depend on how many ranks there are, and on what else
+        # draws.
         # The ranks of a data-parallel group hold the rows of one batch in order, equally many each. Tensor-parallel
         # parts of rows draw as if they were concatenated. Without a layer, key and step are drawn from torch's
         # generator.

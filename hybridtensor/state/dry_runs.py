@@ -31,6 +31,7 @@ def is_dry_run() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in known:
+            # The same function warms up and captures; what is captured is replayed, and so counts.
             return frame.f_code is not _GRAPHED or not is_captured()
         frame = frame.f_back  # type: ignore[assignment]
     return False

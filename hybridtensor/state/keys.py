@@ -27,4 +27,5 @@ def take_former_names(state_dict: dict[str, Any], prefix: str) -> None:
 
 def hash64(text: str) -> int:
     """Return a signed 64-bit hash of a text, stable across processes."""
+    # Signed, as int64 buffers hold it.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

@@ -129,10 +129,8 @@ class LayerState(nn.Module):
 
     @property
     def amax(self) -> Tensor | None:
-        """fp32 ``[S]``, the amaxes since the last step; None without delayed scales.
-
-        Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
-        """
+        """fp32 ``[S]``, the amaxes since the last step; None without delayed scales."""
+        # Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
         return None if self.record is None else self.record.amax
 
     @property
@@ -366,6 +364,7 @@ class LayerState(nn.Module):
                 # The buffer before the cast, whose bits the cast dropped.
                 self._buffers[name] = buffer.to(moved.device)
         if self.amax is not None:
+            # ``fn`` shows where it moves by what it returns only.
             device = fn(torch.empty_like(self.amax)).device
             if device != self.amax.device:
                 self._take_record(self.amax, device)
@@ -380,6 +379,7 @@ class LayerState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the buffers; without any in the checkpoint (a plain model's) the state is reset."""
+        # The last argument of torch's private method: messages that load_state_dict raises together.
         errors: list[str] = args[-1]
         take_former_names(state_dict, prefix)
         if not any(key.startswith(prefix) for key in state_dict):

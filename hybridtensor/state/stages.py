@@ -19,6 +19,7 @@ def pipeline_size(model: nn.Module) -> int | None:
         return None
     if model not in _known:
         kind = sys.modules[_PIPELINING]._PipelineStageBase  # private: that of traced stages, too
+        # By type: isinstance asks every object for ``__class__``, which proxies answer by running code.
         stages = (known for known in gc.get_objects() if issubclass(type(known), kind))
         _known[model] = next((s.group_size for s in stages if _overlap(model, s.submod)), None)
     return _known[model]

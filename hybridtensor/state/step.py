@@ -67,6 +67,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     # Before anything changes, so that an error leaves the step as it was.
     require_recorded(states)
     with torch.no_grad():
+        # A rank without state takes part in the comparison of scales, too: the others would wait for it.
         for ranks in dict.fromkeys(state.ranks for state in states) or [ALL_RANKS]:
             _update_scales(model, [state for state in states if state.ranks == ranks], ranks)
         counters = [state.rounding[1] for state in states if state.rounding is not None]

@@ -41,6 +41,7 @@ class Training:
     def is_by(self, optimizer: Optimizer, model: nn.Module) -> bool:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._holds.get(optimizer)
+        # The number tells of ``add_param_group``. Looking through all parameters takes longer, in every step.
         if known is None or known[0] != count:
             own = {id(parameter) for parameter in model.parameters()}
             found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])

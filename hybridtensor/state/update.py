@@ -65,6 +65,7 @@ def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
 
 def _constants(values: list[float], like: Tensor) -> Tensor:
     """Return one number per scale, fp32 ``[S]``, created on the device of ``like``."""
+    # Filled on the device: copies from the host could not go into a CUDA graph.
     made = like.new_full((len(values),), values[0])
     for slot, value in enumerate(values):
         if value != values[0]:
