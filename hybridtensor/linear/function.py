@@ -121,7 +121,7 @@ def multiplied(
     # Sibling layers share a cast by this tensor: under autocast each layer gets a copy of its own below.
     cast_from = input
     if input.dtype != dtype and not isinstance(input, QUANTIZED):
-        input = input.to(dtype)
+        input = input.to(dtype)  # the weight is not cast: one rounding, when it is quantized
     if bias is not None:
         bias = bias.to(dtype)
     grad = torch.is_grad_enabled()
@@ -253,11 +253,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
-    """Raise NotImplementedError where gradients that are to be differentiated depend on what has a gradient.
-
-    Now, not when they are: torch's ``once_differentiable`` looks at ``grad_output`` alone, and what it returns is
-    no part of the way to what ``torch.autograd.grad`` is asked for, which then gets zeros.
-    """
+    """Raise NotImplementedError where gradients that are to be differentiated depend on what has a gradient."""
+    # Now, not when they are: torch's ``once_differentiable`` looks at ``grad_output`` alone, and what it returns is
+    # no part of the way to what ``torch.autograd.grad`` is asked for, which then gets zeros.
     of_input, of_weight, *_ = ctx.needs_input_grad
     if grad_output.requires_grad or (of_input and of_weight):
         raise NotImplementedError(
@@ -289,11 +287,9 @@ def _values(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs) -> Tensor:
-    """Return bitwise what the plain module computes.
-
-    For a weight that needs a gradient, ``F.linear`` flattens a strided batch into one product and
-    adds the bias after. Here, below autograd, it would not see that the weight does.
-    """
+    """Return bitwise what the plain module computes."""
+    # For a weight that needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias
+    # after. Here, below autograd, it would not see that the weight does.
     if x.dim() == 2:
         return F.linear(x, weight, bias)
     if x.is_contiguous() or not needs.weight:

@@ -124,6 +124,7 @@ class ShardedInput(Operand):
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         if is_traced():
+            # Else a partitioner does the gather in forward, and saves what it gave.
             saved = [after(tensor, grad) for tensor in saved]
         self._start(saved)
 
@@ -231,6 +232,7 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
     node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
     if node is None or config.keep_faces == "always":
         return False
+    # Under autocast ``x`` is a copy of ``input``, which attention does not keep.
     of_attention = node.name().startswith(_ATTENTION)
     if not traced and not (of_attention and x is input):
         return False
@@ -271,6 +273,7 @@ def _keeps_inputs(node: Node) -> bool:
     return node.name() in _KEEP_INPUTS or node.name() in _PRODUCTS
 
 
+# Names that torch generates and promises nobody: where one changes, faces are saved again, which costs memory only.
 def _nodes(*names: str) -> frozenset[str]:
     return frozenset(f"{name}Backward0" for name in names)
 

@@ -100,10 +100,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class LayerForward:
-    """The callable that replaces ``forward`` of one converted layer.
-
-    The layer's ``forward`` attribute is the method ``bound``: Dynamo guards an attribute ``forward`` by identity,
-    unless it is a bound method, of which it compares the function's code. So equal layers share one graph.
+    """The callable that replaces ``forward`` of one converted layer: by its method ``bound``.
 
     Args:
         layer: The layer, which is referred to weakly: the layer holds its forward.
@@ -121,6 +118,8 @@ class LayerForward:
     @property
     def bound(self) -> types.MethodType:
         """The bound method that replaces ``forward``, with the signature of the original."""
+        # Dynamo guards an attribute ``forward`` by identity, unless it is a bound method, of which it compares the
+        # function's code. So equal layers share one graph.
         if self.inner is None:
             return types.MethodType(_method(type(_required(self._layer())).forward), self)
         method = _method.__wrapped__(self.inner)
@@ -152,6 +151,7 @@ class LayerForward:
                 and type(layer).forward is nn.Linear.forward
                 and not _modes_of_functions()
             ):
+                # Every attribute of the weight would pass through its torch function.
                 with torch._C.DisableTorchFunctionSubclass():
                     return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
             return type(layer).forward(layer, *args, **kwargs)
@@ -174,6 +174,8 @@ class LayerForward:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
+    # Copied and pickled with its layer: a bound method of the layer in place of this object would come back as the
+    # class's.
     def __deepcopy__(self, memo: dict[int, object]) -> LayerForward:
         return type(self)(
             _required(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)

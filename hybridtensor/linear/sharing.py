@@ -212,8 +212,9 @@ def _mark(groups: Groups) -> tuple[object, ...]:
 
 
 def _of_graph(input: Tensor, how: tuple[object, ...]) -> Reading:
-    """Return the ``Reading`` of an input that layers share in the graph that is traced. A compiler takes equal casts
-    for one only where it cuts a graph into forward and backward, and not those that wait for different gradients."""
+    """Return the ``Reading`` of an input that layers share in the graph that is traced."""
+    # A compiler takes equal casts for one only where it cuts a graph into forward and backward, and not those that wait
+    # for different gradients.
     # Dynamo runs this on example tensors before a graph exists, and would keep them alive.
     owner = _owner(input)
     node = node_of(owner)

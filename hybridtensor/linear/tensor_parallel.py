@@ -39,6 +39,8 @@ def _placed(weight: Placement, given: Placement, last: int) -> _Placed:
     if weight == Shard(1):  # row parallel
         return _Placed(Shard(last), Shard(last), weight, partial, replicate)
     need = given if given.is_shard() and given != Shard(last) else replicate
+    # With its own tokens a rank has a part of the sum that the weight's gradient is; with all tokens it has all of
+    # it.
     of_all = partial if need.is_shard() else replicate
     return _Placed(need, need, of_all, need, of_all)
 

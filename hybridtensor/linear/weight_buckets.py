@@ -123,7 +123,8 @@ class _Jobs:
         """Return the cast plan and, if the rowwise face is made, the plan that measures."""
         state = context.state
         of_state = None if state is None else (state.slots, state.encode_scale is None)
-        # The recipe: that of a part of the model may be another one since the weights were put into a bucket
+        # The recipe: that of a part of the model may be another one since the weights were put into a bucket. An id
+        # will do: the weights hold their recipes for as long as this lives.
         key = id(weight.config), of_state, dtype, rowwise, columnwise, context.values
         known = self._plans.get(key)
         if known is None:
@@ -138,6 +139,7 @@ class _Jobs:
         """Add the cast of the next forward, unless its face is cached."""
         record = weight.record
         faces = record.kept
+        # Read before ``begin``, which forgets the last use.
         use, dtype = faces.last_use, faces.dtype
         if use is None or dtype is None:
             return
@@ -222,6 +224,7 @@ def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
         weight = part
     record = weight.record
     state = record.layer
+    # A common scale is measured from all of its weights, and replays of a CUDA graph write without being counted.
     if not isinstance(state, LayerState) or state.common is not None or state.replayed:
         return None
     if record.shard is not None or record.gathered is not None or record.replayed:

@@ -115,6 +115,7 @@ class MasterOperand(Operand):
     def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
         """Return the weight's write counts; raise RuntimeError if it, or a scale of the same recipe, was written
         since forward."""
+        # Counted writes only: that an alias may have written is no reason to raise.
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
         seen = self._seen if replaced else weight.seen()
         same_scales = seen.scales == self._seen.scales or not same_recipe
