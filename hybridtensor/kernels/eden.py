@@ -62,6 +62,8 @@ def _uniform(first_row, rounding, stream, place, P: tl.constexpr, N: tl.constexp
 @triton.jit
 def _rounded_at_random(x, uniform):
     """Return positive values as one of their two E4M3 neighbours, at most 448; NaN stays."""
+    # E4M3 has three mantissa bits: neighbours are 2^(exponent - 3) apart, of subnormal values as of the smallest
+    # normal one.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, _SMALLEST_NORMAL)
     step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
     steps = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # in one
@@ -75,6 +77,7 @@ def cast_eden(v, out, rounding, stream, first_row, place, FACE: tl.constexpr, TI
     G: tl.constexpr = Q // DRAWN
     N: tl.constexpr = Q // 16
     level = _level_of(tl.load(out.measured))
+    # Before the rotation, which would spread a NaN or an Inf over 128 values, and into the amax of all.
     wrong = tl.max(tl.reshape((tl.abs(v) < float("inf")).to(tl.int32) ^ 1, [P, G, DRAWN]), 2)
     v = rotate_drawn(finite(v), negative_signs(rounding, stream), P, Q)
     base = tl.div_rn(tl.div_rn(blocks(v, P, Q, 1, 16), _VALUE_MAX), level)

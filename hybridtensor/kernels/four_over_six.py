@@ -105,18 +105,15 @@ def _estimates(v, codes, unit, encode, FACE: tl.constexpr, P: tl.constexpr, Q: t
 
 @triton.jit
 def _reach(total, amax, FACE: tl.constexpr):
-    """Return how far apart the estimates of two errors, ``total`` together, must be to have the order of the errors.
-
-    In units of ``e = 2^-24``, what rounding once changes, of ``n`` elements ``x`` that are ``d`` off: an estimate
-    multiplies ``x`` by a number that is 4 off, 2 of them from the reciprocal, and rounds, 5, as the definition does; so
-    they are 10 apart, and an element that they round to either side is off by at most ``20 |x|`` more in one than in
-    the other. With the 5 again and the two roundings of ``|x| + |d|``, the largest value, ``|d|`` is off by
-    ``27 |x| + 2 |d|``, and by roundings of differences and scales ``5 |d|``. Then ``d * d`` is off by
-    ``54 |x d| + 16 d * d`` and the square of ``27 |x|``. A sum of ``n`` terms is off by ``n - 1`` of itself in any
-    order, and by 15 or 19 in that of the definition. ``|x|`` sums up to ``n * amax`` at most, and ``|x d|`` to
-    ``amax * sqrt(n * sum(d * d))``. There are two errors, and ``sqrt(a) + sqrt(b) <= sqrt(2 * (a + b))``. What is
-    proportional to ``e * e`` otherwise is less than a thousandth of this.
-    """
+    """Return how far apart the estimates of two errors, ``total`` together, must be to have the order of the errors."""
+    # In units of e = 2^-24, what rounding once changes, of n elements x that are d off: an estimate multiplies x by a
+    # number that is 4 off, 2 of them from the reciprocal, and rounds, 5, as the definition does; so they are 10 apart,
+    # and an element that they round to either side is off by at most 20 |x| more in one than in the other. With the 5
+    # again and the two roundings of |x| + |d|, the largest value, |d| is off by 27 |x| + 2 |d|, and by roundings of
+    # differences and scales 5 |d|. Then d * d is off by 54 |x d| + 16 d * d and the square of 27 |x|.
+    # A sum of n terms is off by n - 1 of itself in any order, and by 15 or 19 in that of the definition. |x| sums up to
+    # n * amax at most, and |x d| to amax * sqrt(n * sum(d * d)). There are two errors, and
+    # sqrt(a) + sqrt(b) <= sqrt(2 * (a + b)). What is proportional to e * e otherwise is less than a thousandth of this.
     N: tl.constexpr = 16 * FACE.side
     E: tl.constexpr = 1.001 * 2.0**-24
     if FACE.rule == LEAST_SQUARED:
@@ -153,6 +150,7 @@ def _chosen_of(picked, v, six, four, level, FACE: tl.constexpr, P: tl.constexpr,
     """Return the code that the one block chooses that is picked, ``[1, 1]``."""
     split = tl.reshape(v, [P // FACE.side, FACE.side, Q // 16, 16])
     block = tl.sum(tl.sum(tl.where(picked[:, None, :, None], split, 0.0), 0), 1)
+    # Both codes in one number, for one reduction.
     codes = _only(six | four << 8, picked)
     if FACE.kind == NVFP4_ROW:
         level = _only(level, picked)

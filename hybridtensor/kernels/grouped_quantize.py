@@ -62,9 +62,11 @@ def plan_kernel(ends, plan, rows, pitch, E, tiles, STEP: tl.constexpr, BM: tl.co
     last = tl.cumsum(tl.where(g < E, tl.cdiv(steps, BM), 0), 0)
     first = last - tl.where(g < E, tl.cdiv(steps, BM), 0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # How many groups end before this row of tiles, which is the number of its own.
     group = tl.sum(((tile[:, None] >= last[None, :]) & (g < E)[None, :]).to(tl.int32), 1)
     chosen = group[:, None] == g[None, :]
     entry = plan + tile * 8
+    # The rows of no group take the scales of the last group, so that no address lies beyond those of E groups.
     tl.store(entry, tl.minimum(group, E - 1), mask=tile < tiles)
     tl.store(entry + 1, tile - _take(first, chosen), mask=tile < tiles)
     tl.store(entry + 2, _take(start, chosen), mask=tile < tiles)
@@ -197,6 +199,8 @@ def grouped_measure_kernel(matrix, row_target, column_target, parts, row_size, c
     """
     if FOLLOWED:
         gdc_launch_dependents()
+    # A pass of its own. One launch that measures a group and casts it while the L2 holds it was slower, weights 0.26
+    # ms in place of 0.22: a program waits for its plan, its group, its amaxes and its tile in turn.
     part = _part_of(tl.program_id(0), matrix, parts, 1, TILE, TOKENS)
     if part.top < part.matrix.M:
         of_row = row_target + part.group * row_size

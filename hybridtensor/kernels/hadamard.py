@@ -68,11 +68,14 @@ def rotate_back(values, P: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def _transform(values, P: tl.constexpr, Q: tl.constexpr):
-    """Multiply every 128 values of the last axis of ``[P, Q]`` by the Hadamard matrix, each where it is: taking pairs
-    apart, as ``_butterfly`` does, would move them between threads, and have Triton compute them several times."""
+    """Multiply every 128 values of the last axis of ``[P, Q]`` by the Hadamard matrix."""
+    # Each where it is: taking pairs apart, as ``_butterfly`` does, would move them between threads, and have Triton
+    # compute them several times.
     minus = (tl.arange(0, 2) << 31)[None, None, :, None]
     for i in tl.static_range(7):
         bits = tl.reshape(values.to(tl.int32, bitcast=True), [P, Q // (2 << i), 2, 1 << i])
+        # The sum of two words may wrap around, which the difference undoes. At place 0 follows other + own, at place
+        # 1, whose own sign is flipped, other - own.
         other = tl.sum(bits, 2, keep_dims=True) - bits  # of two numbers: the other one
         values = other.to(tl.float32, bitcast=True) + (bits ^ minus).to(tl.float32, bitcast=True)
     return tl.reshape(values, [P, Q])

@@ -32,6 +32,8 @@ WIDTH = tl.constexpr(21)
 @triton.jit
 def _size(entry):
     """Return an extent or stride that is a multiple of 16, so that loads and stores are vectorized."""
+    # True because ``ops.cast.multi_tensor.is_whole`` takes no other matrices; loaded numbers are not specialized on,
+    # as arguments are.
     return tl.multiple_of(tl.load(entry).to(tl.int32), 16)
 
 

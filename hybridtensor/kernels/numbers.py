@@ -38,7 +38,8 @@ def _e2m1_words() -> str:
         for i in range(8)
     )
     # The magic number is 1.5 * 2^(9 + binade), whose last bit is worth a step of E2M1, with 2 * binade in its low bits,
-    # as _STEP makes it in fp32. 6 and 1 are 0x4600 and 0x3C00.
+    # as _STEP makes it in fp32. For binade 0 it is 0x3C00 + 0x1E + 0x25E2 = 0x6200, which is 768, in fp16 with steps of
+    # 0.5. 6 and 1 are 0x4600 and 0x3C00.
     halves = "".join(
         f"mov.b32 low, y{i}; mov.b32 high, y{i + 4}; cvt.rz.f16x2.f32 pair, high, low; "
         "and.b32 magnitude, pair, 0x7FFF7FFF; min.f16x2 magnitude, magnitude, six; "
@@ -51,6 +52,7 @@ def _e2m1_words() -> str:
     return (
         "{ .reg .b32 bits, tail, y<8>, pair, magnitude, exponent, twice, magic, sum, sign, code<4>, six, one; "
         ".reg .f32 low, high; mov.b32 six, 0x46004600; mov.b32 one, 0x3C003C00; " + keep_tail + halves
+        # Codes 0 to 3 become the nibbles of the low half, 4 to 7 those of the high half: the order of eight elements.
         + "mad.lo.u32 code0, code1, 16, code0; mad.lo.u32 code2, code3, 16, code2; "
         "mad.lo.u32 $0, code2, 256, code0; }"
     )  # fmt: skip
@@ -71,6 +73,8 @@ def max_of_groups(v, P: tl.constexpr, Q: tl.constexpr, LENGTH: tl.constexpr):
 def pow2_exponent(amax, BIAS: tl.constexpr):
     """Return the exponent field of ``max / amax`` rounded down to a power of two; ``max`` is 1.75 * 2^(BIAS - 254)."""
     bits = amax.to(tl.int32, bitcast=True)
+    # Example, E4M3 (448 = 1.75 * 2^8, BIAS 262): an amax of 1.5 gives 262 - 127 = 135, 2^8 = 256; one of 1.9 is above
+    # 1.75, and gives 2^7.
     # 0x600000 is the mantissa of 1.75.
     exponent = BIAS - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.minimum(exponent, 254)
@@ -148,6 +152,8 @@ def fp8_codes(y, E5M2: tl.constexpr, HW: tl.constexpr):
         bits = magnitude.to(tl.int32, bitcast=True)
         # Ties go to even: half a step less one, and one more where the last bit that stays is odd.
         half = (1 << (DROPPED - 1)) - 1
+        # Example, E4M3: 17 = 0x41880000 is a tie of 16 and 18. With 0x7FFFF more, shifted by 20, it is 0x418; less
+        # 120 << 3 that is 0x58, the even code, 16.
         normal = ((bits + half + ((bits >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
         # Subnormal results in units of the smallest one, which the addition rounds to an integer.
         steps = magnitude * (2.0 ** (BIAS - 1 + MANTISSA)) + _MAGIC
@@ -275,9 +281,10 @@ def fp8_rounded(y, E5M2: tl.constexpr, HW: tl.constexpr):
 def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
     """Return the codes of ``y``, which is no NaN, as int32: to nearest even, or up with the chance that keeps the mean.
 
-    ``uniform`` has one number from (0, 1) per element. With ``binade`` the exponent of ``y``, or 0 where that is less,
-    neighbouring values are ``2^(binade - 1)`` apart, and the code is ``2 * binade`` and the number of such steps.
+    ``uniform`` has one number from (0, 1) per element.
     """
+    # With ``binade`` the exponent of ``y``, or 0 where that is less, neighbouring values are 2^(binade - 1) apart, and
+    # the code is 2 * binade and the number of such steps.
     magnitude = tl.minimum(tl.abs(y), 6.0)
     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & INF_BITS, 127 << 23)
     if STOCHASTIC:
@@ -286,6 +293,8 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
         code = tl.floor(units + uniform).to(tl.int32) + ((exponent >> 22) - 254)
     else:
         # A number whose last bit is worth a step, and whose low bits already hold 2 * binade
+        # Example: 2.7 has binade 1. The number is 1.5 * 2^23 + 2, the sum rounds to 1.5 * 2^23 + 5, and 5 is the code
+        # of 3. What is added in the low bits is even, so that a tie goes to the even code.
         magic = (exponent + (exponent >> 22) + _STEP).to(tl.float32, bitcast=True)
         code = (magnitude + magic).to(tl.int32, bitcast=True) & 7
     return code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
@@ -317,6 +326,8 @@ def e2m1_rounded(y, uniform, STOCHASTIC: tl.constexpr):
 @triton.jit
 def two_level_scale(scale, level, UNIT: tl.constexpr):
     """Return two factors of elements under a block scale and a tensor scale in units, to be applied one by one."""
+    # Below, an amax times a scale of at most 448 < 2^9 stays in range; above, 2^-16 takes it back into range, and
+    # nothing becomes subnormal.
     large = level > 2.0**64  # where an amax times a block scale could overflow
     combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
     return combined, tl.where(large, 2.0**16, 1.0)
@@ -324,12 +335,12 @@ def two_level_scale(scale, level, UNIT: tl.constexpr):
 
 @triton.jit
 def e2m1_words(y, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
-    """Return the codes of ``y``, ``[P, Q]``, which is no NaN, eight in an int32: to nearest even.
-
-    In hardware as ``e2m1_codes`` does it, but on pairs of fp16. They are cut off, not rounded: what is cut off only
-    matters in whether it is zero, which the last bit that stays then says.
-    """
+    """Return the codes of ``y``, ``[P, Q]``, which is no NaN, eight in an int32: to nearest even."""
     if HW:
+        # As ``e2m1_codes`` does it, but on pairs of fp16. They are cut off, not rounded: what is cut off only matters
+        # in whether it is zero, which the last bit that stays then says.
+        # Split takes the last axis apart, which is the lowest bit of an element's index: first 0, 2, 4, 6 from 1, 3,
+        # 5, 7.
         even, odd = tl.split(tl.reshape(y, [P, Q // 8, 2, 2, 2]))
         y0y4, y2y6 = tl.split(even)
         y1y5, y3y7 = tl.split(odd)

@@ -188,6 +188,8 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
         nan = block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
         v = tl.where(v != v, 0.0, v)
     if FACE.rule == OWN_RULE:
+        # In the order of the definition, in which every product is rounded: (amax * encode) / 6 now and then gives
+        # another code.
         scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
     else:
         scale_codes = chosen_scale_codes(v, amax, level, encode, decode, FACE, P, Q, COLUMNWISE, HW)

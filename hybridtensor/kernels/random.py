@@ -26,6 +26,7 @@ def sign_word(which, rounding, stream):
     rounds nothing.
     """
     call = tl.zeros_like(which).to(tl.int64)
+    # A seed has eight streams, of which tensors use 0 to 5, a role and a direction each.
     w0, w1, w2, w3 = _words(call, tl.load(rounding), tl.load(rounding + 1), stream | 7)
     return tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
 
@@ -81,6 +82,8 @@ def uniform16(rows, column, columns, rounding, stream, TILE: tl.constexpr):
         h2, h3 = _halves(w1)
         h4, h5 = _halves(w2)
         h6, h7 = _halves(w3)
+        # Each join makes a new last axis, which then counts fastest: halves that are 4 apart are joined first, then
+        # 2, then 1.
         even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
         odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
         return _uniform(tl.reshape(tl.join(even, odd), [R, BM // R, BK]))

@@ -34,10 +34,12 @@ def store_tile(target, codes, place, PER: tl.constexpr, TILE: tl.constexpr, P: t
     j = tl.arange(0, Q // PER)[None, :]
     width = place.pitch // PER
     start = place.other.to(tl.int64) * width + place.along // PER
+    # No eviction hint on the stores: evicted first, they cost a cast 4 %.
     offsets = (i.to(tl.int64) * width if TILE.wide else i * width) + j
     if TILE.even:
         tl.store(target + start + offsets, codes.to(target.dtype.element_ty))
     else:
+        # No word lies half inside: ``pack`` is asked for only where rows of elements are whole words.
         mask = (i < place.OTHER - place.other) & (j < (place.ALONG - place.along) // PER)
         tl.store(target + start + offsets, codes.to(target.dtype.element_ty), mask=mask)
 

@@ -34,6 +34,7 @@ def as_columns(tile, BM: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def _load(x, start, offsets, mask, EVEN: tl.constexpr):
     """Load a tile as fp32, with zeros beyond the matrix."""
+    # No eviction hint: with loads that are evicted first, current scaling fell from 0.60 of copy speed to 0.57.
     if EVEN:
         tile = tl.load(x + start + offsets)
     else:
@@ -112,14 +113,13 @@ def finite(v):
 
 @triton.jit
 def raise_to(target, amax, mask):
-    """Raise nonnegative fp32 maxima in place by an integer atomic: bits of such numbers have their order.
-
-    Most do not raise anything, which a look tells: writing takes turns.
-    """
+    """Raise nonnegative fp32 maxima in place by an integer atomic: bits of such numbers have their order."""
     amax = tl.where(amax != amax, 0.0, amax)
-    # From the L2, where atomics take effect: a line of the L1 may be older.
+    # Most do not raise anything, which a look tells: atomics on one address take turns. From the L2, where atomics take
+    # effect: a line of the L1 may be older.
     before = tl.load(target, mask=mask, other=0.0, cache_modifier=".cg")
     raised = mask & (amax > before)
+    # Relaxed: no program of this launch uses the maximum, and the next launch sees all of them.
     tl.atomic_max(target.to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True), mask=raised, sem="relaxed")
 
 

@@ -59,6 +59,7 @@ def _exchange(words, P: tl.constexpr, PER: tl.constexpr, SHIFT: tl.constexpr):
 
     The lowest bit of a word's index becomes the highest one: that of the places.
     """
+    # SHIFT bits set, SHIFT bits clear, from the lowest on: 0x0F0F0F0F, 0x00FF00FF, 0x0000FFFF.
     EVEN_PLACES: tl.constexpr = 0xFFFFFFFF // ((1 << SHIFT) + 1)
     first, second = tl.split(tl.reshape(words, [P, PER // 2, 2]))
     even = (first & EVEN_PLACES) | ((second & EVEN_PLACES) << SHIFT)
@@ -116,6 +117,8 @@ def transpose_kernel(
         _store(row, words, i, j, first, byte, WIDTH, height, width, V, EVEN, WIDE)
 
     P: tl.constexpr = BM * BW // PER
+    # The R words below each other that a thread has come last, PER of them are a square; nothing moves between
+    # threads until the permutation behind.
     words = _transpose_squares(tl.reshape(tl.permute(words, [1, 2, 0]), [P, PER]), P, BITS)
     words = tl.permute(tl.reshape(words, [BM // R, BW, R // PER, PER]), [1, 3, 0, 2])  # [BW, PER, BM / R, R / PER]
     words = tl.reshape(words, [BW * PER, BM // PER])
