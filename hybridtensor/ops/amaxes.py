@@ -60,6 +60,7 @@ class AmaxRecord:
             taken = memory.take(size)
             self.total = taken[:size]
             self.address = torch.tensor([self.total.data_ptr()], dtype=torch.int64, device=device)
+        # Not at exit, when nobody takes memory any more.
         weakref.finalize(self, memory.give_back, taken).atexit = False
 
     @property

@@ -22,6 +22,8 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Return ``a @ b.T + bias``, rounded once to ``out_dtype``."""
+    # Dequantized first, then multiplied: 1.60 ms for MXFP8 operands of 8192 x 8192 x 8192 on an H200. tl.dot_scaled,
+    # which Triton 3.6 widens in registers there, took 5.5.
     # Power-of-two block scales, and E4M3 over E2M1 elements, are multiplied into the elements, exactly in bf16. FP32
     # block scales do not fit into bf16 and multiply partial sums; all coarser scales multiply the whole sum.
     dtype = torch.bfloat16

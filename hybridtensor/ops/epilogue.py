@@ -27,8 +27,7 @@ def scale_and_round(
 
     Args:
         total: fp32 ``[M, N]``.
-        left: fp32 ``[M, 1]`` or ``[1, 1]``, or None. The factors are multiplied first: one may be huge, the other tiny.
-            Their product saturates: beyond fp32 it would make NaN of a sum that is zero.
+        left: fp32 ``[M, 1]`` or ``[1, 1]``, or None. Its product with ``right`` saturates.
         right: fp32 ``[1, N]`` or ``[1, 1]``, or None.
         bias: ``[N]`` or None.
         dtype: Dtype of the result.
@@ -52,6 +51,8 @@ def scale_and_round_reference(
     """Define ``scale_and_round``."""
     factor = left if right is None else right
     if left is not None and right is not None:
+        # Multiplied with each other first, as one may be huge and the other tiny. Beyond fp32 their product would make
+        # NaN of a sum that is zero.
         factor = (left * right).clamp(max=_FP32_MAX)
     if factor is not None:
         total.mul_(factor)

@@ -37,6 +37,7 @@ class Group(NamedTuple):
 
 def padded_rows(rows: int, groups: Groups) -> int:
     """Return an upper bound of padded rows that does not depend on where groups end."""
+    # A group pads by less than a step, an empty one by a whole one; what is left of the bound pads the rows of none.
     step = groups.step
     return (rows + step - 1) // step * step + groups.num_groups * step
 

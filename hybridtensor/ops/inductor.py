@@ -47,6 +47,8 @@ class DirectKernel(ir.FallbackKernel):
 @functools.cache
 def register(name: str) -> None:
     """Lower an operator of this package, unless it mutates an argument."""
+    # Casts stay calls. As operations of torch, which Inductor puts into the kernel that makes the matrix, whole steps
+    # were up to 1 % faster and up to 2.6 % slower: memory traffic is saved, and instructions are added.
     operator = getattr(torch.ops.hybridtensor, name).default
     if operator._schema.is_mutable:
         return
@@ -118,6 +120,7 @@ def _lower_together(
     if len(nodes) < 2:
         return _lower(operator, *args, **kwargs)
     calls = [call for call in map(_call_of, nodes) if call is not None]
+    # Its place in the schema of ``quantize``; ``measure`` has none.
     after = args[8] if len(args) > 8 else kwargs.get("after")
     tensors = together(calls, after)
     size = len(tensors) // len(nodes)
@@ -176,6 +179,8 @@ def _is_weight(node: object) -> bool:
     """Return whether a graph input is a ``MasterWeight``'s tensor, whose address is the same in every call."""
     if not isinstance(node, Node) or node.op != "placeholder":
         return False
+    # AOTAutograd's private description of an input: which attribute of which subclass it is. Without it weights are
+    # cast one by one.
     known, value = node.meta.get("desc"), node.meta["val"]
     return (
         isinstance(known, SubclassGetAttrAOTInput)

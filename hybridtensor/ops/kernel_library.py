@@ -97,11 +97,9 @@ def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Allocate a tensor with ``make`` on the device's current stream, in memory that may outlive a CUDA graph.
-
-    While ``reduce-overhead`` records a graph, and in the call before, all memory that the thread allocates is of the
-    graph's pool, and torch raises if any of it is kept. Memory of another thread is not.
-    """
+    """Allocate a tensor with ``make`` on the device's current stream, in memory that may outlive a CUDA graph."""
+    # While ``reduce-overhead`` records a graph, and in the call before, all memory that the thread allocates is of the
+    # graph's pool, and torch raises if any of it is kept. Memory of another thread is not.
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def left_whole(function: F) -> F:
     """Keep Dynamo from tracing into a function; AOTAutograd then traces it."""
+    # This imports the compiler, and with it DTensor, 1.5 s together; torch has no later moment for it.
     whole: F = torch.compiler.allow_in_graph(function)
     return whole
 
@@ -77,12 +78,10 @@ def _lower_in_inductor(name: str) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether ``torch.compile`` traces the current code into a graph.
-
-    Dynamo takes ``is_dynamo_compiling`` for true, and the rest cannot be traced; the tracing context is there while
-    AOTAutograd and export run what Dynamo left whole, such as a layer's torch function. ``is_compiling`` takes three
-    times as long.
-    """
+    """Return whether ``torch.compile`` traces the current code into a graph."""
+    # Dynamo takes ``is_dynamo_compiling`` for true, and the rest cannot be traced; the tracing context is there while
+    # AOTAutograd and export run what Dynamo left whole, such as a layer's torch function. ``is_compiling`` takes three
+    # times as long.
     return _is_dynamo() or getattr(_local, "tracing_context", None) is not None
 
 

@@ -23,11 +23,9 @@ _AFTER = define(
 
 
 def after(x: Tensor, other: Tensor) -> Tensor:
-    """Return a copy of ``x``, which a graph makes after ``other``.
-
-    A compiler that cuts a graph into forward and backward would do in forward what depends on
-    nothing of backward, and keep what comes of it.
-    """
+    """Return a copy of ``x``, which a graph makes after ``other``."""
+    # A compiler that cuts a graph into forward and backward would do in forward what depends on nothing of backward,
+    # and keep what comes of it.
     if x.itemsize > 1:
         copied: Tensor = _AFTER(x, other)
         return copied

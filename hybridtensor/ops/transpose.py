@@ -67,6 +67,7 @@ def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None)
     strides = parts.stride(0) if num_parts > 1 else 0, parts.stride(1) if rows > 1 else width
     written = [column] if row is None else [column, row]
     addresses = [tensor.data_ptr() for tensor in (parts, *written)]
+    # The largest power of two up to 16 that divides all: so many bytes are read and written at once.
     # All but the column's, which has its own
     vector = math.gcd(16, width, *strides, *addresses[::2])
     if vector < _WORD:

@@ -78,10 +78,8 @@ def grouped_cast(
 
 
 def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
-    """Return whether matrices are stored transposed and can be cast so, by swapping the faces.
-
-    Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
-    """
+    """Return whether matrices are stored transposed and can be cast so, by swapping the faces."""
+    # Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
     casts = [cast for cast in request[:2] if cast is not None]
     if request.source is not None or any(cast.stream >= 0 for cast in casts):
         return False

@@ -129,10 +129,8 @@ def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
 
 
 def _is_readable(key: _Key) -> bool:
-    """Return whether rows begin at multiples of 16 elements and bytes, so that threads read whole vectors.
-
-    Kernels rely on it: for narrower reads Triton 3.6 lays tiles out in a way that it then reduces wrongly.
-    """
+    """Return whether rows begin at multiples of 16 elements and bytes, so that threads read whole vectors."""
+    # Kernels rely on it: for narrower reads Triton 3.6 lays tiles out in a way that it then reduces wrongly.
     if key.prologue is not None and not key.prologue[-1]:
         return False
     return key.strides[1] == 1 and key.strides[0] % 16 == 0 and key.aligned
@@ -189,7 +187,7 @@ class KernelCast(PreparedCast):
         passes = int(self._measurement is not None)
         self.measure_held = None
         if source is not None and measured[1]:
-            # Rounding is monotone: under one scale, the largest value becomes the largest
+            # Rounding is monotone: under one scale, the largest value becomes the largest, and is cast alone.
             self.by_largest = (
                 row.kind == TENSOR and column.kind in (TENSOR, NVFP4) and not column.rotated
             )
@@ -204,7 +202,7 @@ class KernelCast(PreparedCast):
             self.task,
             note=(notes[0], notes[1] and once),
             store=self._stores_row,
-            reverse=passes == 1,
+            reverse=passes == 1,  # a second pass ended at the first tiles
         )
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
@@ -291,6 +289,7 @@ class KernelCast(PreparedCast):
         if not self.by_largest:
             return CastLaunch(self.task, column=face, store=False, reverse=reverse)
         tiling, vector = self.task.tiling, self.task.tiling.constants.V * self.task.dtype.itemsize
+        # The matrix of this launch is one fp32 number, whatever is cast: vectors of fp32, tiles that are not full.
         constants = tiling.constants._replace(
             even=False, wide=False, V=vector // 4, prologue=NO_PROLOGUE
         )

@@ -155,6 +155,7 @@ class ListMeasurement(List):
         ends = list(itertools.accumulate(rooms, initial=0))
         self._starts, self._size = ends[:-1], ends[-1]
         of_row, of_column = self._starts[::2], self._starts[1::2]
+        # Of a face a measurement only reads the last entry, where its amaxes are.
         self.upload(
             distances,
             [[0] * 5 + [at] for at in of_row],

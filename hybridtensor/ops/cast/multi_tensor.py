@@ -72,6 +72,7 @@ class PreparedList:
     ) -> None:
         request = casts[0].request
         together, alone = _split(xs, request)
+        # A mode or tracer that observes operators would not see one launch for all.
         if not request.suits_lists or any(isinstance(cast, OperatorCast) for cast in casts):
             together, alone = [], list(range(len(xs)))
         self._together, self._request = together, request

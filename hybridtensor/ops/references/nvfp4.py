@@ -141,9 +141,6 @@ def four_over_six(
     """Return E4M3 scales ``[A, B]``, under each of which the amax of its block becomes 6 or 4: whichever
     has the smaller error, of a tie 6.
 
-    Steps of E2M1 are 2 wide between 4 and 6 and at most 1 below, so that the larger scale, with which nothing
-    lies there, may be the better one.
-
     Args:
         values: fp32 ``[M, K]``, no NaN.
         amax: Of blocks, fp32 ``[A, B]``.
@@ -157,6 +154,8 @@ def four_over_six(
     Source: Cook et al., "Four Over Six", arXiv 2512.02010; TransformerEngine,
     pytorch/custom_recipes/reference_nvfp4.py, whose order of operations this is.
     """
+    # Steps of E2M1 are 2 wide between 4 and 6 and at most 1 below, so that the larger scale, with which nothing lies
+    # there, may be the better one.
     base = amax / torch.full_like(amax, fmt.max) * encode
     six, four = (
         wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn) for wanted in (base, base * 1.5)
