@@ -125,6 +125,8 @@ def agree(parts: list[Fragment], error: Exception | None, group: dist.ProcessGro
     what = "\n".join(
         f"{tuple(p.weight.shape)} {p.directions()} {p.weight.recipe.fingerprint()}" for p in parts
     )
+    # Seven bytes, so that the negative fits into int64, too. One MAX gives the largest number, and the smallest as
+    # the largest negative; the error of any rank comes along.
     number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little")
     device = _device(group)
     extremes = torch.tensor([number, -number, error is not None], device=device)

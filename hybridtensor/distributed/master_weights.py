@@ -169,7 +169,9 @@ def _stand_in(part: Fragment, direction: str, reduced: Tensor) -> Tensor:
     amax, has_nan = reduced
     # Where another rank has a larger value than this one
     larger = amax > values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(1)
+    # At two places, since a NaN does not count in an amax.
     for number, wanted in ((amax, larger), (amax * float("nan"), has_nan > 0)):
+        # The first place that is another rank's. argmax takes no bool.
         first = free.to(torch.uint8).argmax(1, keepdim=True)
         possible = free.any(1) & wanted
         values.scatter_(

@@ -168,6 +168,7 @@ def steps(root: Path) -> dict[int, Path]:
         for path in root.iterdir()
         if (match := _STEP.fullmatch(path.name)) and path.is_dir()
     }
+    # A name with more zeros than needed would be a second folder of a step.
     found = {step: path for step, path in found.items() if path == step_path(root, step)}
     for step, path in replaced(root):
         if step not in found and not problems(path, step):

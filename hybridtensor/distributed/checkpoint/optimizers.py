@@ -104,11 +104,13 @@ class NamedOptimizer:
         if size == tuple(parameter.shape):
             mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
             return as_part_of(parameter, mine, size) if isinstance(parameter, DTensor) else mine
+        # A scalar, such as the step of AdamW, is on the host.
         return torch.zeros(size, dtype=dtype, device=own.device if size else "cpu")
 
     def restore(self, loaded: StateDict) -> None:
         """Load the state read into ``target``; masters were loaded in place."""
         values = loaded["values"]
+        # By their members: groups may have been built in another order.
         saved = {frozenset(group["params"]): group for group in values["groups"]}
         numbers = {
             name: i for i, name in enumerate(name for group in self.groups for name in group)

@@ -118,6 +118,7 @@ def _put(
 
     try:
         ranks.each(put)
+        # After every rank has put its tensors, so that an error of any still leaves data as it was.
         ranks.each(restoration.fill)
     except BaseException as error:
         restoration.empty()

@@ -97,7 +97,9 @@ class _Write:
                 )
             self.manifest.files.update(files)
         self.manifest.files[METADATA] = digest_file(self.folder / METADATA, sync=True)
+        # After all files, with their digests: a folder that has a manifest had everything.
         write_synced(self.folder / MANIFEST, self.manifest.to_json())
+        # Before the rename: after a crash a step by its name has its files on the disk.
         sync_folder(self.folder)
         target = step_path(self.root, self.manifest.step)
         _move_into_place(self.folder, target)
@@ -203,6 +205,7 @@ _previous: list[Saving] = []
 def wait_for_previous() -> None:
     """Wait for the last background save, and raise what went wrong in it if nobody asked."""
     while _previous:
+        # Removed first: an error that is raised below is raised once.
         saving = _previous.pop()
         asked = saving._asked
         saving._thread.join()

@@ -51,6 +51,7 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
     """All-reduce the amaxes of all shards of one process group in one collective; the same order on every rank."""
     shards, first = [shard for shard, _ in pairs], pairs[0][0]
     if first.exchange is None or not first.exchange.is_of(shards):
+        # The buffer stays for later gathers, of training, too.
         with torch.inference_mode(False):
             first.exchange = Exchange(shards)
     first.exchange.reduce([values for _, values in pairs])

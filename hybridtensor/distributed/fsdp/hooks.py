@@ -113,6 +113,8 @@ class _Gathering:
         reference = tensor.record.shard
         known: Shard | None = None if reference is None else reference()
         if known is not None and known.turn is not None:
+            # The first hook of this gather prepared the answers of all its weights. Each serves once: FSDP2 may
+            # gather again.
             part, answer = known.turn
             if part is tensor and answer is not None:
                 known.turn = None
@@ -178,6 +180,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     """Quantize values into local shards of persistent weights; every rank passes the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
     written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
+    # In the order of the weights, which all ranks have alike: collectives have to match.
     for group in {
         id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting
     }.values():
@@ -257,6 +260,7 @@ def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
     if face.dequantized_rowwise is not None:
         dim = 0
     cut = face.cut(dim, 0, rows)
+    # Views would keep the rows that were put below.
     return Face.of([tensor.clone() for tensor in cut.tensors()], cut.kind)
 
 

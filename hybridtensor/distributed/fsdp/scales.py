@@ -59,6 +59,7 @@ class Part(NamedTuple):
             if plan.of_rowwise or other or plan.reduce == "blocks":
                 return None
             context = context._replace(amaxes=_by_face(plan, self.amaxes))
+        # Key and step are drawn for each cast, which prepared inputs would repeat.
         if self.state is None and self.quantizer.stochastic:
             return None
         cast = cast_plan(
@@ -91,11 +92,10 @@ def _by_face(plan: Plan, amaxes: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _with_amaxes(values: Tensor, plan: Plan, rank: int, amaxes: Tensor) -> tuple[Tensor, int]:
-    """Return the local rows together with the reduced amaxes as values, and the first local row.
-
-    Whatever is quantized together with them gets the scales of the whole. They are in rows that are cut off afterwards:
-    below, in scale groups of their own; or where a block is cut, in the rows of that block that other ranks hold.
-    """
+    """Return the local rows together with the reduced amaxes as values, and the first local row."""
+    # Whatever is quantized together with them gets the scales of the whole. They are in rows that are cut off
+    # afterwards: below, in scale groups of their own; or where a block is cut, in the rows of that block that other
+    # ranks hold.
     rows, columns = values.shape
     amaxes = amaxes.to(values.dtype)  # exact: magnitudes of such values
     if plan.reduce != "blocks":

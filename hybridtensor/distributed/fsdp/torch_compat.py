@@ -185,11 +185,9 @@ class Sharded(NamedTuple):
             self.group._hybridtensor_widened = True  # type: ignore[attr-defined]
 
     def gather_into(self, outputs: list[Tensor]) -> None:
-        """Set the uint8 buffers of the next gather; without any FSDP2 frees those that it has, and allocates its own.
-
-        FSDP2 would write the next gather into what it has whatever its size: with other sizes, silently the
-        wrong bytes.
-        """
+        """Set the uint8 buffers of the next gather; without any FSDP2 frees those that it has, and makes its own."""
+        # FSDP2 would write the next gather into what it has whatever its size: with other sizes, silently the wrong
+        # bytes.
         # FSDP2 makes new buffers only where this list is empty (``init_all_gather_outputs``); it allocates their memory
         # before it writes them
         self.param.all_gather_outputs = outputs

@@ -36,6 +36,7 @@ class SequencePlan:
 
 def sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> SequencePlan:
     """Return the plan of an activation with ``tokens`` of one sequence on each of ``num_ranks`` ranks."""
+    # ``int`` fixes a size that is traced: what a graph gathers depends on it.
     return _sequence_plan(quantizer, int(tokens), num_ranks)
 
 

@@ -77,6 +77,7 @@ def read_json(
         raise ValueError(f"the number {text[:20]} is in it")
 
     def number(text: str) -> int:
+        # 19 digits, as int64 has at most: the time that int() takes grows with the square of their number.
         return int(text) if len(text) < 20 else refused(text)
 
     try:

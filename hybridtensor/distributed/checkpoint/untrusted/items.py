@@ -100,11 +100,9 @@ def _first_line(error: Exception) -> str:
 
 
 def check_archive(stream: IO[bytes]) -> None:
-    """Raise ValueError for bytes that would take more memory than they are, or for ever, to unpack.
-
-    torch reads its archives, and the pickle in them, as they say: it unpacks what is compressed,
-    and takes a tensor's memory to be as large as the pickle says.
-    """
+    """Raise ValueError for bytes that would take more memory than they are, or for ever, to unpack."""
+    # torch reads its archives, and the pickle in them, as they say: it unpacks what is compressed, and takes a tensor's
+    # memory to be as large as the pickle says.
     try:
         with zipfile.ZipFile(stream) as archive:
             records = archive.infolist()

@@ -153,10 +153,9 @@ _USES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what is on the list, and refuses all other names and persistent ids.
+    """Makes what is on the list, and refuses all other names and persistent ids."""
 
-    What is done to it, such as a state for a class, it does not refuse: ``Scan`` does.
-    """
+    # What is done to it, such as a state for a class, it does not refuse: ``Scan`` does.
 
     def find_class(self, module: str, name: str, /) -> object:
         found = f"{module}.{name}"
