@@ -384,5 +384,6 @@ def _spec_of(config: HybridConfig) -> str | None:
         return None
 
 
+# torchao's config_from_dict looks for a config's class in these modules only.
 ALLOWED_AO_MODULES.add("hybridtensor")
 torch.serialization.add_safe_globals([HybridConfig])
