@@ -120,6 +120,7 @@ def static_input(x: Tensor, scale: Tensor) -> Decoded:
 
 def _of_blocks(elements: Tensor, scale: Tensor) -> Decoded:
     """Return elements with scales ``[rows, blocks]`` of 128 each."""
+    # frexp gives powers of two the mantissa 0.5. They stay exact in the elements.
     if bool((torch.frexp(scale)[0] == 0.5).all()):
         return Decoded(elements * _spread(scale, _SIDE)[:, : elements.shape[1]])
     return Decoded(elements, None, scale)

@@ -103,6 +103,7 @@ class Engine(TorchFunctionMode):
 
 
 def _linear(weight: EngineWeight, x: Tensor, at: Tensor, bias: Tensor | None = None) -> Tensor:
+    # A matrix of a stack is a view that begins at a multiple of its size.
     expert = at.storage_offset() // at.numel() if weight.is_stack else 0
     return weight.linear(x, bias, expert)
 

@@ -110,6 +110,7 @@ def gathered(sources: Sequence[Source], first_only: bool) -> list[list[Tensor]]:
         first_only: Whether only the first rank gets them.
     """
     made: list[list[Tensor]] = [[] for _ in sources]
+    # Not by FSDP2's own gathers, which free and refill what the next forward reads.
     for spread in dict.fromkeys(source.spread for source in sources):
         if first_only and not _is_copy_of_first(spread):
             continue

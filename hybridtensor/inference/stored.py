@@ -299,6 +299,7 @@ def amax_of(level: Tensor, fmt: Format = formats.NVFP4) -> Tensor:
     near = most / level.double()
     first = near.float().reshape(1)
     found = first
+    # Several amaxes may have one global scale: the nearest, tried last, is taken.
     for steps in (-2, -1, 1, 2, 0):
         bits = first.view(torch.int32) + steps
         found = torch.where(
