@@ -51,6 +51,7 @@ def _alike(names: Sequence[tuple[str, ...]]) -> Ranks:
     mine = names[dist.get_rank()]
     group = None
     if len(ranks) > 1:
+        # All ranks make all groups, in one order: new_group is a collective of the world.
         groups = {known: dist.new_group(members) for known, members in ranks.items()}
         group = groups[mine]
     members = ranks[mine]

@@ -61,6 +61,7 @@ class Sampler:
     def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
         self._now = None
         if id(layer) in self.layers and call is not None:
+            # ``Call`` refers to the call, so that no other one gets its id meanwhile.
             self._now = self._calls.setdefault(id(call), Call(call, self._turn))
             self._now.note(role, values)
 
