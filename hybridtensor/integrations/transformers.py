@@ -119,6 +119,8 @@ class HybridTensorQuantizer(HfQuantizer):
     ) -> None:
         self._files = [str(file) for file in checkpoint_files or ()]
         ignored = model._keys_to_ignore_on_load_unexpected or ()
+        # Private to Transformers: what is no error although the plain model has no such entry. Without it a warning
+        # would name the whole state.
         model._keys_to_ignore_on_load_unexpected = {*ignored, rf"{STATE}\."}  # loaded by ourselves
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
@@ -221,6 +223,7 @@ class StepCallback(TrainerCallback):
         if self._watched is not None and "loss" in logs:
             numbers = self._watched.scalars()
             logs.update(numbers)
+            # Trainer has put ``logs`` into its history before it calls back.
             state.log_history[-1].update(numbers)
 
 
