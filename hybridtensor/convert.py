@@ -164,6 +164,7 @@ def _convert_all(
 ) -> None:
     """Convert the layers of a plan; ``undo`` collects what reverts it, apart from what ``all_or_nothing`` restores."""
     changed = dict.fromkeys([*scales, *others])
+    # Read before anything changes; quantized again at the end, once layers have their new common scales.
     converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
     undo += of_parts(map(local_part, converted))
     if persistent:
@@ -253,6 +254,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
     require_alike("set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=PATIENCE)
     for layer, _ in plan:
+        # What FSDP2 has gathered is of the former recipe.
         if isinstance(layer.weight, nn.Parameter):
             let_go(layer.weight)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:

@@ -219,6 +219,7 @@ class _Offload:
     @_not_traced
     def leave(self, block: nn.Module, args: object, output: object) -> None:
         """Start copying what the block saved, and free what the block before it saved."""
+        # Copied now, not as each tensor is saved: by now it is known which of them a weight keeps anyway.
         group, hooks = self.open.pop()
         hooks.__exit__(None, None, None)
         self.send(group, _addresses(block))

@@ -272,6 +272,7 @@ class MasterWeights(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(hook(self, state_dict), state_dict)
         self._check_groups(state_dict)
+        # Copies, from which ``master`` and ``follows`` are taken out: the caller's state dict stays whole.
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
         own = [state.get(key, {}) for key in self._keys(state_dict)]
         loaded = [(of_one.pop("master", None), of_one.pop("follows", False)) for of_one in own]

@@ -61,6 +61,8 @@ def keep_recipe_on_assign(
     *_: object,
 ) -> None:
     """Give loaded tensors the model's recipes in ``load_state_dict(assign=True)``."""
+    # Values belong to the checkpoint, the recipe to the model: without this hook a plain checkpoint would silently
+    # turn quantization off.
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module._parameters.items():

@@ -75,6 +75,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
         name: getattr(parameter, name)
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
     }
+    # Gradient and hooks belong to the C++ tensor, which is another one after the swap.
     grad, parameter.grad = parameter.grad, None
     try:
         torch.utils.swap_tensors(parameter, other)
@@ -116,10 +117,6 @@ def _is_swappable(parameter: Any) -> bool:
 class ApplyInPlace:
     """The ``_apply`` of one module with weights of this library, which ``to``, ``cpu`` and ``half`` call.
 
-    torch swaps a parameter of a subclass for its conversion, which raises while anything else refers to
-    the parameter, as the gradient accumulators do that DistributedDataParallel holds. Here the parameter becomes its
-    conversion, as plain ones do through ``data``.
-
     Args:
         module: The module, which is referred to weakly: it holds this as an attribute.
     """
@@ -131,6 +128,9 @@ class ApplyInPlace:
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> nn.Module:
         module = self._required()
+        # torch swaps a parameter of a subclass for its conversion, which raises while anything else refers to the
+        # parameter, as the gradient accumulators do that DistributedDataParallel holds. Here the parameter becomes its
+        # conversion, as plain ones do through ``data``.
         own = {name: p for name, p in module._parameters.items() if _is_own(p)}
         module._parameters.update(dict.fromkeys(own))  # torch passes over what is None
         try:
