@@ -49,8 +49,7 @@ class Gathering(Protocol):
 
 
 class PreAllGather:
-    """The first FSDP2 hook as an object with a signature: FSDP2 inspects it before every gather, which is slow for a
-    method."""
+    """The first FSDP2 hook as an object with a signature."""
 
     __slots__ = ("_tensor",)
 
@@ -68,6 +67,7 @@ class PreAllGather:
         tensor = self._tensor
         return (tensor.gathering or _required(None)).pre_all_gather(tensor, module)
 
+    # FSDP2 inspects the hook before every gather. ``inspect`` takes this attribute, and is slow for a method.
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
 
 
