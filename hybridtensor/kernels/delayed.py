@@ -37,6 +37,7 @@ def update_kernel(slots, targets, amaxes, REDUCED: tl.constexpr, BLOCK: tl.const
         if largest < float("inf"):
             tl.store(scale, tl.minimum(tl.div_rn(tl.load(targets + slot), largest), FP32_MAX))
         tl.debug_barrier()  # all entries are read before any is written
+        # What has come into the first place counted above once more, and is cleared.
         tl.store(history + i, tl.where(i > entries - counting, rolled, 0.0), mask=i < entries)
     # The next step records from zero.
     tl.store(amax, 0.0)

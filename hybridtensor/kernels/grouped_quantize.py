@@ -199,8 +199,6 @@ def grouped_measure_kernel(matrix, row_target, column_target, parts, row_size, c
     """
     if FOLLOWED:
         gdc_launch_dependents()
-    # A pass of its own. One launch that measures a group and casts it while the L2 holds it was slower, weights 0.26
-    # ms in place of 0.22: a program waits for its plan, its group, its amaxes and its tile in turn.
     part = _part_of(tl.program_id(0), matrix, parts, 1, TILE, TOKENS)
     if part.top < part.matrix.M:
         of_row = row_target + part.group * row_size

@@ -160,6 +160,7 @@ def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
         level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
         if FACE.store and place.along == 0:
             if FACE.values:
+                # Values hold their block scales: this factor is left for the sum of a row.
                 tl.store(out.scales + i, level * (1.0 / FACE.level_max), mask=i < place.OTHER)
             else:
                 tl.store(out.levels + i, level, mask=i < place.OTHER)

@@ -62,6 +62,7 @@ def swiglu_backward_kernel(
     activated = tl.div_rn(g, denominator).to(kind).to(tl.float32)
     sigmoid = tl.div_rn(1.0, denominator)
     of_activated = (dy * u).to(kind).to(tl.float32)
+    # The derivative of silu is sigmoid * slope.
     slope = 1.0 + g * (1.0 - sigmoid)
     tl.store(grad_gate + i * N + j, (of_activated * sigmoid * slope).to(kind), mask=mask)
     tl.store(grad_up + i * N + j, (dy * activated).to(kind), mask=mask)
