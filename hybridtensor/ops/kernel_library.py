@@ -42,8 +42,7 @@ class Launch:
 
     Attributes:
         take: What makes an argument of a tensor that is in a group, or of any: its address, once that is all that
-            counts. Of a tensor the launcher would ask the address in Python, and the driver whether it is one of the
-            device. Triton does not know every dtype.
+            counts.
     """
 
     def __init__(
@@ -83,7 +82,10 @@ class Launch:
             if compiled is not None:  # the interpreter compiles nothing
                 # Private in Triton: what its own launcher passes, without the launch metadata and both hooks.
                 fixed = compiled.function, compiled.packed_metadata, None, None, None
+                # ``_fixed`` first: the thread of a backward may launch as soon as ``_run`` is there.
                 self._fixed, self._run = fixed, compiled.run
+                # Of a tensor the launcher would ask the address in Python, and the driver whether it is one of the
+                # device.
                 self.take = torch.Tensor.data_ptr
             return
         # Private in torch, and what Triton's launcher asks, too: no Stream object is made.

@@ -147,7 +147,8 @@ class GroupedCast:
             if self._clears:
                 row[1].view(torch.uint8).zero_()
             # Two launches over all groups. One that measures a group and casts it while the L2 holds it was slower:
-            # weights 0.26 ms instead of 0.22, tokens 0.14 instead of 0.13.
+            # weights 0.26 ms instead of 0.22, tokens 0.14 instead of 0.13. A program then waits for its plan, its
+            # group, its amaxes and its tile in turn.
             plan = None if self._plan is None or ends is None else self._plan(ends)
             row_amax = column_amax = x  # stands for nothing
             if self._measurement is not None:
