@@ -76,6 +76,7 @@ class Route(NamedTuple):
                 f"are, are required, got {got}"
             )
         numbers = torch.arange(every, device=counts.device).repeat(ranks)
+        # Tokens come rank by rank, sorted by expert in each; a stable sort keeps the order of ranks within an expert.
         order = numbers.repeat_interleave(come).argsort(stable=True)
         return cls(sent, received, order, come.view(ranks, every).sum(0), group.group_name)
 
