@@ -287,6 +287,8 @@ def _ulps(one: Tensor, other: Tensor) -> Tensor:
     lowest = torch.iinfo(whole).min
     places = []
     for tensor in (one, other):
+        # As integers the bits of negative numbers fall towards zero: they are mirrored, so that -0 is 0, and its
+        # neighbour -1.
         bits = tensor.contiguous().view(whole).long()
         places.append(torch.where(bits < 0, lowest - bits, bits))
     return (places[0] - places[1]).abs()

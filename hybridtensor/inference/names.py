@@ -131,6 +131,7 @@ class Names:
         Raises:
             ValueError: If it has matrices that are not rows of one expert's.
         """
+        # Transformers converts tensors only: rows are numbered, and the numbers tell which of them it stores where.
         numbers = torch.arange(count * rows).view(count, rows, 1).expand(count, rows, 2)
         found = self._stored(name, numbers.contiguous())
         if list(found) == [name] and torch.equal(found[name], numbers):

@@ -34,6 +34,7 @@ def nvfp4_of_mxfp4(face: Face) -> Face:
     rows, across = face.qdata.shape[0], face.format.block[0] or 1
     exponents = face.scale.view(torch.uint8).to(torch.int32) - _BIAS
     exponents = exponents.repeat_interleave(across, 0)[:rows].repeat_interleave(2, 1)
+    # Eight bytes are 16 elements, a block of NVFP4; blocks of zeros set no bounds.
     used = exponents[((face.qdata & _MAGNITUDES) != 0).unflatten(1, (-1, 8)).any(2)]
     low, high = (int(used.min()), int(used.max())) if used.numel() else (_USUAL, _USUAL)
     fewest, most = max(high - _HIGHEST, _SMALLEST), min(low - _LOWEST, _LARGEST)
@@ -45,5 +46,6 @@ def nvfp4_of_mxfp4(face: Face) -> Face:
     tensor = min(max(_USUAL, fewest), most)
     powers = (exponents - tensor).clamp(_LOWEST, _HIGHEST)
     scale = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
+    # A value is element * scale * amax / tensor_scale_max: of this amax a factor of 2**tensor is left.
     amax = torch.full((1, 1), formats.NVFP4.tensor_scale_max * 2.0**tensor, device=scale.device)
     return Face(face.qdata, scale.to(torch.float8_e4m3fn), amax, formats.NVFP4)
