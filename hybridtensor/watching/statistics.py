@@ -187,6 +187,7 @@ def _scales(face: Face) -> Tensor:
 
 def _half_step(fmt: Format) -> float:
     """Return half the distance of the largest element from the next smaller one."""
+    # E4M3: 448 lies between 2^8 and 2^9, where elements are 2^(8 - 3) apart; half of that is 16.
     bits = _MANTISSA.get(fmt.element, 1) if fmt.element is not None else 23
     return float(2.0 ** (math.floor(math.log2(fmt.max)) - bits - 1))
 
@@ -198,6 +199,7 @@ def face_statistics(
     known = dict(zip(FACE_COUNTS, counts, strict=True))
     signal, noise = norms
     amax, high, low, smallest = maxima[0], maxima[1], -maxima[2], -maxima[3]
+    # ``added_up`` makes an infinite maximum of NaN, which a maximum over ranks would lose.
     row_noise = math.nan if math.isinf(maxima[4]) else maxima[4]
     values, blocks = (max(size, 1) for size in sizes)
     return {
@@ -220,6 +222,7 @@ def face_statistics(
 def product_statistics(norms: list[float]) -> dict[str, float]:
     """Return a product's statistics, by ``PRODUCT_NAMES``."""
     signal, quantized, noise = norms
+    # From |a - b|^2 = |a|^2 + |b|^2 - 2 ab: sums of squares add up over calls and ranks.
     lengths = math.sqrt(signal) * math.sqrt(quantized)
     cosine = (signal + quantized - noise) / 2 / lengths if lengths else math.nan
     return {"cosine": cosine, "sqnr": _decibel(signal, noise)}
