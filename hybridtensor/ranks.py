@@ -42,9 +42,7 @@ _MOST_NAMES = 4  # in an error
 class Ranks:
     """The ranks of a process group, or this process alone.
 
-    All ranks of a world talk through a gloo group of their own, which stays for the next time: ending
-    one while a rank still reads what another sent can lose it. A rank that loses another one does end
-    it, so that all others raise at once. Some of the ranks talk through the group that is given.
+    All ranks of a world talk through a gloo group of their own, some of them through the group that is given.
 
     Args:
         who: Name of the operation, for errors.
@@ -77,6 +75,8 @@ class Ranks:
             self._group = group
             _meet(who, members, timeout)  # the group waits for as long as its own timeout says
             return
+        # The group stays for the next time: ending one while a rank still reads what another sent can lose it. A rank
+        # that loses another one does end it, so that all others raise at once.
         self._known = _groups.setdefault(_world(), {})
         self._group = self._known.get(timeout)
         if self._group is None:
