@@ -49,6 +49,8 @@ class CommonScale:
         modules = self.modules
         if not any(id(module) in memo for module in modules):
             return self
+        # In the memo before the layers are copied, whose states refer to this. The memo also keeps the copied layers,
+        # which are held weakly here, until the copy of the model holds them.
         new = memo[id(self)] = type(self)([])
         new._modules = [weakref.ref(copy.deepcopy(module, memo)) for module in modules if module]
         return new

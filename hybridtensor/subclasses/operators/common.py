@@ -88,6 +88,7 @@ def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
     start, stop, step = slice(start, sys.maxsize if stop is None else stop, step).indices(
         shape[dim]
     )
+    # ``x[5:2]`` is empty in torch, of no negative size.
     return dim, start, max(start, stop), step
 
 
