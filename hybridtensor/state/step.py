@@ -167,6 +167,8 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
     # First: a lineage holds for one version of the scales, which are written below.
     lineages = next_lineages(states)
     fold_amaxes(states)
+    # After the fold, which fills ``amax``. Before the collective: the maxima over ranks are then alike in siblings,
+    # too.
     share_amaxes(states)
     groups = _groups(model, states, ranks)
     for group in groups:

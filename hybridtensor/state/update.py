@@ -101,6 +101,7 @@ class Slots:
         ]  # fmt: skip
 
     def update(self, reduced: Tensor | None) -> None:
+        # Without ``REDUCED`` the kernel does not read its third argument.
         amaxes = self._targets if reduced is None else reduced
         self.is_captured = self.is_captured or is_captured()
         with on_device(self._device):
