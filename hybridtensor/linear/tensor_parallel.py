@@ -89,6 +89,8 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
             if placement == Shard(1) and mesh.get_local_rank(dim):
                 b = _Elsewhere.apply(b)  # type: ignore[no-untyped-call]
     y = linear(x, w, b)
+    # Given, because ``from_local`` takes shards for even ones: it multiplies this rank's extent by the number of
+    # ranks.
     stride = _contiguous(shape)
     return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
 
