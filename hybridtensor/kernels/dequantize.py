@@ -29,6 +29,7 @@ def _elements(codes, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr
         mask = (i < other_left) & (j < along_left * BITS // 8)
         packed = tl.load(codes + start * BITS // 8 + offsets, mask=mask, other=0)
     if BITS == 4:
+        # The axis that is joined counts fastest: the low half of a byte is the first of its two elements.
         return e2m1_values(tl.reshape(tl.join(packed & 0xF, packed >> 4), [P, Q]))
     else:
         return fp8_values(packed, E5M2, False)

@@ -32,6 +32,7 @@ def _level_of(amax):
 def _store_level(out, level, rounding, stream):
     """Store the tensor scale, and the signs behind it in numbers of 16 bits."""
     half = tl.arange(0, DRAWN // 16)
+    # fp32 holds integers up to 2^24: half a word fits into a number, a word would not.
     bits = (sign_word(half // 2, rounding, stream) >> (half % 2 * 16).to(tl.uint32)) & 0xFFFF
     tl.store(out.levels, level)
     tl.store(out.levels + 1 + half, bits.to(tl.float32))
@@ -66,6 +67,7 @@ def _rounded_at_random(x, uniform):
     # normal one.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, _SMALLEST_NORMAL)
     step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+    # Its reciprocal: the exponent fields of 2^n and 2^-n add up to 254.
     steps = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # in one
     return saturate(tl.floor(x * steps + uniform) * step, 448.0)
 

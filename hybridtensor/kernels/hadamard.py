@@ -17,6 +17,7 @@ _NEGATIVE = tl.constexpr(0xD7E8)  # bit i is set where sign i is negative
 def _butterfly(groups, P: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, LENGTH: tl.constexpr):
     """Return sums and differences of the values ``STRIDE`` apart in every group of ``LENGTH``."""
     OUTER: tl.constexpr = LENGTH // 2 // STRIDE
+    # ``split`` takes apart, and ``join`` makes, a last axis of extent 2 only.
     pairs = tl.permute(tl.reshape(groups, [P, N, OUTER, 2, STRIDE]), [0, 1, 2, 4, 3])
     low, high = tl.split(pairs)
     return tl.reshape(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 3]), [P, N, LENGTH])

@@ -156,6 +156,7 @@ def fp8_codes(y, E5M2: tl.constexpr, HW: tl.constexpr):
         # 120 << 3 that is 0x58, the even code, 16.
         normal = ((bits + half + ((bits >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
         # Subnormal results in units of the smallest one, which the addition rounds to an integer.
+        # What rounds up to 2^MANTISSA units has the code of the smallest normal number, as it should.
         steps = magnitude * (2.0 ** (BIAS - 1 + MANTISSA)) + _MAGIC
         subnormal = steps.to(tl.int32, bitcast=True) & 0xFF
         code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
@@ -290,6 +291,8 @@ def e2m1_codes(y, uniform, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         # In steps: times 2^(1 - binade), whose bits follow from those of 2^binade.
         units = magnitude * (255 * (1 << 23) - exponent).to(tl.float32, bitcast=True)
+        # ``exponent >> 22`` is 2 * (127 + binade). Example: 2.7 is 2.7 steps of 1. With a uniform number below 0.3 the
+        # code is 2 + 2, that of 2.0, else 3 + 2, that of 3.0.
         code = tl.floor(units + uniform).to(tl.int32) + ((exponent >> 22) - 254)
     else:
         # A number whose last bit is worth a step, and whose low bits already hold 2 * binade
@@ -307,6 +310,7 @@ def e2m1_nearest(magnitude):
     binade = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & INF_BITS
     binade = binade.to(tl.float32, bitcast=True)
     # Adding a number whose last bit is worth half of the binade; products are exact
+    # Example: 2.7 has the binade 2. 1.5 * 2^23 + 2.7 rounds to 1.5 * 2^23 + 3, and leaves 3.
     return tl.fma(binade, -_MAGIC / 2, tl.fma(binade, _MAGIC / 2, magnitude))
 
 
@@ -381,6 +385,7 @@ def e2m1_values(codes):
     wide = codes.to(tl.int32)
     magnitude = wide & 7
     # One mantissa bit, and an exponent bias of 1 instead of 127.
+    # Example: code 5, 0b101, has exponent 2 and mantissa 1: 1.5 * 2^(2 + 126 - 127) = 3.
     bits = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, bits)
     return _signed(value, wide >> 3)

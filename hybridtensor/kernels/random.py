@@ -76,6 +76,7 @@ def uniform16(rows, column, columns, rounding, stream, TILE: tl.constexpr):
         # A call gives 128 bits: 16 for each of eight neighbours. Here one call serves all eight; below each element
         # repeats it.
         eighths = column // 8 + tl.arange(0, BK // 8)
+        # The call of ``uniform16_at``, index // 8, as K is a multiple of 8.
         call = rows[:, :, None] * (columns // 8) + eighths[None, None, :]
         w0, w1, w2, w3 = _words(call, key, step, stream)
         h0, h1 = _halves(w0)
