@@ -149,8 +149,7 @@ class TensorLayout(NamedTuple):
 def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[TensorLayout, ...]:
     """Return the layouts of a quantized ``[other, contraction]`` face's tensors, in the order of ``Face.tensors``.
 
-    Scales of blocks along the contraction lie block by block, not row by row: so hardware reads
-    them, and so one block of neighbouring rows is written at once. Of formats without partial
+    Scales of blocks along the contraction lie block by block, not row by row. Of formats without partial
     blocks the face has ``format.stored(contraction)`` entries along the contraction.
 
     Raises:
@@ -164,6 +163,7 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[TensorLayou
     if fmt.scale_dtype is None:
         return (elements,)
     rows, blocks = fmt.scale_shape(other, contraction)
+    # So hardware reads scales, and so those of one block of neighbouring rows are written at once.
     block_by_block = fmt.block[0] == 1 and fmt.block[1] is not None
     scale_strides = (1, max(rows, 1)) if block_by_block else (max(blocks, 1), 1)
     layouts = (

@@ -82,6 +82,7 @@ def _forward(
     x: Tensor, weight: Tensor, eps: float, out: Tensor | None, factor: Tensor, amax: Tensor | None
 ) -> None:
     x, weight = _with_contiguous_rows(x), weight if out is None else weight.contiguous()
+    # ``factor`` stands for what this variant of the kernel does not touch: Triton wants a tensor for every pointer.
     given = (x, weight, factor if out is None else out, factor, factor if amax is None else amax)
     with on_device(x.device):
         launch = _launch(
@@ -126,6 +127,8 @@ def _kind(x: Tensor, weight: Tensor) -> tuple[object, ...]:
     return x.shape, x.stride(0), x.dtype, weight.dtype, x.device
 
 
+# Alignment is no argument of the kernel, but Triton specializes on it, and a Launch keeps the first kernel that it
+# compiled.
 @functools.lru_cache(maxsize=1024)
 def _launch(
     kind: tuple[torch.Size, object], aligned: tuple[bool, ...], *, store: bool, measure: bool

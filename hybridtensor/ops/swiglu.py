@@ -46,9 +46,11 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
 
 def swiglu_cuda(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` of tensors ``[..., N]`` of one shape and dtype, contiguous."""
+    # The kernels compute in fp32.
     if not gate.numel() or gate.dtype == torch.float64:
         return _reference(gate, up)
     out = _fake(gate, up)
+    # The second ``out`` stands for the amax, which is not measured.
     _run("swiglu_kernel", [gate, up], [out, out], MEASURE=False)
     return out
 
