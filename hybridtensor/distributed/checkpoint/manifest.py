@@ -99,6 +99,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
+    # Not ``isinstance``: JSON's ``true`` would be the number 1.
     return type(value) is int and value >= 0
 
 

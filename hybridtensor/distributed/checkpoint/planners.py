@@ -127,6 +127,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         if metadata is not None:
             use_present_names(metadata)  # the reader takes this same object afterwards
         super().set_up_planner(plain(state_dict), metadata, is_coordinator)
+        # After ``super()``, which keeps the plain one here: ``load_bytes`` writes into the caller's.
         self.original_state_dict = state_dict
         parts = [(name, local(value)) for name, value in tensors]
         persistent = [(name, part) for name, part in parts if isinstance(part, HybridTensor)]
@@ -145,6 +146,8 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             raise RuntimeError(
                 "checkpoint: the planner has no metadata; call set_up_planner with it"
             )
+        # Not what the default planner does: for a checkpoint with more keys than the state it tries the names of
+        # torch 2.3, made of ``original_state_dict``, whose weights are not plain.
         return create_default_local_load_plan(
             self.state_dict, self.metadata, not self.allow_partial_load
         )

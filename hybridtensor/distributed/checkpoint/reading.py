@@ -120,6 +120,7 @@ def _put(
         ranks.each(put)
         # After every rank has put its tensors, so that an error of any still leaves data as it was.
         ranks.each(restoration.fill)
+    # Also for a KeyboardInterrupt: between two tensors it would leave a mixture of two steps.
     except BaseException as error:
         restoration.empty()
         staged.put_back()

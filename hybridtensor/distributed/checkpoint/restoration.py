@@ -152,6 +152,7 @@ class Restoration:
         for entry, loaded in self._loaded.items():
             if loaded:
                 taken = {name: self._read_of(entry, name, value) for name, value in loaded.items()}
+                # Not strict: what ``_add`` left out has no entry, and its quantizers start afresh.
                 set_model_state_dict(
                     training._modules[entry], taken, options=StateDictOptions(strict=False)
                 )

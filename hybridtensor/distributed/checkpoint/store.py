@@ -369,6 +369,8 @@ def _recover(root: Path) -> None:
             path.rename(target)
             sync_folder(root)
         elif not problems(target):
+            # Synced first: after a crash the rename that brought the new step may be lost, and this folder is then
+            # the only one.
             sync_folder(root)
             shutil.rmtree(path, ignore_errors=True)
     for old in root.glob(f".step_*{_PARTIAL}*"):

@@ -114,6 +114,8 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     state = {p: (of, dict(of)) for p, of in optimizer.state.items()} if own else {}
 
     def undo() -> None:
+        # First: ``load_state_dict`` sets another dictionary as ``state`` (by ``Optimizer.__setstate__``). What is
+        # cleared and filled below has to be the former one.
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         for group, former in groups:

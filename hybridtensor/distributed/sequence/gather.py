@@ -84,6 +84,7 @@ class SequenceGather(NamedTuple):
         request = CastRequest(None, cast) if of_column else CastRequest(cast)
         mine = ops.prepare(matrix, request).measure(matrix)[1 if of_column else 0]
         amaxes = c10d.wait_tensor(c10d.all_reduce(mine, "max", self.layout.group))
+        # The largest of all columns is the tensor's: one all-reduce for both faces.
         of_tensor = amaxes.max()[None] if of_column else amaxes
         row = of_tensor if plan.row_reduces else None
         column = None
@@ -96,6 +97,8 @@ class SequenceGather(NamedTuple):
     def _first_row(self, rows: int) -> int:
         """Return this rank's first row within the batch."""
         state = self.context.state
+        # Rank by rank, as draws go by rows: no two ranks draw alike, though in the whole the sequences' parts
+        # alternate.
         before = 0 if state is None else state.rank * self.layout.num_ranks
         return (before + self.rank) * rows
 

@@ -39,6 +39,8 @@ def _sent_pieces(face: Face, direction: str) -> list[_Piece]:
     found = []
     for which, tensor in enumerate(tensors):
         if sent[which]:
+            # Scales of 1 x n lie block by block (``face_layouts``): transposed they are contiguous, and are sent
+            # without a copy.
             by_block = which == 1 and fmt.block[0] == 1 and fmt.block[1] is not None
             memory = tensor.view(torch.uint8) if _as_bytes(tensor) else tensor
             memory = (memory.t() if by_block else memory).contiguous()

@@ -130,6 +130,7 @@ class _Preparation:
                 return gathered.to_local()
             if gathered is not None:
                 return gathered
+        # Private in torch: what its own hook calls for each input.
         return self.style._prepare_input_arg(x, self.mesh, layout, wanted)
 
 

@@ -46,8 +46,10 @@ class Staged:
             self._planner.load_bytes(item, io.BytesIO(data))
         for at, (item, new) in enumerate(self._tensors):
             place = self._planner.resolve_tensor(item).detach()
+            # Before the write, so that ``put_back`` undoes one that was interrupted.
             self._former.append((place, place.to("cpu", copy=True)))
             place.copy_(new)
+            # Frees what was read: the host holds the former values or the new ones, not both of everything.
             self._tensors[at] = item, torch.empty(0)
             self._planner.commit_tensor(item, place)
 
