@@ -159,6 +159,7 @@ def product(x: Decoded, weight: Decoded, bias: Tensor | None, dtype: torch.dtype
     right = None if weight.of_rows is None else weight.of_rows.t()
     factors = [one for one in (x.of_rows, right) if one is not None]
     if len(factors) == 2:
+        # Saturated, as the emulated product: Inf times a sum of zero would be NaN.
         total = total * (factors[0] * factors[1]).clamp(max=_FP32_MAX)
     elif factors:
         total = total * factors[0]

@@ -302,6 +302,7 @@ def _of_parts(who: str, one: Exported, fmt: Format) -> Format:
         return fmt
     values = one.sharded is not None and plan_of(one.sharded, one.part.recipe).row.kind != "bytes"
     whole = one.sharded is not None and bool(plan_of(one.sharded, one.part.recipe).whole)
+    # The scale of a part is that of all its rows: together the parts are a face with a scale per row.
     if fmt is FP8_E4M3_TENSOR and not cut[1] and not (values or whole):
         return FP8_E4M3_ROW
     raise ValueError(
