@@ -159,6 +159,7 @@ def _by_layer(measured: Measured) -> Iterator[tuple[Watched, list[_Place], _Plac
     """Yield each layer that ran with its places, and their sum."""
     numbers, sizes = measured.numbers, measured.sizes
     used = sizes.any(-1).any(-1) | numbers.products.any(-1).any(-1)
+    # Experts that were not measured, but whose amax is infinite, are listed, too.
     used |= (numbers.maxima[:, :, 0] == math.inf).any(-1)
     places = used.nonzero().flatten()
     tensors = (*numbers[:3], sizes, numbers.products)

@@ -110,6 +110,7 @@ class Numbers(NamedTuple):
         )
 
     def clear(self) -> None:
+        # In place: ``Sums.at`` has cached views.
         for tensor in (self.counts, self.norms, self.products):
             tensor.zero_()
         self.maxima.fill_(-torch.inf)
