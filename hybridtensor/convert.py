@@ -252,6 +252,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
+    # Before anything changes: this raises on all ranks or on none.
     require_alike("set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=PATIENCE)
     for layer, _ in plan:
         # What FSDP2 has gathered is of the former recipe.

@@ -194,6 +194,7 @@ TABLES = MappingProxyType(
                 Row("bf16", 1.0, True, _B200),
                 Row("fp8", 0.5, True, _B200),
                 Row("fp8_rowwise", 0.5, True, _B200),
+                # torch multiplies by scales of 1x128 and 128x128 on Hopper only
                 Row("fp8_block", 1.0, False, _EMULATED),
                 Row("mxfp8", 0.5, True, _B200),
                 Row("nvfp4", 0.25, True, _B200),

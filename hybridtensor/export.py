@@ -292,7 +292,7 @@ def _load(
     told = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
     if told["version"] != _VERSION:
         raise ValueError(f"it has version {told['version']}, this library reads {_VERSION}")
-    digest = _digest(told["weights"], tensors, metadata)
+    digest = _digest(told["weights"], tensors, metadata)  # before faces are taken out
     for name, weight in told["weights"].items():
         tensors[name] = _take_weight(tensors, name, weight)
     if not told.keys() <= _TOLD or told.get("digest", digest) != digest:

@@ -35,12 +35,14 @@ class Layer(NamedTuple):
         """The parameter or tensor at the weight's name, without updating a parametrization."""
         if not parametrize.is_parametrized(self.module, self.parameter):
             return getattr(self.module, self.parameter)
+        # In training mode ``spectral_norm`` takes a step of its power iteration whenever the weight is read.
         computing = self.module.get_submodule(f"parametrizations.{self.parameter}")
         modes = {module: module.training for module in computing.modules()}
         try:
             computing.eval()
             return getattr(self.module, self.parameter)
         finally:
+            # Not by ``train()``, which would set all submodules alike.
             for module, training in modes.items():
                 module.training = training
 
@@ -85,6 +87,7 @@ class Layer(NamedTuple):
 
     def why_skipped(self) -> str | None:
         """Return why ``quantize_`` skips this layer by default, or None."""
+        # torch's class of ``MultiheadAttention.out_proj``, and of nothing else.
         if type(self.module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             return "nn.MultiheadAttention computes with its weight below autograd"
         if self.is_stack and not _is_of_experts(self.module, self.weight):

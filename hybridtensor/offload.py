@@ -139,6 +139,8 @@ class _Memory:
             stream, event = self.copied
             stream.wait_event(event)
 
+    # When this goes, its memory returns to the pool of the stream that computes, while a copy on the other one may
+    # still use it.
     __del__ = wait
 
     def release(self) -> None:

@@ -61,6 +61,8 @@ def swap(who: str, parameter: nn.Parameter, new: Tensor) -> Callable[[], None]:
     own = parameter.own_names() if isinstance(parameter, WrapperTensor) else set()
     kept = {n: v for n, v in parameter.__dict__.items() if n not in own and n not in new.__dict__}
     replacement = nn.Parameter(new, requires_grad=parameter.requires_grad)
+    # ``swap_tensors`` exchanges the dictionaries, too: what others put on the parameter has to be in the
+    # replacement's.
     replacement.__dict__.update({**new.__dict__, **replacement.__dict__, **kept})
     try:
         _exchange(parameter, replacement)
