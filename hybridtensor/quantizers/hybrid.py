@@ -181,6 +181,9 @@ class HybridQuantizer(CastQuantizer):
         if isinstance(self.columnwise, IdentityQuantizer):
             return columnwise_of(row, dtype)
         values, context = rowwise_values(row, dtype), context._replace(direction="columnwise")
+        if context.state is not None and context.state.common_amax is not None:
+            # which several weights have in common before they are quantized, not what their faces hold
+            context = context._replace(state=context.state._replace(common_amax=None))
         return self.columnwise.faces(
             values, rowwise=False, columnwise=True, dtype=dtype, context=context
         )[1]

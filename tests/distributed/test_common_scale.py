@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from processes import here
-from sharding import mesh_of, whole
+from sharding import assert_faces_equal, mesh_of, whole
 from siblings import GROUPS, inputs, model_of
 from tiers import in_turn
 from torch import nn
@@ -22,7 +22,12 @@ NVFP4, ONE_D = (  # which round to nearest, and so do not depend on whose rows a
     ht.HybridConfig(ht.NVFP4Quantizer(), ht.NVFP4Quantizer(two_d=two_d), ht.IdentityQuantizer())
     for two_d in (True, False)
 )
-RECIPES = ["fp8", NVFP4, "fp8+dequantized", "fp8_delayed", "fp8+bf16_weight_values", ONE_D]
+OF_ROWWISE = ht.HybridConfig(  # whose columnwise face is scaled by what the rowwise one holds
+    ht.NVFP4Quantizer(),
+    ht.HybridQuantizer(ht.NVFP4Quantizer(), ht.Float8Quantizer(), "rowwise_dequantized"),
+    ht.IdentityQuantizer(),
+)
+RECIPES = ["fp8", NVFP4, "fp8+dequantized", "fp8_delayed", "fp8+bf16_weight_values", ONE_D, OF_ROWWISE, OF_ROWWISE]
 
 
 def same(mine, expected):
@@ -189,11 +194,13 @@ def fragments(rank, recipe):
     offsets = [0 if rank == 0 else c for c in cuts]
     quantize_master_weights(weights, parts, offsets)
     same(dict(ht.inference_tensors(model)), dict(ht.inference_tensors(expected)))
+    for mine, theirs in zip(weights, expected.blocks[0].siblings, strict=True):
+        assert_faces_equal(mine.columnwise, theirs.weight.columnwise)
     with pytest.raises(RuntimeError, match="of the 3 weights of a common scale were given"):
         quantize_master_weights(weights[:2], parts[:2], offsets[:2])
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", OF_ROWWISE])
 def test_fragments(two, recipe):
     two.run(fragments, recipe)
 
