@@ -10,5 +10,10 @@ def two(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session", params=KINDS)
+def three(request, tmp_path_factory):
+    yield from started(3, request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=KINDS)
 def four(request, tmp_path_factory):
     yield from started(4, request, tmp_path_factory)

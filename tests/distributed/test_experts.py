@@ -4,6 +4,7 @@ Oracle: the model that is not sharded, bitwise, with gradients that are averaged
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -105,6 +106,25 @@ VALUES = "values, float32"
 @pytest.mark.parametrize("make", [Experts, Stored])
 def test_what_travels_is_explained(two, make, dim, count, says):
     two.run(like_unsharded, "mxfp8", make, dim, False, count, says)
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(ht.Quantizer):
+    """Says nothing about what has a scale in common."""
+
+    rowwise_format = columnwise_format = ht.MXFP8Quantizer().rowwise_format
+
+    def faces(self, x, **options):
+        return ht.MXFP8Quantizer().faces(x, **options)
+
+
+@pytest.mark.parametrize("make", [Experts, Stored])
+def test_columnwise_faces_that_are_quantized_after_the_gather(two, make):
+    rows, sent = ht.MXFP8Quantizer(), "rowwise, mxfp8_e4m3"
+    for source, backward in (("rowwise_dequantized", sent), ("original", VALUES)):
+        recipe = ht.HybridConfig(rows, ht.HybridQuantizer(rows, Own(), source), rows)
+        reason = "" if backward == sent else "Own says nothing about its groups"
+        two.run(like_unsharded, recipe, make, 0, False, EXPERTS, (sent, backward, reason))
 
 
 def hybrid_shards(rank, recipe):

@@ -3,7 +3,7 @@
 import pytest
 import tiers
 import torch
-from sharding import RECIPES, assert_faces_equal, make, mesh_of, shard, train
+from sharding import RECIPES, assert_faces_equal, make, mesh_of, shard, train, with_weight
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchao.quantization import FqnToConfig
 
@@ -45,12 +45,6 @@ def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
                     assert_faces_equal(weight.rowwise, made.rowwise)
                     assert_faces_equal(weight.columnwise, made.columnwise)
                 block.reshard()
-
-
-def with_weight(**faces):
-    """A config whose weight has quantizers that no named recipe gives it."""
-    identity = ht.IdentityQuantizer()
-    return ht.HybridConfig(input=identity, weight=ht.HybridQuantizer(**faces), grad_output=identity)
 
 
 UNUSUAL = [

@@ -62,11 +62,14 @@ def phases(model, count, size=256):
     return forward, backward
 
 
-LIMITS = {"fp8": 0.51, "mxfp8": 0.53, "nvfp4": 0.29, "fp8_rowwise": 0.51, "fp8_block": 0.51, "fp8_delayed": 0.51}
+LIMITS = {
+    "fp8": 0.51, "mxfp8": 0.53, "nvfp4": 0.29, "fp8_rowwise": 0.51, "fp8_block": 0.51, "fp8_delayed": 0.51,
+    "quartet2": 0.29, "nvfp4_fwd_mxfp8_bwd": 0.29, "fp8_rowwise+rowwise_dequantized_weight": 0.51,
+}  # fmt: skip
 
 
 def only_the_face_of_the_phase(rank):
-    for recipe in RECIPES:
+    for recipe in dict.fromkeys([*RECIPES, *LIMITS]):
         config = ht.recipes.from_name(recipe)
         plan = make_plan(config, (256, 256), 2, 0)
         expected = [
@@ -87,8 +90,9 @@ def test_only_the_face_of_the_phase_is_sent(two):
 
 
 def both_faces_where_the_weight_stays(rank):
-    """Square blocks send one face for both, others two."""
-    for recipe, ratio in {"fp8": 0.51, "fp8_block": 0.51, "nvfp4": 0.29, "mxfp8": 1.06, "bf16": 1.0}.items():
+    """Square blocks, and faces that are made of the rowwise one, send one face for both, others two."""
+    ratios = {"fp8": 0.51, "fp8_block": 0.51, "nvfp4": 0.29, "mxfp8": 1.06, "bf16": 1.0, "quartet2": 0.29}
+    for recipe, ratio in ratios.items():
         model, count = one_layer(recipe, mesh_of(rank, 2), reshard_after_forward=False)
         (forward,), backward = phases(model, count)
         assert not backward
@@ -110,6 +114,12 @@ def recomputation(rank):
             assert len(forward) == 1
             assert len(backward) == number, (expected, backward)
             assert backward[-1] == 2 * forward[0]
+    for expected in (None, True, False):  # of which the columnwise face is made: it is there
+        model, count = one_layer("quartet2", mesh_of(rank, 2), wrap=wrap)
+        ht.distributed.expect_recompute_(model, expected)
+        for _ in range(2):
+            forward, backward = phases(model, count)
+            assert backward == forward, expected
     model, count = one_layer("mxfp8", mesh_of(rank, 2), wrap=wrap)
     ht.distributed.expect_recompute_(model, False)
     with pytest.raises(RuntimeError, match=r"the rowwise face of a weight \(256, 256\) was not gathered"):
@@ -173,7 +183,11 @@ def gathered_bytes(model):
 
 
 def nothing_stays(rank):
-    for recipe, policy in (("fp8_rowwise", BF16), ("fp8_dequantized_backward", MixedPrecisionPolicy())):
+    for recipe, policy in (
+        ("fp8_rowwise", BF16),
+        ("fp8_dequantized_backward", MixedPrecisionPolicy()),
+        ("fp8_rowwise+rowwise_dequantized_weight", BF16),
+    ):
         model = make(recipe, width=32, hidden=32)
         for block in model:
             fully_shard(block, mesh=mesh_of(rank, 2), mp_policy=policy)
@@ -317,6 +331,8 @@ def explained(rank):
         ("mxfp8", {}, {}, ("rowwise, mxfp8_e4m3", "columnwise, mxfp8_e4m3", "")),
         ("fp8_dequantized_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "rowwise, fp8_e4m3_tensor", "")),
         ("fp8_high_precision_backward", {}, {}, ("rowwise, fp8_e4m3_tensor", "values, float32", "")),
+        ("nvfp4_fwd_mxfp8_bwd", {}, {}, ("rowwise, nvfp4", "rowwise, nvfp4", "")),
+        ("fp8_rowwise+rowwise_dequantized_weight", {}, {}, ("rowwise, fp8_e4m3_row", "rowwise, fp8_e4m3_row", "")),
         ("fp8", {"hidden": 50}, {}, ("values, float32", "values, float32", "50 rows on 4 ranks")),
         ("mxfp8", {"hidden": 96}, {}, ("rowwise, mxfp8_e4m3", "values, float32", "shards of 24 rows cut blocks of 32")),
         ("fp8", {}, {"reshard_after_forward": 2}, (None, None, "reshard_after_forward is taken as True")),

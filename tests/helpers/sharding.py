@@ -34,6 +34,12 @@ def make(spec, *, width=64, hidden=128, blocks=2, dtype=torch.float32):
     return ht.quantize_(model.to(dtype), spec)
 
 
+def with_weight(**faces):
+    """A config whose weight has quantizers that no named recipe gives it."""
+    identity = ht.IdentityQuantizer()
+    return ht.HybridConfig(input=identity, weight=ht.HybridQuantizer(**faces), grad_output=identity)
+
+
 def shard(model, mesh, **options):
     for block in model:
         fully_shard(block, mesh=mesh, **options)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
 from hybridtensor.distributed.fsdp.payload import Payload, Remake, Sending, Share, Stretch
+from hybridtensor.distributed.fsdp.plan import ROW
 from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight, fill
 from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
@@ -61,6 +62,9 @@ class Ready:
             with torch.inference_mode(False):
                 self._copies, self._of = self._new_copies(received), of
         self._copies.run()
+        for shard, (_, columnwise) in zip(self._shards, self._wanted, strict=True):
+            if columnwise and shard.plan.column.kind == ROW and not shard.plan.shares:
+                shard.requantize(_known(shard))
 
     def _new_copies(self, received: Sequence[Tensor]) -> Copies:
         copies, faces = Copies(), [_known(shard) for shard in self._shards]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from hybridtensor.distributed.fsdp.payload import Share
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
@@ -17,6 +20,16 @@ from hybridtensor.subclasses import FaceTensor, IdentityTensor, QuantizedTensor
 from hybridtensor.subclasses.faces import turned
 
 _DIRECTIONS = (ROW, COLUMN)
+
+
+@contextlib.contextmanager
+def uncounted_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Write tensors of faces as a gather does: autograd saved them in forward, and would take the gather before
+    backward for a write in place."""
+    # torch's private contexts, which FSDP2 uses for its own gathers
+    no_functions = torch._C.DisableTorchFunctionSubclass()
+    with no_functions, torch.no_grad(), preserve_versions(tuple(tensors)):
+        yield
 
 
 class GatheredFaces:
@@ -53,7 +66,7 @@ class GatheredFaces:
         }
         self.row = self._face(plan, ROW, size, dtype)
         self.column: FaceTensor
-        if plan.column.kind == "held":
+        if plan.shares:
             self.column = IdentityTensor(self.row)
         elif self._names[COLUMN] == "values" == self._names[ROW]:
             self.column = self.row
@@ -85,21 +98,18 @@ class GatheredFaces:
     @staticmethod
     def _name(plan: Plan, direction: str) -> str:
         """Return the payload name of a face's tensors."""
-        if direction == COLUMN and plan.column.kind == "held":
+        if direction == COLUMN and plan.shares:
             return ROW
         return "values" if plan.face(direction).format.is_identity else direction
 
     def _face(
         self, plan: Plan, direction: str, size: tuple[int, ...], dtype: torch.dtype
     ) -> FaceTensor:
-        tensors = self.tensors[self._names[direction]]
         if self._names[direction] == "values":
-            face = IdentityTensor(tensors[0])
+            face = IdentityTensor(self.of(direction)[0])
             face.turned = self._turned[0]
             return face
-        axis = -1 if direction == ROW else 0
-        made = Face.of(tensors, FaceKind(plan.face(direction).format))
-        return QuantizedTensor(made, axis, dtype, size)
+        return QuantizedTensor(self.plain(direction), -1 if direction == ROW else 0, dtype, size)
 
     def add_alike(
         self, copies: Copies, share: Share, names: tuple[str, ...], wanted: tuple[bool, bool]
@@ -116,14 +126,17 @@ class GatheredFaces:
     def of(self, direction: str) -> list[Tensor]:
         return self.tensors[self._names[direction]]
 
+    def plain(self, direction: str) -> Face:
+        """Return a face as quantizers make it, of the tensors that stay."""
+        return Face.of(self.of(direction), FaceKind(self._plan.face(direction).format))
+
     def needed(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
         return self._needed[rowwise, columnwise]
 
     def _tensors_of(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        filled = self._plan.fills(rowwise, columnwise)
         names = dict.fromkeys(
-            self._names[d]
-            for d, asked in zip(_DIRECTIONS, (rowwise, columnwise), strict=True)
-            if asked
+            self._names[d] for d, there in zip(_DIRECTIONS, filled, strict=True) if there
         )
         if self._plan.read and rowwise:
             names["values"] = None
@@ -137,7 +150,7 @@ class GatheredFaces:
     def take_faces(self, made: Faces) -> None:
         """Copy faces that were quantized after the gather."""
         for direction, face in zip(_DIRECTIONS, made, strict=True):
-            if face is not None:
+            if face is not None and not face.follows_rowwise:
                 turned = self.transposed and self._names[direction] == "values"
                 for target, new in zip(self.of(direction), face.tensors(), strict=True):
                     target.copy_(new.transpose(-2, -1) if turned else new)

@@ -281,7 +281,8 @@ def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
         if tensor is not weight:
             continue
         plan = plan_of(sharded, tensor.recipe)
-        reasons = [plan.whole, plan.row.reason, plan.column.reason]
+        reasons = [plan.whole]
+        reasons += [face.reason for face in (plan.row, plan.column) if face.kind == "whole"]
         if sharded.reshards_to_fewer_ranks:
             reasons.append(
                 "reshard_after_forward is taken as True: from fewer ranks FSDP2 gathers no extensions"

@@ -7,6 +7,9 @@ A shard holds whole rows. What it can quantize alone depends on the scale groups
 - across blocks of one column that shards cut: not at all. High-precision values are sent and quantized after the
   gather, because as many amaxes would be reduced as bytes are saved.
 
+A columnwise face that is made of what the rowwise one holds needs nothing but that one's bytes: where a shard cannot
+quantize it alone, or it has more bytes, these are sent, and it is quantized after the gather.
+
 A shard of a stack of experts' weights holds whole experts, and so whole scale groups: each is quantized alone, and
 their faces are concatenated.
 
@@ -26,6 +29,7 @@ from hybridtensor.formats import Format
 from hybridtensor.quantizers import (
     HybridQuantizer,
     IdentityQuantizer,
+    NVFP4Quantizer,
     OneFormatQuantizer,
     Quantizer,
 )
@@ -66,7 +70,7 @@ class Plan:
         rows: ``n``; of the largest shard where they are uneven. Of a stack ``e``.
         columns: ``K``; of a stack the elements of an expert.
         whole: The values are sent as they are, whichever face is wanted: FSDP2 takes nothing else for such shards.
-        of_rowwise: Whether the columnwise face is made of what the rowwise one holds.
+        of_rowwise: Whether the columnwise face is made of what the rowwise one holds, by shards or after the gather.
         read: Whether forward reads the values, too.
         matrix: ``(N, K)`` of each expert, as linear layers have them, if this is a stack; or None.
     """
@@ -108,11 +112,20 @@ class Plan:
             return -(-self.rows * self.num_ranks // self.block), -(-self.columns // self.block)
         return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
 
+    @property
+    def shares(self) -> bool:
+        """Whether the columnwise face consists of the tensors of the rowwise one."""
+        return self.column.kind == ROW and self.column.format.is_identity
+
+    def fills(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
+        """Return which faces are there after a gather for the requested ones: also the one that another is made of."""
+        return rowwise or (columnwise and self.column.kind == ROW), columnwise
+
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
         """Return the names of the tensors sent for the requested faces: ``"whole"``, or ``"rowwise"``,
         ``"columnwise"``, ``"values"``."""
-        held = self.column.kind == "held"
-        rowwise, columnwise = rowwise or held, columnwise and not held
+        rowwise, columnwise = self.fills(rowwise, columnwise)
+        columnwise = columnwise and self.column.kind != ROW
         if columnwise and self.transposed and self.row.kind == self.column.kind == "bytes":
             rowwise, columnwise = True, False  # transposed after the gather
         wanted = [self.row] * rowwise + [self.column] * columnwise
@@ -179,9 +192,10 @@ def make_plan(
     reader: str = "",
     *,
     turned: bool = False,
+    persistent: bool = False,
 ) -> Plan:
     """Return the plan of a weight ``(N, K)`` sharded along ``dim``; ``turned`` if stored ``[K, N]``; ``reader``
-    reads its values."""
+    reads its values; ``persistent`` if shards keep both faces and send what they keep."""
     quantizer: Quantizer = config.weight
     row_quantizer, column_quantizer, of_rowwise = by_direction(quantizer)
     whole, rows = "", -(-size[0] // num_ranks)
@@ -198,15 +212,17 @@ def make_plan(
         whole = f"{reader} reads its values, too"
     row = face_plan(row_quantizer, ROW, rows, num_ranks)
     column = face_plan(column_quantizer, COLUMN, rows, num_ranks)
+    columns = size[1] if dim == 0 and not turned else size[1] // num_ranks
     if of_rowwise:
         column = of_rowwise_plan(row, column, row_quantizer)
+        if not whole and not persistent and _is_smaller(row, column, rows, columns):
+            column = FacePlan(ROW, column.format)
     if "blocks" in (row.reduce, column.reduce):
         row, column = _one_exchange(row, column)
     square = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
     transposed = (
         square and not of_rowwise and row.format.is_square and not quantizer.stochastic
     ) or (row.kind == column.kind == "values")
-    columns = size[1] if dim == 0 and not turned else size[1] // num_ranks
     return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
 
 
@@ -283,18 +299,36 @@ def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
 
 def of_rowwise_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
     """Return the plan of a columnwise face that is requantized from the rowwise data."""
-    if column.kind == "values":
-        return (
-            column if row.kind == "values" else FacePlan("held", column.format, reason=row.reason)
-        )
-    if row.kind == "whole" or column.kind == "whole":
-        return FacePlan("whole", column.format, reason=column.reason or row.reason)
+    if row.kind == column.kind == "values":
+        return column
+    if column.kind == "values" or row.kind == "whole":
+        return FacePlan(ROW, column.format)
+    if column.kind == "whole":
+        return FacePlan(ROW, column.format, reason=column.reason)
     if column.reduce in ("column", "blocks") or (
-        column.reduce == "tensor" and row_quantizer.stochastic
+        column.reduce == "tensor" and not _keeps_largest(row_quantizer)
     ):
         reason = f"columnwise {column.format}: its scales are those of what the rowwise face of all shards holds"
-        return FacePlan("whole", column.format, reason=reason)
+        return FacePlan(ROW, column.format, reason=reason)
     return column
+
+
+def _keeps_largest(quantizer: Quantizer) -> bool:
+    """Return whether the largest magnitude of what a face holds is what the amax of its values is quantized to."""
+    # Of four over six the other values of its block decide between two scales, which round it differently
+    chooses = isinstance(quantizer, NVFP4Quantizer) and quantizer.four_over_six is not None
+    return not quantizer.stochastic and not chooses
+
+
+def _is_smaller(row: FacePlan, column: FacePlan, rows: int, columns: int) -> bool:
+    """Return whether shards ``[rows, columns]`` can quantize both faces, and the rowwise one has fewer bytes."""
+    if not row.kind == column.kind == "bytes":
+        return False
+    of_row, of_column = (
+        sum(piece.nbytes for piece in pieces(face.format, direction, rows, columns))
+        for face, direction in ((row, ROW), (column, COLUMN))
+    )
+    return of_row < of_column
 
 
 def rows_together(plan: Plan) -> int:
@@ -308,11 +342,7 @@ def rows_together(plan: Plan) -> int:
 
 def check_persistent(plan: Plan, size: tuple[int, ...]) -> None:
     """Raise ValueError unless the faces of a persistent weight can be gathered: there are no values to fall back on."""
-    reasons = [
-        plan.whole,
-        plan.row.reason,
-        plan.column.reason if plan.column.kind == "whole" else "",
-    ]
+    reasons = [plan.whole, plan.row.reason, plan.column.reason]
     if plan.reduce == "blocks":
         reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
     reason = next((reason for reason in reasons if reason), None)

@@ -9,7 +9,7 @@ from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.linear.kinds import is_linear
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 
@@ -34,4 +34,5 @@ def matrix_plan(
     """Return the plan of a linear weight of ``size`` as stored, sharded along ``dim``."""
     if isinstance(weight, InterceptingTensor) and weight.is_transposed:
         return make_plan(config, (size[1], size[0]), num_ranks, dim, reader, turned=True)
-    return make_plan(config, (size[0], size[1]), num_ranks, dim, reader)
+    persistent = isinstance(weight, HybridTensor)
+    return make_plan(config, (size[0], size[1]), num_ranks, dim, reader, persistent=persistent)

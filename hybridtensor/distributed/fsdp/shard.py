@@ -7,12 +7,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from hybridtensor.distributed.fsdp import common_scale, siblings
 from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes
-from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
-from hybridtensor.distributed.fsdp.plan import Plan, check_persistent
+from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces, uncounted_writes
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight, whole_values
@@ -20,7 +19,7 @@ from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
-from hybridtensor.state import StateTensors
+from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import FaceTensor, HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
@@ -236,10 +235,7 @@ class Shard:
             if sent.acts:
                 sent.bundle.receive(sent.place, outputs)
             return out, needed
-        # torch's private context, which FSDP2 uses for its own gathers: autograd saved these
-        # tensors in forward, and would take the gather before backward for a write in place
-        no_functions = torch._C.DisableTorchFunctionSubclass()
-        with no_functions, torch.no_grad(), preserve_versions(tuple(needed)):
+        with uncounted_writes(needed):
             self._fill_from_values(faces, tensor, outputs[0], sent.wanted)
         self.sharded.gather_into([])
         return out, needed
@@ -279,17 +275,34 @@ class Shard:
         size = self.sharded.size
         stored = received.view(-1)[: math.prod(size)].view(size)
         values = stored.transpose(-2, -1) if tensor.is_transposed else stored
-        held, context = self.plan.column.kind == "held", tensor.context
-        if context.groups is not None:
-            context = context._replace(groups=context.groups._replace(num_groups=size[0]))
-        source = weight_values(self.config, values)
+        source, (rowwise, columnwise) = weight_values(self.config, values), self.plan.fills(*wanted)
         made = self.config.weight.faces(
-            source, rowwise=wanted[0] or held, columnwise=wanted[1] and not held, dtype=self.dtype,
-            context=context,
-        )  # fmt: skip
+            source,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            dtype=self.dtype,
+            context=self._context(tensor),
+        )
         faces.take_faces(made)
         if wanted[0] and faces.values is not None:
             faces.values.copy_(stored)
+
+    def requantize(self, faces: GatheredFaces) -> None:
+        """Quantize the columnwise face from the gathered rowwise one, as an unsharded weight does."""
+        self.order_amaxes()
+        quantizer: Any = self.config.weight
+        with uncounted_writes(faces.of(COLUMN)):
+            context = self._context(self.sharded.tensor)
+            made = quantizer.of_rowwise(faces.plain(ROW), self.dtype, context)
+            faces.take_faces((None, made))
+
+    def _context(self, tensor: Any) -> Context:
+        """Return the quantizers' context of the whole weight, from that of the local shard."""
+        context: Context = tensor.context
+        if context.groups is None:
+            return context
+        count = self.sharded.size[0]
+        return context._replace(groups=context.groups._replace(num_groups=count))
 
     # -- in between
 
