@@ -82,7 +82,8 @@ def shrink(*models):
 
 
 def once(rank):
-    for recipe, columns in (("fp8", 0), ("fp8_delayed", 0), ("mxfp8", 1), ("fp8_rowwise", 1)):
+    of_rowwise = ("fp8_dequantized_backward", 0), ("nvfp4_fwd_mxfp8_bwd", 0)
+    for recipe, columns in (("fp8", 0), ("fp8_delayed", 0), ("mxfp8", 1), ("fp8_rowwise", 1), *of_rowwise):
         model = shard(make(recipe, blocks=2), mesh_of(rank, 2))
         for step in range(2):
             with noted() as found:
