@@ -239,8 +239,13 @@ def _gemm_rows(layer: LayerRow, device: torch.device, *, grouped: bool) -> list[
     rows = []
     for gemm in GEMMS:
         left, right = layer.config.formats(gemm)
-        select = select_grouped_backend if grouped else select_backend
-        backend = select(left, right, layer.dtype, device)
+        backend = (
+            select_grouped_backend(
+                left, right, layer.dtype, device, of_weights=gemm.right[0] == "weight"
+            )
+            if grouped
+            else select_backend(left, right, layer.dtype, device)
+        )
         saved = (
             saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
             if gemm.name == "grad_weight"

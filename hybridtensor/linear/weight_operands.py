@@ -25,7 +25,7 @@ from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.kept_faces import Seen
-from hybridtensor.subclasses.observing import for_products
+from hybridtensor.subclasses.observing import for_products_of_weight
 
 
 class MasterOperand(Operand):
@@ -153,7 +153,9 @@ class TracedMaster(Operand):
         self._after: Tensor | None = None
         self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
         context = weight.context._replace(state=state)
-        context = self._context = for_products(context, dtype, row=True, column=True)
+        context = self._context = for_products_of_weight(
+            context, dtype, weight.config, weight.device
+        )
         if needs.input:
             context = measured_in_backward(context, weight.config.weight)
         row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=context)

@@ -21,6 +21,7 @@ from hybridtensor.ops.face import Face, Groups
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.native_mm import has_fast_accum, has_fp8_units, is_fp8, is_hopper
+from hybridtensor.ops.reencoding import Reencoded, reencodes
 
 _ALL = 1 << 30  # so high a tile is any group's
 
@@ -74,6 +75,11 @@ def _multiply(
     """Return the product of every group by this package's kernels."""
     by_row, dtype = right.qdata.dim() == 3, None
     device = left.qdata.device
+    if by_row and reencodes_weights(held_format(left), held_format(right), device):
+        reencoded = Reencoded(right)
+        out = _multiply(left, reencoded.face, groups, out_dtype, fast_accum)
+        reencoded.overwrite_(out, left, groups=groups)
+        return out
     if not multiplies_codes(held_format(left), held_format(right), device):
         plain = [face.qdata.dtype for face in (left, right) if face.scale is None]
         follows = [face.dequantized_rowwise for face in (left, right) if face.follows_rowwise]
@@ -170,6 +176,11 @@ def multiplies_codes(left: Format, right: Format, device: torch.device) -> bool:
     """Return whether stored elements are multiplied: FP8 by tensor, row or blocks of 128, with hardware units."""
     fits = all(is_fp8(fmt) and fmt.block[1] in (None, PARTIAL) for fmt in (left, right))
     return fits and has_fp8_units(device)
+
+
+def reencodes_weights(left: Format, right: Format, device: torch.device) -> bool:
+    """Return whether a stack of MXFP4 weights is multiplied as FP8; see ``ops.reencoding``."""
+    return reencodes(left, right) and has_fp8_units(device)
 
 
 def _by_row(

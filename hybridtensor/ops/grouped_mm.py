@@ -18,7 +18,11 @@ from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.cast.planning import aligned
 from hybridtensor.ops.face import Face, FaceKind, Groups
 from hybridtensor.ops.flops import count_flops
-from hybridtensor.ops.grouped_kernel import multiplies_codes, multiply_groups
+from hybridtensor.ops.grouped_kernel import (
+    multiplies_codes,
+    multiply_groups,
+    reencodes_weights,
+)
 from hybridtensor.ops.groups import checked, cut_columns, cut_rows, each_group, matrix_of
 from hybridtensor.ops.library import define, implement
 from hybridtensor.ops.scaled_mm import (
@@ -45,9 +49,17 @@ def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum:
 
 
 def select_grouped_backend(
-    left: Format, right: Format, out_dtype: torch.dtype, device: torch.device
+    left: Format,
+    right: Format,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    of_weights: bool = True,
 ) -> Backend:
-    """Decide how grouped products run on ``device``; see ``select_backend``."""
+    """Decide how grouped products run on ``device``; see ``select_backend``.
+
+    ``of_weights`` says that the right operand is a stack of weights, not tokens.
+    """
     one = select_backend(left, right, out_dtype, device)
     if device.type != "cuda" or torch.version.hip is not None:
         return Backend(one.name, f"group by group, {one.reason}")
@@ -55,6 +67,10 @@ def select_grouped_backend(
         return one
     if multiplies_codes(left, right, device):
         return Backend("native", "FP8 matrix units, in a grouped kernel")
+    if of_weights and reencodes_weights(left, right, device):
+        return Backend(
+            "native", "FP8 matrix units, in a grouped kernel, of MXFP4 re-encoded to E4M3"
+        )
     if not (left.has_grouped_kernels and right.has_grouped_kernels):
         return Backend("emulated", f"group by group, {one.reason}")
     reason = one.reason if one.name == "emulated" else f"no grouped product of {left} and {right}"

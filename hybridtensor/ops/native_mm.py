@@ -18,6 +18,7 @@ from hybridtensor.formats import Format
 from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
+from hybridtensor.ops.reencoding import Reencoded, reencodes
 from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.swizzle import swizzle_32_4_4
 
@@ -57,6 +58,9 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
     ):
         return None
     blocks = left.block, right.block
+    # torch's products with scales of blocks are of E4M3 alone.
+    if reencodes(left, right):
+        return _REENCODED if left.element == torch.float8_e4m3fn else None
     scales = {left.scale_dtype, right.scale_dtype}
     if scales == {torch.float8_e8m0fnu}:
         fp8 = left.elements_per_byte == right.elements_per_byte == 1
@@ -69,7 +73,8 @@ def native_kind(left: Format, right: Format) -> NativeKind | None:
         return _TENSOR if left.block == _PER_TENSOR else _ROW
     return (
         _BLOCK
-        if blocks in (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
+        if left.element == right.element == torch.float8_e4m3fn
+        and blocks in (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
         else None
     )
 
@@ -150,6 +155,19 @@ def _multiply_blocks(
     if out.shape != (rows, columns):
         out = out[:rows, :columns]
     return scale_and_round(out, None, None, None if inside else bias, out_dtype)
+
+
+def _multiply_reencoded(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Multiply FP8 with scales per 1x128 and MXFP4, re-encoded where that is exact."""
+    right = Reencoded(b)
+    longer = right.face.qdata.shape[1] - a.qdata.shape[1]
+    if longer > 0:  # MXFP4 fills its last block of 32 with zeros
+        a = a._replace(qdata=pad(a.qdata, 0, longer))
+    out = _multiply_blocks(a, right.face, bias, out_dtype, fast_accum)
+    right.overwrite_(out, a, bias)
+    return out
 
 
 def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
@@ -252,6 +270,14 @@ _ROW = NativeKind(
 )
 _BLOCK = NativeKind(
     "torch scaled_mm 1x128 / 128x128", "fp8_block", (9, 0), (9, 1), False, _multiply_blocks
+)
+_REENCODED = NativeKind(
+    "torch scaled_mm 1x128 / 128x128, of MXFP4 re-encoded to E4M3",
+    "fp8_block",
+    (9, 0),
+    (9, 1),
+    False,
+    _multiply_reencoded,
 )
 _MX = NativeKind(
     "torch scaled_mm 1x32 (not run on this hardware yet)",

@@ -4,12 +4,16 @@ the steps that ``hybridtensor.watch`` samples.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hybridtensor.ops import Face
+from hybridtensor.ops import Face, select_backend
+from hybridtensor.ops.reencoding import reencodes
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.state import Context
 
 
@@ -39,6 +43,25 @@ def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: boo
     # Observers and grouped products need elements; in other dtypes a product with one high-precision operand would
     # round the dequantized values.
     return context.with_values(values_of_products(context, dtype, row=row, column=column))
+
+
+def for_products_of_weight(
+    context: Context, dtype: torch.dtype, config: HybridConfig, device: torch.device
+) -> Context:
+    """Return ``for_products`` of a weight: elements where its product re-encodes them for the device's matrix units."""
+    row, column = _weight_values(config, device)
+    return for_products(context, dtype, row=row, column=column)
+
+
+@functools.lru_cache(maxsize=1024)
+def _weight_values(config: HybridConfig, device: torch.device) -> tuple[bool, bool]:
+    """Return whether no product re-encodes the rowwise and the columnwise face of a weight."""
+    output, grad_input, _ = (config.formats(gemm) for gemm in GEMMS)
+    row, column = (
+        reencodes(*pair) and select_backend(*pair, torch.bfloat16, device).name == "native"
+        for pair in (output, grad_input)
+    )
+    return not row, not column
 
 
 def values_of_products(

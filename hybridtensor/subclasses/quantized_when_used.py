@@ -15,7 +15,7 @@ from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Place, Seen, Stamp, stream_of
-from hybridtensor.subclasses.observing import for_products, observers
+from hybridtensor.subclasses.observing import for_products_of_weight, observers
 from hybridtensor.subclasses.record import read_version, version_of
 
 
@@ -33,13 +33,16 @@ class QuantizedWhenUsed(InterceptingTensor):
         return weight_values(self.config, self.plain)
 
     def context_of_products(self, dtype: torch.dtype) -> Context:
-        """Return the context of faces that only products read; see ``for_products``."""
+        """Return the context of faces that only products read; see ``for_products_of_weight``."""
         context = self.context
         if observers or dtype != torch.bfloat16 or context.groups is not None:
             return context
         known = self.record.for_products
         if known is None or known[0] is not context:
-            known = self.record.for_products = context, context.with_values((True, True))
+            known = self.record.for_products = (
+                context,
+                for_products_of_weight(context, dtype, self.config, self.plain.device),
+            )
         return known[1]
 
     @property
@@ -173,7 +176,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in its
         # first pass only would shift what it has saved.
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
-            context = for_products(context, dtype, row=True, column=True)
+            context = for_products_of_weight(context, dtype, self.config, plain.device)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, noted)
         use = rowwise, trained, backward_follows
@@ -215,7 +218,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             # One pass measures for both faces, of which backward makes the second one later from the same values.
             amaxes = self.amaxes(dtype, context)
         if not lasting:
-            context = for_products(context, dtype, row=True, column=True)
+            context = for_products_of_weight(context, dtype, self.config, self.plain.device)
         noted = noted if kept.noted is None else kept.noted
         made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
         kept = Kept(made.row or row, made.column or column, amaxes, made.noted)

@@ -23,6 +23,7 @@ from hybridtensor.testing import decode_oracle, exact_values, product_bound, ran
 TENSOR, ROW = formats.FP8_E4M3_TENSOR, formats.FP8_E4M3_ROW
 GRAD, GRAD_ROW = formats.FP8_E5M2_TENSOR, formats.FP8_E5M2_ROW
 BLOCKS, SQUARES = formats.FP8_E4M3_1X128, formats.FP8_E4M3_128X128
+GRAD_BLOCKS = formats.FP8_E5M2_1X128
 BLOCKS_FP32, SQUARES_FP32 = formats.FP8_E4M3_1X128_FP32_SCALE, formats.FP8_E4M3_128X128_FP32_SCALE
 MX, MX_GRAD, MX_SQUARES = formats.MXFP8_E4M3, formats.MXFP8_E5M2, formats.MXFP8_E4M3_32X32
 NV, NV_SQUARES, NV_ROWS = formats.NVFP4, formats.NVFP4_16X16, formats.NVFP4_ROW_SCALED
@@ -40,12 +41,14 @@ PAIRS = [
 BLOCK_PAIRS = [
     (BLOCKS, BLOCKS), (BLOCKS, SQUARES), (SQUARES, BLOCKS), (SQUARES, SQUARES), (BLOCKS_FP32, SQUARES_FP32),
     (BLOCKS_FP32, BLOCKS_FP32), (SQUARES_FP32, IDENTITY), (BLOCKS, ROW), (BLOCKS_FP32, TENSOR),
+    (GRAD_BLOCKS, SQUARES), (BLOCKS, GRAD_BLOCKS),
 ]  # fmt: skip
 MX_PAIRS = [
     (MX, MX), (MX_GRAD, MX), (MX_GRAD, MX_GRAD), (MX, MX_SQUARES), (IDENTITY, MX), (MX, BLOCKS), (MX, ROW),
     (MX_GRAD, SQUARES_FP32), (NV, NV), (NV, NV_SQUARES), (NV_ROWS, NV), (NV_ROWS, NV_ROWS), (NV, IDENTITY), (NV, MX),
     (MX4, MX4), (MX4, MX4_SQUARES), (MX, MX4), (MX4, NV), (MX4, ROW), (BLOCKS_FP32, MX4), (MX4_ROTATED, NV_ROTATED),
     (MX4, IDENTITY), (NV_ROWS, ROW), (NV, BLOCKS_FP32), (NV_ROTATED, NV_ROTATED), (NV_ROWS_ROTATED, NV_ROTATED),
+    (BLOCKS, MX4), (GRAD_BLOCKS, MX4_SQUARES),
 ]  # fmt: skip
 
 
@@ -187,7 +190,7 @@ def test_empty_gives_zeros_or_the_bias(shape, device):
 
 ENDS = [
     (MX, NV), (NV, MX_GRAD), (MX, IDENTITY), (IDENTITY, NV), (MX, TENSOR), (ROW, NV_ROWS), (BLOCKS, MX),
-    (MX, BLOCKS_FP32), (NV_SQUARES, SQUARES_FP32),
+    (MX, BLOCKS_FP32), (NV_SQUARES, SQUARES_FP32), (BLOCKS, MX4),
 ]  # fmt: skip
 
 
@@ -312,7 +315,7 @@ def test_what_hardware_multiplies():
     for pair, name in native.items():
         assert names[name] in native_kind(*pair).name
     for pair in ((SQUARES, SQUARES), (GRAD, GRAD), (MX_GRAD, MX_GRAD), (MX, BLOCKS), (NV, MX), (TENSOR, ROW), (NV, ROW),
-                 (IDENTITY, MX), (BLOCKS, TENSOR)):  # fmt: skip
+                 (IDENTITY, MX), (BLOCKS, TENSOR), (GRAD_BLOCKS, SQUARES), (GRAD_BLOCKS, MX4)):  # fmt: skip
         assert native_kind(*pair) is None
 
 
