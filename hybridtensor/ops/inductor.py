@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem as _getitem
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 from torch._library.utils import get_layout_constraint_tag
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
+from hybridtensor.ops.cast.compile_ahead import compile_ahead
 from hybridtensor.ops.cast.list_operator import MEASURE_ALL, QUANTIZE_ALL
 from hybridtensor.ops.cast.operator import MEASURE, QUANTIZE
 
@@ -44,8 +46,17 @@ class DirectKernel(ir.FallbackKernel):
         super().codegen(wrapper)
 
 
+def traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Register the lowering of an operator that is traced, and start to compile the kernels of a cast."""
+    _register(name)
+    # Private: while Inductor's graph is traced, forward and backward, its fake mode is set.
+    if name in ("quantize", "measure") and isinstance(V.fake_mode, FakeTensorMode):
+        operator = getattr(torch.ops.hybridtensor, name).default
+        compile_ahead(name, _by_position(operator, args, kwargs))
+
+
 @functools.cache
-def register(name: str) -> None:
+def _register(name: str) -> None:
     """Lower an operator of this package, unless it mutates an argument."""
     # Casts stay calls. As operations of torch, which Inductor puts into the kernel that makes the matrix, whole steps
     # were up to 1 % faster and up to 2.6 % slower: memory traffic is saved, and instructions are added.
@@ -64,13 +75,16 @@ def register(name: str) -> None:
 
 
 def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    # By position, as the dispatcher calls implementations
-    rest = operator._schema.arguments[len(args) :]
-    given = [kwargs.get(one.name, one.default_value) for one in rest]
-    made = DirectKernel.create(operator, *args, *given)
+    made = DirectKernel.create(operator, *_by_position(operator, args, kwargs))
     return torch.utils._pytree.tree_map(
         lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made
     )
+
+
+def _by_position(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return all arguments by position, as the dispatcher calls implementations."""
+    rest = operator._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(one.name, one.default_value) for one in rest)]
 
 
 # -- weights that are cast together
@@ -130,16 +144,20 @@ def _lower_together(
 
 
 def _measure_together(calls: list[_WeightCall], after: Any) -> list[Any]:
+    compile_ahead(MEASURE_ALL._opname, ([call.x for call in calls], calls[0].request))
     made: list[Any] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
     return made
 
 
 def _quantize_together(calls: list[_WeightCall], after: Any) -> list[Any]:
-    lists = [
-        [_value(node) for node in nodes if node is not None]
-        for nodes in zip(*(call[3:] for call in calls), strict=True)
+    nodes = [
+        [node for node in each if node is not None]
+        for each in zip(*(call[3:] for call in calls), strict=True)
     ]
+    lists = [[_value(node) for node in each] for each in nodes]
     xs, first = [_value(call.x) for call in calls], calls[0]
+    given = [call.x for call in calls], first.request, *nodes, None, first.notes
+    compile_ahead(QUANTIZE_ALL._opname, given)
     made: list[Any] = _lower(QUANTIZE_ALL, xs, first.request, *lists, after, first.notes)
     return made
 

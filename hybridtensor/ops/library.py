@@ -50,7 +50,7 @@ def define(schema: str, *, reference: Callable[..., object], fake: Callable[...,
 
     @functools.wraps(fake)
     def traced(*arguments: object, **options: object) -> object:
-        _lower_in_inductor(name)
+        _lower_in_inductor(name, arguments, options)
         return fake(*arguments, **options)
 
     torch.library.register_fake(f"hybridtensor::{name}", traced, lib=_LIBRARY)
@@ -69,12 +69,14 @@ def implementation(name: str, device_type: str) -> Callable[..., Any]:
     return known.get(device_type, known[""])
 
 
-def _lower_in_inductor(name: str) -> None:
-    """Register an operator's Inductor lowering if Inductor is imported already, without importing it."""
+def _lower_in_inductor(
+    name: str, arguments: tuple[object, ...], options: dict[str, object]
+) -> None:
+    """Say that an operator is traced, if Inductor is imported already, without importing it."""
     # Whoever compiles with Inductor has imported it before the first operator is traced; importing it here would make
     # everyone else wait.
     if "torch._inductor.lowering" in sys.modules:
-        importlib.import_module("hybridtensor.ops.inductor").register(name)
+        importlib.import_module("hybridtensor.ops.inductor").traced(name, arguments, options)
 
 
 def is_traced() -> bool:

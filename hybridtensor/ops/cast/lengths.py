@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 _ROWS = {512: 64, 640: 64, 576: 64, 544: 32, 528: 16, 516: 4, 513: 1}
@@ -11,6 +12,17 @@ rows, at a multiple of 16 bytes where 4 divides the rows."""
 
 _SEEN: dict[Hashable, tuple[int, bool]] = {}
 """By kind of matrix: the least divisor of the lengths that were seen, and whether there were several."""
+
+
+def few_like(extent: object) -> int:
+    """Return a small extent for which the same kernels are compiled; for a symbol one of whole tiles."""
+    most = next(iter(_ROWS))
+    if type(extent) is not int:
+        return most
+    if extent <= most:
+        return extent
+    # Extents of tiles and blocks are powers of two, at most 512.
+    return next(other for other in _ROWS if math.gcd(extent, most) % math.gcd(other, most) == 0)
 
 
 def lengths_to_compile(kind: Hashable, rows: int) -> tuple[int, ...]:

@@ -161,6 +161,9 @@ class Tile(NamedTuple):
 _BLOCK_TILE = Tile(128, 128, 16, 16, 4, 176)
 _FP8_TILE = Tile(64, 64, 16, 8, 2, None)
 _NVFP4_TILE = Tile(64, 64, 16, 8, 2, 128)
+# Both faces of 16,384 x 4,096 on an H100: 0.114 ms in place of 0.122, as values 0.153 in place of 0.169 (MXFP8 0.099
+# and 0.150). Square blocks take 7 % longer in it.
+_MXFP4_TILE = Tile(32, 128, 16, 8, 2, None)
 _MIXED_TILE = Tile(64, 64, 16, 8, 2, 152)  # FP4 and FP8
 _ROTATED_TILE = Tile(64, 64, 8, 16, 2, 168)  # a thread rotates 16 rows on its own
 # Two candidates spill 140 times per 5,500 instructions; with 168 or 200 registers both faces take longer (H100)
@@ -196,6 +199,8 @@ def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
         return _FP8_TILE
     elif row.rotated or column.rotated:
         tile = _ROTATED_TILE
+    elif kinds == {MXFP4} and not (of_rowwise or _is_square_or_drawn(row, column)):
+        tile = _MXFP4_TILE
     else:
         tile = _NVFP4_TILE if kinds <= _FP4 else _MIXED_TILE
     if not of_rowwise:
@@ -203,6 +208,10 @@ def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     spills = row.rotated or max(row.stream, column.stream) >= 0  # hundreds of registers
     spills |= tile is _BLOCK_TILE and (fp4 or row.kind not in (BLOCK, MX))
     return tile._replace(registers=None if spills else _HELD_REGISTERS)
+
+
+def _is_square_or_drawn(*faces: KernelFace) -> bool:
+    return any(face.side > 1 or face.stream >= 0 for face in faces)
 
 
 def computed(tile: Tile) -> Tile:

@@ -1,0 +1,101 @@
+"""Compiling the kernels of a graph in threads, while AOTAutograd and Inductor work on the graph.
+
+Triton compiles a kernel when it is launched first, one after the other, and builds a launcher in C for each signature:
+0.4 s for casts to FP8, up to 4 s where values are rotated and rounded at random. Most of it runs outside of Python's
+lock. Each cast that Inductor's graph will have therefore runs once in a thread, on a small matrix of zeros: Triton then
+has the kernels that the graph launches. A thread that fails changes nothing: the graph's launch compiles, and raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hybridtensor.ops.cast.lengths import few_like
+from hybridtensor.ops.library import implementation
+
+_logger = logging.getLogger("hybridtensor")
+_THREADS = 8
+_MOST_SEEN = 4096
+
+_executor: ThreadPoolExecutor | None = None
+_seen: set[object] = set()  # equal blocks of a model have equal casts
+
+
+class _Zeros(NamedTuple):
+    """A tensor of zeros that a thread allocates."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def compile_ahead(name: str, args: Sequence[Any]) -> None:
+    """Start to compile the kernels that a call of an operator launches.
+
+    Args:
+        name: One of ``quantize``, ``measure``, ``quantize_all`` and ``measure_all``.
+        args: The operator's arguments by position: traced tensors, or nodes of a graph.
+    """
+    values = torch.fx.node.map_arg(tuple(args), lambda node: node.meta["val"])
+    tensors = [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
+    if not _are_on_a_gpu(tensors):
+        return
+    few = pytree.tree_map(_few, values)
+    key = name, str(few)
+    if key in _seen:
+        return
+    if len(_seen) >= _MOST_SEEN:
+        _seen.clear()
+    _seen.add(key)
+    global _executor
+    if _executor is None:
+        _executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridtensor-compile")
+    _executor.submit(_run, name, few, tensors[0].device)
+
+
+def wait_for_kernels() -> None:
+    """Wait until all kernels that were started are compiled."""
+    global _executor
+    if _executor is not None:
+        _executor.shutdown()
+        _executor = None
+
+
+def _run(name: str, args: tuple[object, ...], device: torch.device) -> None:
+    """Run an operator on zeros, in a thread in which nothing traces."""
+    try:
+        with torch.cuda.device(device), torch.no_grad():
+            allocated = pytree.tree_map(_allocate, args, is_leaf=_is_zeros)
+            implementation(name, device.type)(*allocated)
+    except Exception:
+        _logger.debug("%s: its kernels are compiled when they are launched", name, exc_info=True)
+
+
+def _are_on_a_gpu(tensors: list[Tensor]) -> bool:
+    return torch.cuda.is_initialized() and all(tensor.is_cuda for tensor in tensors)
+
+
+def _few(value: object) -> object:
+    """Return an argument, zeros of a smaller shape in place of a tensor, or 0 for a symbol."""
+    if isinstance(value, Tensor):
+        return _Zeros(tuple(map(few_like, value.shape)), value.dtype, value.device)
+    return 0 if isinstance(value, torch.SymInt) else value
+
+
+def _is_zeros(value: object) -> bool:
+    return isinstance(value, _Zeros)  # to pytree a tuple with three leaves
+
+
+def _allocate(value: object) -> object:
+    return (
+        torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        if isinstance(value, _Zeros)
+        else value
+    )

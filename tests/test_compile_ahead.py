@@ -1,0 +1,145 @@
+"""Kernels of a graph are compiled in threads before its code runs."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch
+
+import hybridtensor as ht
+from hybridtensor.ops import graph_calls
+from hybridtensor.ops.cast import compile_ahead, lengths
+from hybridtensor.ops.cast import kernel as kernel_casts
+from hybridtensor.testing import random_tensor
+
+# torch warns of its own settings for a GPU, and of gradients that it looks for itself
+pytestmark = pytest.mark.filterwarnings("default")
+ROWS = 1000
+
+
+class Started(list):
+    """What threads run, instead of kernels: names, arguments and the thread."""
+
+    fails = False
+
+    def implementation(self, name, device_type):
+        """Return what notes its arguments."""
+
+        def run(*args):
+            self.append((name, args, threading.current_thread()))
+            if self.fails:
+                raise RuntimeError("no compiler")
+
+        return run
+
+
+@pytest.fixture
+def started(monkeypatch, device):
+    """What is compiled ahead; a CPU is taken for a GPU."""
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU of this process")
+    made = Started()
+    monkeypatch.setattr(compile_ahead, "implementation", made.implementation)
+    monkeypatch.setattr(compile_ahead, "_seen", set())
+    if device == "cpu":
+        monkeypatch.setattr(compile_ahead, "_are_on_a_gpu", bool)
+        monkeypatch.setattr(torch.cuda, "device", torch.device)
+    return made
+
+
+def train(device, recipe, dynamic=None):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(device, torch.bfloat16)
+    ht.quantize_(net, recipe)
+    net.compile(dynamic=dynamic)
+    with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        y = net(random_tensor(ROWS, 64, device=device).requires_grad_())
+        y.float().square().sum().backward()
+    return [y.detach(), *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "nvfp4"])
+def test_every_cast_of_a_graph_is_started_with_few_rows(started, device, recipe):
+    train(device, recipe)
+    names = {name for name, *_ in started}
+    assert "quantize" in names
+    assert names & {"quantize_all", "measure_all"} or recipe == "nvfp4"
+    for name, args, thread in started:
+        assert thread is not threading.main_thread()
+        matrices = args[0] if name.endswith("_all") else [args[0]]
+        for matrix in matrices:
+            assert type(matrix) is torch.Tensor
+            assert matrix.shape in [(lengths.few_like(ROWS), 64), (64, 64)], "rows of the input, or of a weight"
+            assert not matrix.any()
+
+
+def test_a_thread_that_fails_changes_nothing(started, device):
+    expected = train(device, "fp8")
+    started.fails = True
+    compile_ahead._seen.clear()
+    started.clear()
+    for got, want in zip(train(device, "fp8"), expected, strict=True):
+        assert torch.equal(got, want)
+    assert started
+
+
+def test_the_code_of_a_graph_waits_for_the_threads(started, monkeypatch, device):
+    waiting = []
+    wait = compile_ahead.wait_for_kernels
+
+    def watched():
+        wait()
+        waiting.append(compile_ahead._executor)
+
+    monkeypatch.setattr(graph_calls, "wait_for_kernels", watched)
+    train(device, "fp8")
+    assert started
+    assert set(waiting) == {None}
+
+
+def test_symbols_become_numbers(started, device):
+    train(device, "fp8", dynamic=True)
+    assert started
+    for _, args, _ in started:
+        for argument in torch.utils._pytree.tree_leaves(args):
+            assert not isinstance(argument, torch.SymInt)
+            assert not isinstance(argument, torch.Tensor) or all(type(extent) is int for extent in argument.shape)
+
+
+@pytest.mark.parametrize("rows", [1, 100, 513, 1000, 1024, 1152, 4097, 4096, 4000, 4100, 12000, 16384])
+def test_few_rows_are_as_many_for_kernels(rows):
+    """Oracle: Triton tells multiples of 16 from other extents, and launches tell whole tiles, of 16 to 512 rows."""
+    few = lengths.few_like(rows)
+    assert few <= 640
+    for extent in (4, 16, 32, 64):
+        assert (few % extent == 0) == (rows % extent == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are compiled for a GPU")
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
+def test_graphs_launch_what_threads_compiled(recipe, monkeypatch, tmp_path):
+    """Of the kernels that cast, none is compiled in the thread that trains."""
+    import triton
+
+    from hybridtensor.kernels import measure, quantize
+
+    casting = [quantize.cast_kernel, measure.measure_kernel, measure.measure_flat_kernel]
+    compiled = []
+
+    def listener(*, src, **_):
+        compiled.append((src.name, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "_seen", set())
+    for kernel in casting:
+        kernel.device_caches.clear()
+    kernel_casts._CASTS.clear()
+    train("cuda", recipe)
+    names = {kernel.__name__ for kernel in casting}
+    found = [in_main for name, in_main in compiled if name in names]
+    assert found
+    assert not any(found), compiled
