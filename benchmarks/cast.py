@@ -45,6 +45,11 @@ FACES = {
         Cast(get_format("nvfp4_max256"), rule="mae"),
     ),
     "MXFP4": (Cast(get_format("mxfp4")), Cast(get_format("mxfp4"))),
+    # What emulated products read: bf16 values in place of elements and scales
+    "MXFP8, as values": (Cast(get_format("mxfp8_e4m3")).for_values(), Cast(get_format("mxfp8_e4m3")).for_values()),
+    "MXFP4, as values": (Cast(get_format("mxfp4")).for_values(), Cast(get_format("mxfp4")).for_values()),
+    "MXFP8, as values, row only": (Cast(get_format("mxfp8_e4m3")).for_values(), None),
+    "MXFP4, as values, row only": (Cast(get_format("mxfp4")).for_values(), None),
     "1x128, row only": (Cast(get_format("fp8_e4m3_1x128")), None),
     "1x128, column only": (None, Cast(get_format("fp8_e4m3_1x128"))),
 }

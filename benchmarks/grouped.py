@@ -28,7 +28,7 @@ SHAPES = {
     "cpu": [(256, 64, 64, 4)],
 }
 BLOCKS = {"cuda": [(16384, 4096, 4096, 8)], "cpu": [(64, 32, 32, 4)]}  # tokens, width, hidden, experts
-RECIPES = ["fp8_rowwise", "fp8_rowwise+fast_accum", "fp8+e4m3_grad", "fp8", "fp8_block", "mxfp8"]
+RECIPES = ["fp8_rowwise", "fp8_rowwise+fast_accum", "fp8+e4m3_grad", "fp8", "fp8_block", "deepseek_v4_experts", "mxfp8"]
 _TURN = 16
 
 

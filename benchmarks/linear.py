@@ -32,7 +32,10 @@ RECIPES = [
     "fp8_high_precision_backward",
     "fp8_dequantized_backward",
     "mxfp8",
+    "mxfp4",
+    "deepseek_v4_experts",
     "nvfp4",
+    "nvfp4+four_over_six",
 ]
 
 
