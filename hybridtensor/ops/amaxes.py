@@ -8,6 +8,7 @@ another one. The memory of records is therefore never freed; it is used again on
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import threading
 import weakref
@@ -110,11 +111,13 @@ class _Memory:
         self._chunks: list[tuple[int, Tensor]] = []  # by address
         self._rest: Tensor | None = None
         self._free: dict[int, list[Tensor]] = {}  # by size
+        self._returned: collections.deque[Tensor] = collections.deque()
 
     def take(self, size: int) -> Tensor:
         """Return at least ``size`` fp32 zeros."""
         whole = -(-size // _ALIGNED) * _ALIGNED
         with self._lock:
+            self._sort_returned()
             free = self._free.get(whole)
             if free:
                 return free.pop().zero_()
@@ -128,8 +131,14 @@ class _Memory:
             return rest[:whole]
 
     def give_back(self, taken: Tensor) -> None:
-        """Let another layer reuse memory; no tensor operation, as garbage collection may run under any mode."""
-        with self._lock:
+        """Let another layer reuse memory; without tensor operations and locks."""
+        # The garbage collector may call it under any mode, and in a thread that is in ``take`` and has the lock.
+        self._returned.append(taken)
+
+    def _sort_returned(self) -> None:
+        """Sort returned memory by size, under the lock."""
+        while self._returned:
+            taken = self._returned.popleft()
             self._free.setdefault(len(taken), []).append(taken)
 
     def at(self, address: int) -> Tensor:
