@@ -16,6 +16,7 @@ import hybridtensor as ht
 from hybridtensor.optim import MasterWeights
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching import Recording
+from hybridtensor.watching.operands import Call
 
 SPECS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "mxfp8/nvfp4/bf16", "fp8+dequantized",
          "mxfp8+save_original_input", "nvfp4+four_over_six",
@@ -382,3 +383,13 @@ def test_wrong_models():
         pytest.raises(ValueError, match="a loss of one number is required"),
     ):
         watched.note(torch.ones(3))
+
+
+@pytest.mark.parametrize("extent", [64, 128, 129, 192, 256, 384, 1000, 1024, 1152, 1920, 2048, 9216])
+@pytest.mark.parametrize("most", [128, 256])
+def test_stretches_reach_every_place(extent, most):
+    """Also where the places are a multiple of the distance between two samples': 256 of 1024 began at 0, always."""
+    places = max(0, extent - most) // 128 + 1
+    firsts = [Call(None, turn).stretch(extent, most)[0] for turn in range(places)]
+    assert sorted(firsts) == [128 * i for i in range(places)]
+    assert all(first + most <= extent for first in firsts) or extent <= most

@@ -6,6 +6,8 @@ its weight are those of a linear layer, and its faces are cut out of those of al
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 _ALIGNED = 128  # no block of a format is longer
+_DISTANCE = 7  # places between the stretches of two samples, at least
 _KEPT = 128  # features of an input that are kept until backward
 
 
@@ -136,7 +139,9 @@ class Call:
         if extent <= most:
             return 0, extent
         steps = (extent - most) // _ALIGNED + 1
-        return (self._turn * 7) % steps * _ALIGNED, most
+        # Coprime to the number of places: n samples reach all n of them.
+        distance = next(i for i in itertools.count(_DISTANCE) if math.gcd(i, steps) == 1)
+        return self._turn * distance % steps * _ALIGNED, most
 
 
 def _amax(matrix: Tensor) -> Tensor:
