@@ -4,7 +4,9 @@ Oracle for the update rule: a transcription, scalar by scalar, of TransformerEng
 """
 
 import copy
+import gc
 import io
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hybridtensor as ht
 from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState
+from hybridtensor.state import update
 from hybridtensor.state.update import Slots, update_reference
 from hybridtensor.testing import random_tensor
 
@@ -122,6 +125,24 @@ def test_the_kernel_updates_as_the_reference_does(device, reduced):
             assert torch.equal(state.encode_scale, other.encode_scale)
             assert torch.equal(state.amax_history, other.amax_history)
             assert not state.amax.any()
+
+
+def test_tables_of_cuda_graphs_stay(device, monkeypatch):
+    """A replay reads the table of addresses again; a full cache frees the others."""
+    monkeypatch.setattr(update, "_KNOWN", type(update._KNOWN)(2))
+    captured, *others = [several_layers(device) for _ in range(6)]
+    table = weakref.ref(update._slots_of(captured)._rows)
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridtensor.ops.launch_tables.is_captured", lambda: True)
+        patch.setattr(update, "is_captured", lambda: True)
+        assert update._slots_of(captured)._rows is table()
+        assert update._slots_of(others[0]) is None
+    first = weakref.ref(update._slots_of(others[0])._rows)
+    for layers in others[1:]:
+        update._slots_of(layers)
+    gc.collect()
+    assert table() is not None
+    assert first() is None
 
 
 def test_an_update_counts_as_a_write(device):

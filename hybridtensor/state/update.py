@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.ops.library import is_captured, runs_directly
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.rules import DelayedRule
@@ -78,7 +79,6 @@ class Slots:
 
     def __init__(self, states: list[LayerState]) -> None:
         self._device = required(states[0].amax).device
-        self.is_captured = False  # a CUDA graph holds the addresses of the tensors below
         rows, targets, entries = [], [], 1
         for state in states:
             amax, history = required(state.amax), required(state.amax_history)
@@ -103,13 +103,11 @@ class Slots:
     def update(self, reduced: Tensor | None) -> None:
         # Without ``REDUCED`` the kernel does not read its third argument.
         amaxes = self._targets if reduced is None else reduced
-        self.is_captured = self.is_captured or is_captured()
         with on_device(self._device):
             self._launches[reduced is not None](self._rows, self._targets, amaxes)
 
 
-_KNOWN: dict[tuple[object, ...], Slots] = {}
-_MOST_KNOWN = 256
+_KNOWN: LaunchTables[Slots] = LaunchTables(most=256)
 
 
 def _written(states: list[LayerState]) -> list[Tensor]:
@@ -131,10 +129,6 @@ def _slots_of(states: list[LayerState]) -> Slots | None:
     key = (required(states[0].amax).device, *addresses, *(state.rules for state in states))
     slots = _KNOWN.get(key)
     if slots is None and not is_captured():
-        if len(_KNOWN) >= _MOST_KNOWN:
-            # Tables that a CUDA graph reads must stay.
-            for old in [key for key, known in _KNOWN.items() if not known.is_captured]:
-                del _KNOWN[old]
         # For these addresses, which stay from step to step. One launch for all layers, in place of fifteen.
-        slots = _KNOWN[key] = Slots(states)
+        slots = _KNOWN.add(key, Slots(states))
     return slots

@@ -4,6 +4,9 @@ Oracle: each matrix by its definition, which other files compare with implementa
 GPU, and without one in Triton's interpreter.
 """
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -199,10 +202,10 @@ def test_into_tensors_that_stay(by_kernels, cast, way, given):
                 assert torch.equal(inputs[i].noted_amax, alone.noted_amax)
 
 
-def test_is_worked_out_once(by_kernels):
+def test_is_worked_out_once(by_kernels, monkeypatch):
     """The same matrices, with inputs at the same distances, use the same table."""
     xs, cast = matrices(by_kernels), cast_of("fp8_e4m3_tensor")
-    multi_tensor._LISTS.clear()
+    monkeypatch.setattr(multi_tensor, "_LISTS", type(multi_tensor._LISTS)(9))
     request = CastRequest(cast)
     for _ in range(3):
         xs[0].mul_(2)
@@ -262,3 +265,24 @@ def test_the_operator_of_graphs_records_amaxes(by_kernels):
         for got, want in zip((codes, decode, noted), expected, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(again[2 * i].view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_tables_of_cuda_graphs_stay(by_kernels, monkeypatch):
+    """A replay reads the table of its launch again; a full cache frees the others."""
+    xs, request = matrices(by_kernels)[:4], CastRequest(cast_of("mxfp8_e4m3"))
+    monkeypatch.setattr(multi_tensor, "_LISTS", type(multi_tensor._LISTS)(2))
+    quantize_all(xs, request, [NO_INPUTS] * 4)
+    (split,) = multi_tensor._LISTS._droppable.values()
+    tables = weakref.ref(split.launch.table), weakref.ref(split.launch.owners)
+    del split
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridtensor.ops.launch_tables.is_captured", lambda: True)
+        quantize_all(xs, request, [NO_INPUTS] * 4)
+    for kept in (xs[1:], xs[2:], xs[:3], xs[:2], xs[1:3]):
+        quantize_all(kept, request, [NO_INPUTS] * len(kept))
+    assert len(multi_tensor._LISTS) <= 3
+    gc.collect()
+    assert all(table() is not None for table in tables)
+    before = len(multi_tensor._LISTS)
+    quantize_all(xs, request, [NO_INPUTS] * 4)  # eagerly, by the same table
+    assert len(multi_tensor._LISTS) == before

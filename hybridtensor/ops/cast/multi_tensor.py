@@ -23,11 +23,11 @@ from hybridtensor.ops.cast.lists import (
 from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest
+from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.ops.library import is_captured
 
 _WHOLE = 16  # entries: the kernels read and write whole vectors
 _ALIGNMENT = 128  # bytes: whole vectors of every dtype begin at divisors
-_MOST_LISTS = 1024
 
 
 def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
@@ -128,7 +128,7 @@ class _Split(NamedTuple, Generic[L]):
     launch: L | None
 
 
-_LISTS: dict[tuple[object, ...], _Split[Any]] = {}
+_LISTS: LaunchTables[_Split[Any]] = LaunchTables(most=1024)
 
 
 def _split_and_launch(
@@ -152,9 +152,7 @@ def _split_and_launch(
             chosen = [xs[i] for i in together]
             distances = Distances.of(chosen, [inputs[i] for i in together] if inputs else ())
             launch = kind(chosen, request, distances)
-        if len(_LISTS) >= _MOST_LISTS:
-            _LISTS.clear()
-        found = _LISTS[key] = _Split(together, alone, launch)
+        found = _LISTS.add(key, _Split(together, alone, launch))
     return found
 
 
