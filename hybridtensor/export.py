@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.distributed.checkpoint.untrusted.files import own_folder
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
+from hybridtensor.inference.safetensors_files import safetensors, save_file
 from hybridtensor.inference.stored import require_scales
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
@@ -47,7 +48,6 @@ from hybridtensor.subclasses.quantizing import quantize, quantize_weight
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1
 _TOLD = {"version", "weights", "digest"}
-T = TypeVar("T")
 
 Told: TypeAlias = dict[str, Any]
 """What the metadata of a file tells of a weight or face, as JSON."""
@@ -90,15 +90,15 @@ def export_safetensors(
 
     Raises:
         ImportError: If ``safetensors`` is not installed.
-        TypeError: If ``model`` is no module, or ``masters`` no ``MasterWeights``.
-        ValueError: If ``dtype`` is unknown.
-        NotImplementedError: If a quantized export is asked of a sharded model.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If ``dtype`` is unknown, or a quantized weight has no face that the forward multiplies.
+        NotImplementedError: If ``dtype`` is ``"quantized"`` and the model is sharded.
         OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
         RuntimeError: If a rank is gone; on every rank.
     """
     require_module("export_safetensors", model)
     require_timeout("export_safetensors", timeout)
-    library = _safetensors()
+    library = safetensors("export_safetensors")
     everyone = together("export_safetensors", model, timeout)
     everyone(lambda: _check(path, dtype, columnwise, masters))
     tensors, metadata = everyone(lambda: _collect(model, dtype, columnwise, masters))
@@ -258,10 +258,12 @@ def load_safetensors(
 
     Raises:
         ImportError: If ``safetensors`` is not installed.
-        ValueError: If the file is damaged, names a format that is not known, lacks a tensor, or has
-            one of another shape or dtype, or scales that are no numbers above zero. Other bits of
-            the tensors themselves, and of the names in a file in high precision, are not checked.
-        OSError: If there is no such file, or it cannot be read.
+        TypeError: If ``path`` is no path, or ``device`` no device or its name.
+        ValueError: If there is no regular file at ``path``, or no such device on this machine; if the file is damaged,
+            names a format that is not known, lacks a tensor, or has one of another shape or dtype, or scales that are
+            no numbers above zero. Other bits of the tensors themselves, and of the names in a file in high precision,
+            are not checked.
+        OSError: If the file cannot be read.
     """
     require_path("load_safetensors", path)
     device = place("load_safetensors", device)
@@ -269,11 +271,14 @@ def load_safetensors(
         raise ValueError(
             f"load_safetensors: a file is required, got {os.fspath(path)!r}; export one first"
         )
-    library = _safetensors()
-    Path(path).stat()
+    library = safetensors("load_safetensors")
     try:
-        if not Path(path).is_file():
-            raise ValueError("it is no regular file")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter by builds without CUDA
+        raise ValueError(
+            f"load_safetensors: the device {device} cannot be used: {error}; name one that this machine has"
+        ) from error
+    try:
         return _load(library, path, device)
     except OSError:
         raise
@@ -382,19 +387,7 @@ def _write(
     """Write a file under another name, bring it to the disk, and rename it."""
     with own_folder(target) as own:
         partial = own / target.name
-        library.torch.save_file(tensors, partial, metadata=metadata)
+        save_file("export_safetensors", library, tensors, partial, metadata)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(target)
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            "export_safetensors: the package safetensors is not installed; pip install "
-            "hybridtensor[export]"
-        ) from error
-    return safetensors

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import resource
+import signal
 import sys
 
 import pytest
@@ -177,9 +179,41 @@ class TestBadInput:
             save_file(contents, tmp_path / "b", metadata=header)
             with pytest.raises(ValueError, match=message):
                 ht.load_safetensors(tmp_path / "b")
-        for absent in (tmp_path / "c", tmp_path):
-            with pytest.raises(ValueError, match="a file is required"):
+        os.mkfifo(tmp_path / "pipe")
+        for absent in (tmp_path / "c", tmp_path, tmp_path / "pipe"):
+            with pytest.raises(ValueError, match="^load_safetensors: a file is required"):
                 ht.load_safetensors(absent)
+
+    def test_a_file_that_cannot_be_read(self, tmp_path, monkeypatch):
+        path = ht.export_safetensors(make("fp8"), tmp_path / "a")
+
+        def denied(*args, **options):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("safetensors.safe_open", denied)
+        with pytest.raises(PermissionError):
+            ht.load_safetensors(path)
+
+    def test_a_device_that_is_not_there(self, tmp_path):
+        path = ht.export_safetensors(make("fp8"), tmp_path / "a")
+        with pytest.raises(ValueError, match="^load_safetensors: the device cuda:99 cannot"):
+            ht.load_safetensors(path, "cuda:99")
+
+    def test_a_full_disk(self, tmp_path):
+        """safetensors raises an error of its own: ``OSError`` is what is promised."""
+        path = ht.export_safetensors(make("fp8"), tmp_path / "a")
+        before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # a file cannot grow: what a full disk does too
+        try:
+            for export, name in ((ht.export_safetensors, "a"), (ht.export_pretrained, "b")):
+                with pytest.raises(OSError, match=rf"^{export.__name__}: .* cannot be written: .*File too large"):
+                    export(make("fp8", seed=1), tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path, monkeypatch):
         path = ht.export_safetensors(make("fp8"), tmp_path / "a")
@@ -204,8 +238,11 @@ class TestBadInput:
 
     def test_without_the_package(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "safetensors", None)
-        with pytest.raises(ImportError, match=r"pip install hybridtensor\[export\]"):
+        with pytest.raises(ImportError, match=r"^export_safetensors: .*pip install hybridtensor\[export\]"):
             ht.export_safetensors(make("fp8"), tmp_path / "a")
+        (tmp_path / "b").touch()
+        with pytest.raises(ImportError, match=r"^load_safetensors: .*pip install hybridtensor\[export\]"):
+            ht.load_safetensors(tmp_path / "b")
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,6 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"numpy", "ml_dtypes"}
     if module.parts[1] == "kernels":
         allowed |= {"triton"}
-    if module.parts[1] == "export":
-        allowed |= {"safetensors"}
     if module.parts[1] in ("inference", "commands"):
         allowed |= {"safetensors", "transformers", "compressed_tensors"}
     in_framework = module.parts[1] == "integrations"

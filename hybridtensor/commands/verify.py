@@ -8,8 +8,9 @@ from pathlib import Path
 
 from hybridtensor.commands.common import Parsers, add_command, print_json
 from hybridtensor.distributed import checkpoint
-from hybridtensor.inference.files import DIGESTS, safetensors
+from hybridtensor.inference.files import DIGESTS
 from hybridtensor.inference.folder import Folder
+from hybridtensor.inference.safetensors_files import safetensors
 from hybridtensor.printed import visible
 
 

@@ -26,6 +26,7 @@ from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, own
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO
 from hybridtensor.inference.names import unwrapped
+from hybridtensor.inference.safetensors_files import safetensors, save_file
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
 from hybridtensor.version import __version__
 
@@ -148,7 +149,8 @@ def _write_files(
     names: list[list[str]] = []
     total = 0
     for shard in _shards(tensors, most):
-        library.torch.save_file(shard, folder / f"{len(names)}.part", metadata={"format": "pt"})
+        part = folder / f"{len(names)}.part"
+        save_file("export_pretrained", library, shard, part, {"format": "pt"})
         names.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
     count = len(names)
@@ -214,15 +216,3 @@ def _move(who: str, partial: Path, target: Path) -> None:
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
-
-
-def safetensors(who: str) -> ModuleType:
-    """Import ``safetensors``; raise ImportError saying how to install it."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            f"{who}: the package safetensors is not installed; pip install hybridtensor[export]"
-        ) from error
-    return safetensors

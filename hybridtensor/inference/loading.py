@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module, require_path, told
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
-from hybridtensor.inference.files import safetensors
 from hybridtensor.inference.folder import Folder
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names, prefix_of
+from hybridtensor.inference.safetensors_files import safetensors
 from hybridtensor.inference.stored import (
     columnwise_of_stored,
     has_stack,

@@ -1,0 +1,37 @@
+"""The package ``safetensors``, which only exports need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor
+
+
+def safetensors(who: str) -> ModuleType:
+    """Import ``safetensors``; raise ImportError saying how to install it."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            f"{who}: the package safetensors is not installed; pip install hybridtensor[export]"
+        ) from error
+    return safetensors
+
+
+def save_file(
+    who: str,
+    library: ModuleType,
+    tensors: dict[str, Tensor],
+    path: Path,
+    metadata: dict[str, str],
+) -> None:
+    """Write tensors into a new safetensors file; raise OSError if it cannot be written."""
+    try:
+        library.torch.save_file(tensors, path, metadata=metadata)
+    except library.SafetensorError as error:  # is no OSError, whatever the system said
+        raise OSError(
+            f"{who}: {path.name} cannot be written: {error}; free space in {path.parent.parent}, or "
+            "name another place"
+        ) from error
