@@ -181,7 +181,7 @@ class TestBadInput:
                 ht.load_safetensors(tmp_path / "b")
         os.mkfifo(tmp_path / "pipe")
         for absent in (tmp_path / "c", tmp_path, tmp_path / "pipe"):
-            with pytest.raises(ValueError, match="^load_safetensors: a file is required"):
+            with pytest.raises(ValueError, match=r"^load_safetensors: a file is required"):
                 ht.load_safetensors(absent)
 
     def test_a_file_that_cannot_be_read(self, tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ class TestBadInput:
 
     def test_a_device_that_is_not_there(self, tmp_path):
         path = ht.export_safetensors(make("fp8"), tmp_path / "a")
-        with pytest.raises(ValueError, match="^load_safetensors: the device cuda:99 cannot"):
+        with pytest.raises(ValueError, match=r"^load_safetensors: the device cuda:99 cannot"):
             ht.load_safetensors(path, "cuda:99")
 
     def test_a_full_disk(self, tmp_path):

@@ -117,6 +117,39 @@ def test_the_core_imports_only_torch_and_torchao(module):
             assert "torchao.prototype" not in name
 
 
+# Codes of a kernel's branch: that of its ``else``
+OTHERWISE = {"kernels/numbers.py: FP16", "kernels/dequantize.py: FP32"}
+# Called by name: by frameworks, and by the code that Inductor generates
+BY_NAME = ("integrations", "ops/graph_calls.py: call_of")
+
+
+def test_no_name_of_a_module_is_unused():
+    """Read in its module, imported, an attribute, public, or registered by a decorator."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    tests = {path: ast.parse(path.read_text()) for path in Path(__file__).parent.rglob("*.py")}
+    elsewhere, unused = set(), []
+    for tree in (*trees.values(), *tests.values()):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                elsewhere |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute):
+                elsewhere.add(node.attr)
+    for path, tree in trees.items():
+        known = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        known |= {e.value for node in tree.body if assigned(node) == ["__all__"] for e in node.value.elts} | elsewhere
+        names = [name for node in tree.body for name in assigned(node) if name not in known]
+        unused += [f"{path.relative_to(PACKAGE)}: {name}" for name in names if not name.startswith("__")]
+    assert not [place for place in unused if not place.startswith(BY_NAME) and place not in OTHERWISE]
+
+
+def assigned(node):
+    """Return the names that a statement gives, but for those of functions and classes that a decorator takes."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [] if node.decorator_list else [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [n.id for t in targets if t for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+
+
 @of_every_module
 def test_no_check_vanishes_under_python_o(module):
     tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())

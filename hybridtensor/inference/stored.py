@@ -22,7 +22,6 @@ from hybridtensor.state import Context
 _WHO = "load_pretrained"
 SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_global_scale")
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_SIDE = 128
 _NAN = 0x7F  # of E4M3, without its sign
 _LARGEST = 252  # exponent of MXFP4: 6 * 2**125 is finite in fp32
 _GROUPS = {

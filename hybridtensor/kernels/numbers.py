@@ -12,7 +12,6 @@ from hybridtensor.kernels import groups
 _HALF_SUBNORMAL = tl.constexpr(0x00400000)  # 2^-127
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even
 INF_BITS = tl.constexpr(0x7F800000)
-_UNITS = tl.constexpr(255 << 23)  # less the bits of 2^binade: those of 2^(1 - binade)
 _STEP = tl.constexpr((22 << 23) + (1 << 22) - 254)  # turns the bits of 2^binade into those of 1.5 * 2^(22 + binade)
 _SIGN = tl.constexpr(-(1 << 31))
 FP32_MAX = tl.constexpr(3.4028234663852886e38)

@@ -39,8 +39,6 @@ from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.quantizing import face_tensors, note_overwritten, quantize_weight
 from hybridtensor.subclasses.record import WeightRecord
 
-_DIRECTIONS = (ROW, COLUMN)
-
 
 def part_of(weight: Tensor) -> Any:
     """Return the local tensor of a weight that FSDP2 shards; any other weight unchanged."""
