@@ -9,13 +9,13 @@ import json
 import os
 import platform
 import re
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from hybridtensor.distributed.checkpoint.owners import owned_name
 from hybridtensor.distributed.checkpoint.untrusted.files import (
     check_folder,
     digest_file,
@@ -27,7 +27,7 @@ from hybridtensor.version import __version__
 MANIFEST = "manifest.json"
 _VERSION = 1
 _STEP = re.compile(r"step_([0-9]{8,})")
-_REPLACED = ".replaced-"
+_REPLACED = ".replaced"
 _LIMIT = 1 << 28  # some hundred bytes per weight, and per file
 
 
@@ -179,13 +179,13 @@ def steps(root: Path) -> dict[int, Path]:
 
 def replaced_path(path: Path) -> Path:
     """Return a new hidden name for the folder of a step that is being replaced."""
-    return path.with_name(f".{path.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
+    return path.with_name(f".{path.name}{_REPLACED}{owned_name()}")
 
 
 def replaced(root: Path) -> list[tuple[int, Path]]:
     """Return number and hidden folder of the steps that were being replaced, the last first."""
     found = []
-    for path in root.glob(f".step_*{_REPLACED}*"):
+    for path in root.glob(f".step_*{_REPLACED}-*"):
         match = _STEP.fullmatch(path.name[1:].partition(_REPLACED)[0])
         if match and path.is_dir() and not path.is_symlink():
             found.append((path.stat().st_mtime_ns, int(match[1]), path))

@@ -8,7 +8,6 @@ import datetime
 import os
 import shutil
 import threading
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,10 @@ from hybridtensor.distributed.checkpoint.agreement import (
     check_plans,
     compare_replicas,
 )
+from hybridtensor.distributed.checkpoint.folders import move_into_place, new_folder
 from hybridtensor.distributed.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    problems,
-    replaced,
-    replaced_path,
     root_folder,
     step_path,
     versions,
@@ -44,8 +41,6 @@ from hybridtensor.distributed.checkpoint.untrusted.files import (
     write_synced,
 )
 from hybridtensor.distributed.checkpoint.untrusted.metadata import METADATA, Writer
-
-_PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ class _Write:
         # Before the rename: after a crash a step by its name has its files on the disk.
         sync_folder(self.folder)
         target = step_path(self.root, self.manifest.step)
-        _move_into_place(self.folder, target)
+        move_into_place(self.folder, target)
         return target
 
     def clean(self) -> None:
@@ -132,7 +127,8 @@ def save(
     that are there stay. The previous ``async_save`` of this process is waited for.
 
     Args:
-        directory: Folder of a run's checkpoints, which all ranks see and no other run writes to.
+        directory: Folder of a run's checkpoints, which all ranks see and no other run writes to. What crashed saves
+            left in it is removed: on the same machine once their process has ended, else after a day without a change.
         step: Its number.
         state: Names to modules, optimizers of their parameters (also ``optim.MasterWeights``),
             objects with ``state_dict`` and ``load_state_dict``, and data: tensors, numbers, lists,
@@ -278,7 +274,7 @@ def _planned(
         check_arguments(
             ranks, directory=os.path.normpath(root), step=step, **dataclasses.asdict(options)
         )
-        folder = ranks.first(lambda: _new_folder(root, step, options.overwrite))
+        folder = ranks.first(lambda: new_folder(root, step, options.overwrite))
         yield _plan(ranks, root, folder, step, training, options)
     except BaseException:
         if folder is not None and ranks.rank == 0:
@@ -340,55 +336,3 @@ def _plan(
     made, metadata = ranks.first(all_plans)
     plan = planner.finish_plan(made[ranks.rank])
     return _Write(ranks, root, folder, manifest, writer, planner, plan, metadata)
-
-
-def _move_into_place(folder: Path, target: Path) -> None:
-    """Rename a finished folder; a former one of that name is moved to a hidden name first and removed afterwards."""
-    # Order matters: between the two renames the step is its hidden folder, which ``steps`` finds after a crash.
-    replaced = None
-    if target.exists():
-        replaced = replaced_path(target)
-        target.rename(replaced)
-    try:
-        folder.rename(target)
-    except BaseException:
-        if replaced is not None:
-            replaced.rename(target)
-        raise
-    sync_folder(target.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _recover(root: Path) -> None:
-    """Recover from crashes: rename steps whose replacement did not finish, and remove unfinished and replaced
-    folders."""
-    for step, path in replaced(root):
-        target = step_path(root, step)
-        if not target.exists() and not problems(path, step):
-            path.rename(target)
-            sync_folder(root)
-        elif not problems(target):
-            # Synced first: after a crash the rename that brought the new step may be lost, and this folder is then
-            # the only one.
-            sync_folder(root)
-            shutil.rmtree(path, ignore_errors=True)
-    for old in root.glob(f".step_*{_PARTIAL}*"):
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _new_folder(root: Path, step: int, overwrite: bool) -> Path:
-    """Create the hidden folder that a step is written into, and remove leftovers of crashes."""
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        sync_folder(root.parent)
-    _recover(root)
-    target = step_path(root, step)
-    if target.exists() and not overwrite and not problems(target):
-        raise ValueError(
-            f"checkpoint.save: step {step} is there already, intact, in {target}; pass "
-            "overwrite=True to replace it"
-        )
-    folder = root / f".{target.name}{_PARTIAL}{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    return folder
