@@ -472,7 +472,7 @@ def test_links_lead_somewhere(path):
 
 
 def test_the_readme_names_every_command():
-    text = README.split("On the command line: ")[1].split("\n\n")[0]
+    text = " ".join(README.split()).split("On the command line: ")[1].split(" ## ")[0]
     said = [word.split()[0] for word in re.findall(r"`(?:hybridtensor )?([^`]+)`", text)]
     files = {path.stem for path in (ROOT / "hybridtensor" / "commands").glob("*.py")}
     assert set(said) == files - {"__init__", "common"}
