@@ -76,7 +76,7 @@ def quantize_(
     common_scale: Iterable[Siblings] = (),
     keep_faces: str | None = None,
 ) -> nn.Module:
-    """Swap the weights of the linear layers and experts of ``model`` for ones that quantize their products, in place.
+    """Replace the weights of linear layers and experts of ``model``, in place, by weights whose products are quantized.
 
     ::
 
@@ -84,41 +84,43 @@ def quantize_(
         optimizer = torch.optim.AdamW(model.parameters())
         ht.step_after(optimizer, model)
 
-    Modules, parameter objects, names and ``requires_grad`` stay; tied weights stay tied; optimizers made before keep
-    working. Calling it again changes the recipe. By default the output head, routers and their gates are left alone
-    (``explain(model)`` says which and why; ``gate`` is a router's if it is narrower than its input), and parameters of
-    three dimensions are experts' weights if ``num_experts`` of their module is the first extent. A layer may multiply
-    by a weight ``[in, out]``, if its class says ``is_transposed = True``, or is GPT-2's. What is left plain is
-    logged (logger ``hybridtensor``), large matrices as a warning if nobody asked for it, or a gate's name alone did.
+    Modules, parameter objects, names and ``requires_grad`` do not change, tied weights stay tied, and existing
+    optimizers keep working. A second call changes the recipe. By default the output head, routers and their gates (a
+    ``gate`` that is narrower than its input) stay plain; ``explain(model)`` lists them with the reason.
+    Three-dimensional parameters are experts' weights if their first extent is ``num_experts`` of their module. Weights
+    stored ``[in, out]`` are supported if the layer's class is GPT-2's or has ``is_transposed = True``. The logger
+    ``hybridtensor`` lists plain layers; it warns of large ones that neither an argument nor a default excluded, and of
+    large gates.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.
         recipe: A name or spec (``"fp8"``; see ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory
             ``QuantizerRole -> Quantizer``, ``recipes.by_type``, or torchao's ``FqnToConfig`` from names and ``re:``
             patterns to any of the first two (None leaves a layer alone).
-        filter_fn: ``(module, name) -> bool``, which layers to convert, instead of the default; for experts the name
-            is that of the parameter.
-        keep_bf16: Names of layers, or of modules that hold them, to leave alone, whatever chose them; also patterns
-            (``"blocks.?.mlp"``). ``recipes.edge_blocks`` gives the first and last blocks.
-        persistent: Keep only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
-            one holds on to its original until ``optim.MasterWeights`` takes it.
-        name: Name of ``model`` in a larger model: random rounding draws by a layer's full name. A nameless
-            layer draws its key from torch's generator; ranks that share it seed alike.
-        transposed: Names, or patterns, of experts' parameters that are stored ``[E, in, out]``, where their module
-            has no ``is_transposed`` that says so, nor a ``hidden_size`` that shows it; all others are ``[E, out, in]``.
-        common_scale: Groups of patterns of layers' names, ``("*.q_proj", "*.k_proj")``, whose weights have one scale
-            per tensor in common, as engines have it that fuse them: where ``*`` and ``?`` stand for the same text.
-        keep_faces: How long faces of weights in high precision live, ``"auto"``, ``"always"`` or ``"never"``: see
-            ``HybridConfig``. None leaves it to the recipe.
+        filter_fn: ``(module, name) -> bool``: whether to convert a layer, instead of the default. For experts the
+            name is that of the parameter.
+        keep_bf16: Names or patterns (``"blocks.?.mlp"``) of layers, or of modules that contain layers, to leave plain;
+            overrides every other choice. ``recipes.edge_blocks`` returns the first and last blocks.
+        persistent: Store only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
+            one keeps its original values until ``optim.MasterWeights`` takes them.
+        name: Name of ``model`` in a larger model. The random numbers of stochastic rounding depend on a layer's full
+            name. A layer without a name draws its key from torch's generator: seed all ranks that share it alike.
+        transposed: Names or patterns of experts' parameters that are stored ``[E, in, out]``, for modules that show it
+            neither by ``is_transposed`` nor by ``hidden_size``; all others are ``[E, out, in]``.
+        common_scale: Groups of name patterns, ``("*.q_proj", "*.k_proj")``, of layers whose weights share one scale
+            per tensor, as inference engines that fuse them need. Names of a group match if ``*`` and ``?`` stand for
+            the same text.
+        keep_faces: How long faces of high-precision weights are cached, ``"auto"``, ``"always"`` or ``"never"``: see
+            ``HybridConfig``. None uses the recipe's setting.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: If a word is unknown, nothing matches, a layer's sizes do not fit a format, weights would have to
-            turn from persistent to not, layers cannot have a common scale, or would have two recipes for one weight.
+        ValueError: If a word of the spec is unknown, no layer matches, a layer's sizes do not fit a format, persistent
+            weights would become master weights, layers cannot share a scale, or one weight would get two recipes.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
-        RuntimeError: If a graph or a weak reference refers to a weight. After every error the model is as before.
+        RuntimeError: If a graph or a weak reference refers to a weight. Every error leaves the model unchanged.
     """
     require_module("quantize_", model)
     require_flag("quantize_", persistent=persistent)
@@ -138,8 +140,8 @@ def _carry_out(
     persistent: bool,
     scales: dict[nn.Module, CommonScale],
 ) -> None:
-    """Convert the layers of a plan, and do what concerns the whole model."""
-    with torch.inference_mode(False):  # what is made here is written and trained later
+    """Convert the layers of a plan, and update everything that belongs to the whole model."""
+    with torch.inference_mode(False):  # the new parameters are trained later
         with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
             _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
             _finish(model, plan, root)
@@ -149,7 +151,7 @@ def _carry_out(
 
 
 def _finish(model: nn.Module, plan: Plan, root: str) -> None:
-    """Change what is above the layers, once these are converted."""
+    """Set up hooks and sharing of inputs in the modules that contain the converted layers."""
     note_left_alone(layers_of(model, root), plan)
     _share_inputs(model, plan, root)
     _give_plain_values_to_all(model)
@@ -162,9 +164,9 @@ def _convert_all(
     undo: list[Undo],
     others: Iterable[nn.Module] = (),
 ) -> None:
-    """Convert the layers of a plan; ``undo`` collects what reverts it, apart from what ``all_or_nothing`` restores."""
+    """Convert the layers of a plan; ``undo`` collects functions that revert what ``all_or_nothing`` does not."""
     changed = dict.fromkeys([*scales, *others])
-    # Read before anything changes; quantized again at the end, once layers have their new common scales.
+    # Read before anything changes; requantized at the end, once the layers have their new common scales.
     converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
     undo += of_parts(map(local_part, converted))
     if persistent:
@@ -225,16 +227,16 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
 
         ht.set_config_(model, "bf16/nvfp4/nvfp4")  # BF16 forward from now on
 
-    The next use quantizes by the new recipe (and recompiles once). The faces of persistent weights
-    are recomputed, from the masters of ``optim.MasterWeights`` or else from what they hold.
+    The next forward quantizes with the new recipe (and recompiles once). Persistent weights are requantized from the
+    masters of ``optim.MasterWeights``, or from their dequantized faces if there are none.
 
     Args:
         model: A model that went through ``quantize_``.
         recipe: As for ``quantize_``.
 
     Raises:
-        ValueError: If the model has no converted weight, the recipe matches none of them, or layers that hold one
-            weight would get two recipes.
+        ValueError: If the model has no converted weight, the recipe matches none of them, or layers with a tied weight
+            would get two recipes.
     """
     require_module("set_config_", model)
     layers = [layer for layer in layers_of(model) if layer.recipe is not None]
@@ -255,7 +257,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     # Before anything changes: this raises on all ranks or on none.
     require_alike("set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=PATIENCE)
     for layer, _ in plan:
-        # What FSDP2 has gathered is of the former recipe.
+        # Gathered faces have the former recipe.
         if isinstance(layer.weight, nn.Parameter):
             let_go(layer.weight)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
@@ -357,7 +359,7 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
     if not remake_(weight, values, config):
         made = quantize_weight(config, values, weight.context, weight.layer, weight.dtype)
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
-    # Aliases hold the faces so far
+    # Existing aliases keep the former faces
     weight.record = weight.record.with_values(weight.high_precision.moved())
     weight.high_precision.note_quantized(values)
 

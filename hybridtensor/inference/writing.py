@@ -1,4 +1,4 @@
-"""What was read, written into a model: all of it, or nothing."""
+"""Write loaded tensors into a model, all of them or none."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor
 
 Inputs: TypeAlias = list[tuple[LayerState, dict[str, Tensor]]]
-"""States of quantizers, and what they load."""
+"""Layer states, and the state dict that each loads."""
 
 
 @torch.no_grad()
 def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) -> None:
-    """Write tensors into the parameters and buffers of a model, which is as before if that fails.
+    """Write tensors into the parameters and buffers of a model; restore the former values if that fails.
 
     Args:
         who: The caller, for errors.
         model: The model.
-        state: The tensors by name, in the shapes of the model. They leave it as they are written: what was before
-            takes their place.
-        inputs: States of quantizers, and what they load.
+        state: The tensors by name, in the shapes of the model. Each is removed when it is written, since the copy of
+            the former values needs as much memory.
+        inputs: Layer states, and the state dict that each loads.
     """
     found = [(name, value) for name, value in named(model) if name in state]
     undo: list[Callable[[], None]] = []
@@ -45,14 +45,14 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) 
         for back in reversed(undo):
             try:
                 back()
-            except Exception as refused:  # the others can be set back all the same
+            except Exception as refused:  # the others can still be restored
                 error.add_note(f"{who}: the model is not as it was: {refused}")
         raise
 
 
 def _former(value: Any) -> list[Callable[[], None]]:
     """Return functions that undo a write of a parameter or buffer: they restore its data, the state of its layer, and
-    the weights with which it has a common scale, which a write quantizes again.
+    the weights that share its common scale, which a write requantizes.
     """
     layer = value.record.layer if isinstance(value, HybridTensor) else None
     if not isinstance(layer, LayerState):

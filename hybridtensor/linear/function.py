@@ -1,8 +1,9 @@
 """The linear layer as one autograd function.
 
-Saved for backward are plain tensors, a list that depends on the recipe, on who needs a gradient and on what made the
-input, and never on the phase: one columnwise face per operand that backward will use, or the input where backward has
-it anyway. Hooks on saved tensors (offload, recomputation) see FP8 bytes, and always as many.
+It saves plain tensors for backward: one columnwise face per operand that backward uses, or the input if backward has
+it anyway. Which tensors depends on the recipe, on the operands that need a gradient and on the operation that produced
+the input, but is the same in a first forward and in a recomputation. Hooks on saved tensors (offload, recomputation)
+see FP8 data, and always the same number of tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hybridtensor.subclasses.observing import note_operand, note_product, observ
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# An overload: choosing one takes twice as long as the view
+# The overload: looking it up in each call would take twice as long as the view
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
@@ -68,8 +69,8 @@ def linear(
             dtype); or a ``HybridTensor`` that was quantized before, whose faces are then used as they are.
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]`` or None.
-        operand: The faces of the input, where another function made them, such as a norm that quantizes what it
-            returns: the rowwise one, and the columnwise one if the weight needs a gradient.
+        operand: The faces of the input, if another function already made them, such as a norm that quantizes its
+            output: the rowwise face, and the columnwise face if the weight needs a gradient.
 
     Returns:
         ``[..., out_features]``, in the weight's dtype (under autocast: in autocast's).
@@ -77,7 +78,7 @@ def linear(
     Raises:
         NotImplementedError: In a ``torch.func`` transform.
         TypeError: If the input is not a dense floating-point tensor, or another argument of the wrong kind.
-        ValueError: If shapes, dtypes or devices do not go together, or a face that is needed is not there.
+        ValueError: If shapes, dtypes or devices do not match, or a required face is missing.
     """
     if torch._C._are_functorch_transforms_active():
         require_plain_autograd()
@@ -103,7 +104,7 @@ def multiplied(
     operand: Operand | None = None,
     groups: Groups | None = None,
 ) -> Tensor:
-    """Return the product of operands that go together, as ``weight.config`` says.
+    """Return the product of checked operands, quantized as ``weight.config`` says.
 
     Args:
         input, bias, operand: See ``linear``; with groups, the input is tokens ``[T, in_features]``.
@@ -138,7 +139,7 @@ def multiplied(
     if training and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, Notes)
-        # Memory of this forward, which its backward commits, so that a forward alone leaves no trace in the step.
+        # Provisional amaxes of this forward, which its backward commits: a forward without backward changes no state.
         state = state._replace(amax=before) if of_graph else state.provisional()
     context = Context(
         "input",
@@ -151,14 +152,14 @@ def multiplied(
     call = _Call(config, needs, dtype, context, of_weight, cast_from, operand)
     if not training:
         out, _, w = _forward(input, weight, bias, call)
-        w.save()  # lets go of faces that nothing uses again
+        w.save()  # frees faces that nothing uses again
         return out
     return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _require_no_gradient(weight: Weight) -> None:
-    """Raise NotImplementedError for ``grad @ weight`` in another autograd function's backward, where ``grad_weight``
-    is missed."""
+    """Raise NotImplementedError for ``grad @ weight`` in the backward of another autograd function, which computes
+    ``grad_weight`` unquantized."""
     if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
         return
     if is_transposed(weight) != weight.is_transposed and 1 not in weight.shape:
@@ -217,10 +218,12 @@ class _Linear(torch.autograd.Function):
         layer = weight.record.layer
         ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
         groups, traced = call.context.groups, not call.context.direct and is_traced()
-        ctx.has_groups = groups is not None  # whose ends are not to be written before backward
+        ctx.has_groups = (
+            groups is not None
+        )  # saved below, so that autograd detects writes of their ends
         noted = ctx.products.noted() if traced else []
         ctx.num_noted = len(noted)
-        # In this order: backward takes the last ones off first.
+        # In this order: backward pops them from the end.
         ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *noted)
         ctx.nodes = [node_of(tensor) for tensor in saved] if traced else ()
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
@@ -247,15 +250,15 @@ class _Linear(torch.autograd.Function):
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
         if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 1:
-            # As the plain layer sums it
+            # The sum of the plain layer, bit for bit
             grad_bias = grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
         return grad_input, grad_weight, grad_bias, None
 
 
 def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
-    """Raise NotImplementedError where gradients that are to be differentiated depend on what has a gradient."""
-    # Now, not when they are: torch's ``once_differentiable`` looks at ``grad_output`` alone, and what it returns is
-    # no part of the way to what ``torch.autograd.grad`` is asked for, which then gets zeros.
+    """Raise NotImplementedError under ``create_graph=True`` if gradients depend on tensors that require a gradient."""
+    # Here, not in a second backward: torch's ``once_differentiable`` only looks at ``grad_output``, and its error node
+    # is not reached by ``torch.autograd.grad`` of the other operands, which would return zeros.
     of_input, of_weight, *_ = ctx.needs_input_grad
     if grad_output.requires_grad or (of_input and of_weight):
         raise NotImplementedError(
@@ -271,7 +274,7 @@ def _layer_of(state: LayerState | StateTensors | None) -> str:
 
 
 def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
-    """Raise RuntimeError where a graph writes a saved tensor in place, which torch only checks per operator."""
+    """Raise RuntimeError if a graph writes a saved tensor in place in a way that torch does not check."""
     if node is not None and node_of(tensor) not in (node, None):
         raise RuntimeError(
             f"linear: a graph writes {list(tensor.shape)} in {tensor.dtype}, which a layer saved for "
@@ -288,8 +291,8 @@ def _values(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs) -> Tensor:
     """Return bitwise what the plain module computes."""
-    # For a weight that needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias
-    # after. Here, below autograd, it would not see that the weight does.
+    # If the weight needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias
+    # afterwards. Below autograd, as here, ``F.linear`` cannot see that it needs one.
     if x.dim() == 2:
         return F.linear(x, weight, bias)
     if x.is_contiguous() or not needs.weight:
@@ -306,7 +309,7 @@ def with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:
-    """Raise for operands that do not go together; ``dtype`` is the required one, None under autocast."""
+    """Raise if operands do not match; ``dtype`` is the required one, None under autocast."""
     if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
         require_tensor("linear: input", input)
     if not input.is_floating_point():

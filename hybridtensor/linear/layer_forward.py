@@ -6,8 +6,8 @@
 | its shards, a DTensor | the layer's forward; ``F.linear`` runs on the local parts, see ``tensor_parallel`` |
 | any other tensor | the layer's forward; ``F.linear`` quantizes by the layer's recipe |
 
-``torch.func.functional_call`` puts other tensors there for one call, ``weight_norm`` and parametrizations compute them.
-DTensor switches off what would let a weight see torch's functions, so that the layer itself has to look.
+``torch.func.functional_call`` sets other tensors as ``weight`` for one call; ``weight_norm`` and parametrizations
+compute it. DTensor disables ``__torch_function__`` of the weight inside it, so the layer handles DTensors itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
     """Make a layer apply a recipe to any tensor at ``weight``."""
     if _RECIPE not in module.__dict__:
         module.forward = LayerForward(module, module.__dict__.get("forward")).bound
-        # Transformers runs a layer that says so with its own parts of weights and inputs.
+        # Transformers calls a layer with this attribute with the local parts of weights and inputs.
         module.__dict__["_hf_quantized_needs_local_tp"] = True
     module.__dict__[_RECIPE] = LayerRecipe(config, state)
 
@@ -79,13 +79,13 @@ def recipe_of(module: nn.Module) -> LayerRecipe | None:
 
 
 def runs_linear(module: nn.Module) -> bool:
-    """Return whether a converted layer's forward is that of ``nn.Linear``, and nothing around it."""
+    """Return whether a converted layer's forward is that of ``nn.Linear``, not wrapped by another library."""
     own = _forward_of(module)
     return own is not None and own.inner is None and _is_linear(module)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a converted linear layer's class overrides forward, and so multiplies by the weight itself."""
+    """Return whether the class of a converted linear layer overrides ``forward``."""
     return recipe_of(module) is not None and not _is_linear(module) and not is_listed(type(module))
 
 
@@ -100,17 +100,17 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class LayerForward:
-    """The callable that replaces ``forward`` of one converted layer: by its method ``bound``.
+    """The callable that replaces ``forward`` of one converted layer, as its bound method ``bound``.
 
     Args:
-        layer: The layer, which is referred to weakly: the layer holds its forward.
-        inner: A forward that another library had given the layer before, or None.
+        layer: The layer, of which a weak reference is stored, since the layer references its forward.
+        inner: A forward that another library set on the layer before, or None.
 
     Attributes:
         inner: See above.
     """
 
-    _ran = False  # whether a forward has run, the first of which is watched
+    _ran = False  # the first forward is observed: see ``Uses``
 
     def __init__(self, layer: nn.Module, inner: Callable[..., object] | None = None) -> None:
         self._layer, self.inner = weakref.ref(layer), inner
@@ -118,8 +118,8 @@ class LayerForward:
     @property
     def bound(self) -> types.MethodType:
         """The bound method that replaces ``forward``, with the signature of the original."""
-        # Dynamo guards an attribute ``forward`` by identity, unless it is a bound method, of which it compares the
-        # function's code. So equal layers share one graph.
+        # Dynamo guards an attribute ``forward`` by identity, but a bound method by its function's code: equal layers
+        # share one graph.
         if self.inner is None:
             return types.MethodType(_method(type(_required(self._layer())).forward), self)
         method = _method.__wrapped__(self.inner)
@@ -140,9 +140,9 @@ class LayerForward:
                         return self.run(layer, args, kwargs)
             if self.inner is not None:  # as ``run``
                 return self.inner(*args, **kwargs)
-            # Nobody else has a say: what F.linear would come to
+            # No mode or subclass of the input intercepts F.linear: call its result directly
             if (
-                not torch.compiler.is_dynamo_compiling()  # first: the rest is not to be traced
+                not torch.compiler.is_dynamo_compiling()  # first: Dynamo must not trace the rest
                 and len(args) == 1
                 and type(args[0]) is Tensor
                 and type(weight) in WEIGHTS
@@ -174,8 +174,7 @@ class LayerForward:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
-    # Copied and pickled with its layer: a bound method of the layer in place of this object would come back as the
-    # class's.
+    # Copied and pickled with its layer; a bound method of the layer would be unpickled as the method of its class.
     def __deepcopy__(self, memo: dict[int, object]) -> LayerForward:
         return type(self)(
             _required(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)
@@ -183,7 +182,7 @@ class LayerForward:
 
     def __reduce__(self) -> tuple[object, ...]:
         inner = self.inner
-        # pickle writes a bound method as its name, which of the layer's own attribute would find this forward
+        # pickle stores a bound method by its name, which would look up this forward on the layer
         if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
             return _unbound, (), (self._layer(), inner.__func__, True)
         return _unbound, (), (self._layer(), inner, False)
@@ -304,7 +303,7 @@ class _AtWeight(TorchFunctionMode):
         return "x @ weight or torch.addmm" if self._is_transposed else "F.linear"
 
     def _refuse_weight(self, operands: list[object]) -> None:
-        """Raise for another product with the weight or its transpose."""
+        """Raise NotImplementedError if a product that is not quantized has the weight among its operands."""
         leaves = tree_leaves(operands)  # some functions take lists
         if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
             raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Advance what quantizers remember, once per step for all layers and ranks."""
+"""Advance the state of quantizers, scales and random-rounding counters, once per step for all layers and ranks."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from hybridtensor.state.update import update_scales
 
 
 def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
-    """Advance what quantizers remember: call it once after every ``optimizer.step()``.
+    """Advance the state of quantizers; call it once after every ``optimizer.step()``.
 
     ::
 
         optimizer.step()
         ht.step_(model)
 
-    Delayed scales follow from the amaxes of the step, reduced over the ranks that train the model
-    (all, unless ``set_mesh_`` says otherwise; none where each has a stage of a pipeline) in one
-    collective for all layers; stochastic rounding moves to its next step. Does nothing for recipes
-    without state, but all ranks that train the model call it.
+    It computes new delayed scales from the amaxes of the step. One collective for all layers reduces these over the
+    ranks that train the model: all ranks, unless ``set_mesh_`` names them, and none if each rank has its own stage of
+    a pipeline. It also increments the counter of stochastic rounding. Without state it does nothing, but all ranks
+    that train the model must call it.
 
-    The microbatches of one step share a step of the random rounding: call it after each of them if
-    their errors should be independent, except with delayed scaling, whose scales follow once per
-    optimizer step. A closure that an optimizer evaluates many times (LBFGS) calls it itself.
+    The microbatches of one step use the same random numbers. Call it after each microbatch if their rounding errors
+    should be independent, but not with delayed scaling, whose scales change once per optimizer step. A closure that an
+    optimizer evaluates many times (LBFGS) must call it itself.
 
     Args:
         model: A model that went through ``quantize_``, or a ``LayerState``.
-        skipped: Whether the optimizer left the step out, as ``torch.amp.GradScaler`` has it do: then its amaxes, an
-            Inf among them, are forgotten, and nothing advances.
+        skipped: Whether the optimizer skipped the step, for instance because of ``torch.amp.GradScaler``: the amaxes
+            of the step are dropped, and nothing advances.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: If ``model`` is not a module, or ``skipped`` no bool.
-        RuntimeError: If ranks of the group have other scales, or of other layers; on all of them. If a layer ran
-            backward and recorded no amaxes, or an amax is not finite (on a GPU that is seen in one of the next steps).
+        RuntimeError: If ranks have different scales or layers, on all of them. If a layer ran backward without
+            recording amaxes, or an amax is not finite (on a GPU, one of the next calls raises this).
     """
     require_module("step_", model)
     require_flag("step_", skipped=skipped)
@@ -97,10 +97,10 @@ class step_after:  # noqa: N801  (used as a function)
             loss(model, batch).backward()
             optimizer.step()
 
-    With several optimizers the state advances when all of them have stepped; where one was left
-    out, when another one is about to step again. A step that ``torch.amp.GradScaler`` skips does
-    not count. Of an optimizer with ``fused=True``, which it calls in any case, the amaxes of that step are forgotten;
-    any other is not called: say so, else the next step raises, as an amax is not finite::
+    With several optimizers the state advances when all of them have stepped, or, if one was skipped, before another
+    one steps for the second time. A step that ``torch.amp.GradScaler`` skips does not count. For a skipped step the
+    scaler still calls an optimizer with ``fused=True``, and the amaxes of the step are dropped. It calls no other
+    optimizer: call ``step_`` with ``skipped=True`` yourself, or the next step raises because an amax is not finite::
 
         scaler.step(optimizer)
         before = scaler.get_scale()
@@ -147,7 +147,7 @@ class step_after:  # noqa: N801  (used as a function)
 
     @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        # Fused optimizers are called by the scaler in any case, and skip on the device themselves.
+        # The scaler calls fused optimizers also for skipped steps; they skip on the device.
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor) and found_inf.item():
             step_(self._model, skipped=True)
@@ -164,7 +164,7 @@ class step_after:  # noqa: N801  (used as a function)
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers with the same ranks, with one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
-    # First: a lineage holds for one version of the scales, which are written below.
+    # First: a lineage is valid for one version of the scales, which are written below.
     lineages = next_lineages(states)
     fold_amaxes(states)
     # After the fold, which fills ``amax``. Before the collective: the maxima over ranks are then alike in siblings,
@@ -181,7 +181,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
             amaxes = reduced(training_of(model), amaxes, group)
         if groups and not is_captured():
             amaxes = as_siblings(of_device, lineages, amaxes)
-        # On its own it follows the rule, in which an Inf counts
+        # A state without a model follows the rule of delayed scaling, in which an Inf enters the history
         if not isinstance(model, LayerState):
             require_finite(model, of_device, amaxes)
         update_scales(of_device, amaxes if groups else None)
@@ -217,7 +217,7 @@ def _check_same_scales(
 ) -> None:
     """Raise on every rank unless all have the same scales, compared once per model, group and layout."""
     checked = training_of(model).scales
-    # names of layers, and which object says how their scales follow
+    # names of layers, and the identity of their rules
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
         return

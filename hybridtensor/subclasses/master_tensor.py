@@ -27,14 +27,13 @@ class MasterWeight(QuantizedWhenUsed):
         weight = model.blocks[0].weight  # after quantize_(model, "fp8")
         print(weight.config, weight.master)
 
-    To optimizers, checkpoints and initialization it is the high-precision tensor. ``faces``
-    quantizes it and keeps the result until the next write.
+    Optimizers, checkpoints and initialization see the high-precision tensor. ``faces`` quantizes it and caches the
+    result until the next write.
 
     Attributes:
-        plain: The plain tensor. Inside this package it is only read, or written with
-            ``note_write``; ``master`` hands it out.
+        plain: The plain tensor, for this package, which calls ``note_write`` after each write. Others use ``master``.
         config: The recipe.
-        place: Key of this view of the weight's memory.
+        place: Key of this view in the cache of faces.
     """
 
     ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")
@@ -79,8 +78,7 @@ class MasterWeight(QuantizedWhenUsed):
 
     def alias(self, plain: Tensor) -> MasterWeight:
         """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is seen by both."""
-        # Before the alias, which shares torch's counter: a write of a graph that is not counted yet would be one that
-        # the alias has seen.
+        # First: the alias shares torch's version counter, and would take uncounted writes of a graph as seen.
         self._count_graph_writes(version_of(self))
         new = type(self)(plain, self.config)
         new.record, new._seen = self.record, self._seen
@@ -90,28 +88,28 @@ class MasterWeight(QuantizedWhenUsed):
 
     @property
     def master(self) -> Tensor:
-        """An alias of the plain tensor. What is written into it is seen by the next use of the weight.
+        """An alias of the plain tensor, of the weight's shape and dtype; writes into it change the weight.
 
-        While the alias lives, or anything made from it, the weight is quantized anew at each use.
+        While it, or a view of it, exists, faces are not cached: the weight is quantized at each use.
         """
         return self.record.hand_out(self.plain)
 
     def note_write(self) -> None:
-        """Record that ``plain`` was written to, so that no cached face and no saved tensor outlives it."""
+        """Record a write of ``plain``: it invalidates cached faces, and backward raises for tensors saved before."""
         note_writes([self])
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         if getattr(self.record.layer, "common", None) is not None:
-            # torch asks in the middle of tracing, whose modes would take this for a part of the graph;
-            # the way out of them is private
+            # torch calls this while it traces; active modes would record the update in the graph. The function that
+            # disables them is private
             with _disable_current_modes():
                 self.renew_common_scale()
         return super().carried()
 
     def take_memory(self, plain: Tensor) -> None:
-        """Be ``plain`` from now on, of any shape, dtype and device, with the same recipe and layer.
+        """Replace the memory by ``plain``, of any shape, dtype and device; recipe and layer stay.
 
-        Aliases and views so far keep the memory that they have.
+        Existing aliases and views keep the former memory.
         """
         made = type(self)(plain, self.config)
         made.record = self.record.successor()
@@ -120,14 +118,14 @@ class MasterWeight(QuantizedWhenUsed):
 
     def become(self, other: Self) -> None:
         super().become(other)
-        # ``_seen`` came along from ``other``, torch's counter did not: it is still that of this object.
+        # ``_seen`` was copied from ``other``, but the version counter is still that of this object.
         self._seen = version_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as a numpy array in the same memory, as the plain tensor would.
+        """Return a numpy array that shares the memory of the plain tensor.
 
         Raises:
-            RuntimeError: If a gradient is required, unless ``force``.
+            RuntimeError: If the weight requires a gradient, unless ``force``.
         """
         require_flag("MasterWeight.numpy", force=force)
         if self.requires_grad and not force:

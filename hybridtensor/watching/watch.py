@@ -1,4 +1,4 @@
-"""Watch what the formats do to a model while it trains."""
+"""``watch``: measure quantization noise, underflow and saturation of a model while it trains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hybridtensor.watching.sums import Numbers
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LOSSES = 1024  # that are kept each in memory of its own
+_LOSSES = 1024  # recorded losses, after which they are stacked into one tensor
 
 Alarm = str | Callable[[str], object] | None
 
@@ -48,7 +48,7 @@ class _Pending(NamedTuple):
 
 
 class watch(Printed):  # noqa: N801  (used as a function)
-    """Measure, in some steps of any training loop, what the formats do to each operand and product.
+    """Measure the quantization error of each operand and product, in some steps of any training loop.
 
     ::
 
@@ -60,32 +60,31 @@ class watch(Printed):  # noqa: N801  (used as a function)
                 optimizer.step()
         print(watched)
 
-    A step ends when an optimizer of the model's parameters has stepped. The first one is measured, and
-    then one of ``every``; in the others nothing runs that would not run without. What is measured are
-    stretches of operands, as their kernels made them, against the values that they were made from; a
-    run that is watched computes the same bits as one that is not. Compiled code runs eagerly in the
-    steps that are measured (``torch.compiler.set_stance``), and so rounds there as eager code does;
-    steps of compiled optimizers, and replays of CUDA graphs, are not seen: call ``step()`` after them.
+    A step ends when an optimizer of the model's parameters has stepped. The first step is measured, and then every
+    ``every``-th; the other steps run no additional code. A measured step compares slices of the quantized operands
+    with their high-precision values. A watched run computes the same bits as an unwatched one. Compiled code runs
+    eagerly in measured steps (``torch.compiler.set_stance``), with the rounding of eager code. Steps of compiled
+    optimizers, and replays of CUDA graphs, are not detected: call ``step()`` after them.
 
-    Of experts one of each stack is measured in a step, the next one that has tokens.
+    A step measures one expert of each parameter: the next one that has tokens.
 
-    Under data parallelism all ranks watch, and what each has measured is added up. Ranks with other
-    layers, such as stages of a pipeline, are added up with those that have the same ones.
+    Under data parallelism all ranks must watch, and their measurements are summed. Ranks with different layers, such
+    as stages of a pipeline, are summed with those that have the same layers.
 
     Args:
         model: A model after ``quantize_``.
-        every: One step of this many is measured.
+        every: Distance between two measured steps.
         rows: Maximum number of rows, or columns, measured of each operand.
-        sinks: Where samples go, a step later: paths (JSON lines), TensorBoard's writers, W&B's runs, loggers
-            of Lightning, functions of a ``Sample``. They are called on the first rank only.
-        alarm: Action when a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function that is given the
-            sentence that says layer, operand and step. It is the first such face of the step, and told a step later.
-        saturated: From which share of ``overflows%`` on a face is saturated, in percent.
+        sinks: Receivers of samples, called one step later, on the first rank only: paths (JSON lines), TensorBoard
+            writers, W&B runs, Lightning loggers, functions of a ``Sample``.
+        alarm: Action if a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function of the message, which
+            names layer, operand and step. It reports the first such face of a step, one step later.
+        saturated: Minimum ``overflows%`` of a saturated face, in percent.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If a number is too small, or no layer of the model is converted.
-        RuntimeError: On all ranks, if they watch otherwise.
+        RuntimeError: On all ranks, if they watch with different arguments or steps.
         NotImplementedError: If the model is on several devices.
     """
 
@@ -153,7 +152,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
             self._flush(before)
 
     def step(self) -> None:
-        """End a step: where no optimizer of torch does."""
+        """End a step; call it only if no eager torch optimizer steps."""
         sampled = self._sampler is not None and self.steps % self.every == 0
         self._armed.close()
         before, self._pending = self._pending, []
@@ -164,11 +163,11 @@ class watch(Printed):  # noqa: N801  (used as a function)
         self._flush(before)  # last: alarms may raise
 
     def note(self, loss: Tensor | float, *, step: int | None = None) -> None:
-        """Record a loss, one number, for reports; nothing waits for it.
+        """Record a loss for reports, without waiting for the device.
 
         Args:
-            loss: Loss of one step.
-            step: Which, as samples count them; by default the one under way.
+            loss: Loss of one step: a number, or a tensor with one element.
+            step: Number of the step, counted as in samples; by default the current one.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -236,7 +235,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         """Read copied samples, pass them to sinks, and check alarms."""
         for one in pending:
             if one.there is not None:
-                one.there.synchronize()  # of a step ago
+                one.there.synchronize()  # the copy started one step ago
             sample = sample_of(one.step, one.measured)
             self._samples.append(sample)
             for sink in self._sinks if self._ranks.first else ():
@@ -272,15 +271,15 @@ class watch(Printed):  # noqa: N801  (used as a function)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """The samples that are on the host: all but the last one, while the loop runs."""
+        """The samples on the host. While the loop runs, the last sample is still being copied."""
         return tuple(self._samples)
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers of the last sample by one name each, ``layer/input.rowwise/sqnr``."""
+        """Return the numbers of the last sample as a flat dictionary, with keys ``layer/input.rowwise/sqnr``."""
         return self._samples[-1].scalars() if self._samples else {}
 
     def recording(self) -> Recording:
-        """Return all that was watched so far, for reports and files."""
+        """Return all samples and losses so far, for reports and files."""
         self._pack_losses()
         for steps, values in self._packed:
             self._read += zip(steps, values.tolist(), strict=True)

@@ -54,35 +54,34 @@ def load(
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> int:
-    """Load the newest step that is what was written, on any number of ranks, into ``state``, and return its number.
+    """Load the newest intact step into ``state``, on any number of ranks, and return its number.
 
     ::
 
         state = {"model": model, "optimizer": optimizer}
         step = checkpoint.load("runs/a", state)
 
-    Digests, recipes, names and shapes are checked, and everything is read to the host, before anything is written. A
-    load that raises, on any rank and for any reason, leaves tensors, optimizers and data as they were; for that the
-    former values stay on the host until all ranks are done. What remains of a failed load is what objects with a
-    ``load_state_dict`` of their own do beside their ``state_dict``: they get back the one they had. Damaged steps are
-    skipped with a warning. Nothing in a checkpoint is executed.
+    Digests, recipes, names and shapes are checked, and everything is read to the host, before ``state`` is written. If
+    a load raises, on any rank and for any reason, tensors, optimizers and data are restored; for this the former
+    values are kept on the host until all ranks have finished. Other objects load their former ``state_dict`` again;
+    side effects of their ``load_state_dict`` remain. Damaged steps are skipped with a warning. No code of a checkpoint
+    is executed.
 
     Args:
         directory: Folder that was passed to ``save``.
-        state: As for ``save``; entries that are not wanted may be missing. Tensors are loaded in
-            place, other data is replaced in this dictionary.
-        step: Load this one, and no other.
-        any_recipe: Load a checkpoint of another recipe, of a model that is not quantized, or into one: values are
-            loaded, and quantizers whose recipe differs start afresh. Other high-precision dtypes are cast.
-        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
+        state: As for ``save``; it may have fewer entries. Tensors are loaded in place, other data is replaced in this
+            dictionary.
+        step: Load only this step; None loads the newest intact one.
+        any_recipe: Allow that the recipes of checkpoint and model differ, or that one of them is not quantized: values
+            are loaded, and the state of quantizers whose recipe differs is reset. High-precision dtypes are cast.
+        group: Process group of the ranks, whose own timeout then applies; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If the checkpoint is of another recipe, names, shapes or dtypes differ, or ranks
             pass different arguments; on every rank.
-        RuntimeError: If no step is what was written and can be read, reading fails on a rank, or a rank is gone; on
-            every rank.
+        RuntimeError: If no step is intact and readable, reading fails on a rank, or a rank is gone; on every rank.
     """
     wait_for_previous()
     ranks = Ranks("checkpoint.load", group, timeout)
@@ -118,7 +117,7 @@ def _put(
 
     try:
         ranks.each(put)
-        # After every rank has put its tensors, so that an error of any still leaves data as it was.
+        # After every rank has written its tensors, so that an error on any rank still leaves data unchanged.
         ranks.each(restoration.fill)
     # Also for a KeyboardInterrupt: between two tensors it would leave a mixture of two steps.
     except BaseException as error:

@@ -117,29 +117,29 @@ def save(
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Path:
-    """Write a checkpoint into a new folder of ``directory``; it is there whole, or not at all.
+    """Write a checkpoint into a new folder of ``directory``, which appears only once it is complete.
 
     ::
 
         checkpoint.save("runs/a", step, {"model": model, "optimizer": optimizer})
 
-    All ranks call it, after ``step_``. A failure on one, a full disk say, is an error on all; steps
-    that are there stay. The previous ``async_save`` of this process is waited for.
+    All ranks call it, after ``step_``. A failure on one rank, such as a full disk, raises on all ranks; existing steps
+    are not changed. It first waits for the previous ``async_save`` of this process.
 
     Args:
         directory: Folder of a run's checkpoints, which all ranks see and no other run writes to. What crashed saves
             left in it is removed: on the same machine once their process has ended, else after a day without a change.
-        step: Its number.
+        step: Number of the step.
         state: Names to modules, optimizers of their parameters (also ``optim.MasterWeights``),
             objects with ``state_dict`` and ``load_state_dict``, and data: tensors, numbers, lists,
-            dictionaries. Other than shards, it is the same on all ranks.
-        faces: Store the faces of persistent weights. Without, those that follow from an fp32 master
-            that is stored (not with delayed scales or random rounding) are quantized again when
-            loaded: the same bits, if a step was taken since the last ``set_config_``.
-        overwrite: Replace a step that is there. A damaged one is replaced anyway.
-        check_replicas: Compare what ranks should have alike, as ``checkpoint.check_replicas`` does;
-            otherwise one rank's values are stored, whatever the others have.
-        group: Process group, which is then used to talk, with its own timeout; None is all ranks.
+            dictionaries. Everything except shards must be the same on all ranks.
+        faces: Save the faces of persistent weights. If False, faces that can be quantized from a saved fp32 master
+            (not with delayed scales or random rounding) are left out and requantized by ``load``: to the same bits, if
+            a step was taken since the last ``set_config_``.
+        overwrite: Replace an existing step. A damaged one is always replaced.
+        check_replicas: Compare values that must be the same on all ranks, as ``checkpoint.check_replicas`` does;
+            otherwise those of one rank are saved unchecked.
+        group: Process group of the ranks, whose own timeout then applies; None is all ranks.
         timeout: How long to wait for the slowest rank.
 
     Returns:
@@ -147,9 +147,9 @@ def save(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the step is there already; if the state cannot be saved, because it holds
-            what could not be read back without running code, or is not alike on all ranks; or if
-            ranks pass different arguments. On every rank.
+        ValueError: If an intact step of this number exists; if the state contains values that cannot be
+            loaded without running code, or differs between ranks; or if ranks pass different
+            arguments. On every rank.
         RuntimeError: If writing fails on a rank, or a rank is gone; on every rank.
     """
     wait_for_previous()
@@ -183,7 +183,7 @@ class Saving:
             self._write.clean()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def result(self) -> Path:
@@ -199,7 +199,7 @@ _previous: list[Saving] = []
 
 
 def wait_for_previous() -> None:
-    """Wait for the last background save, and raise what went wrong in it if nobody asked."""
+    """Wait for the last background save, and raise its error if ``result`` was not called."""
     while _previous:
         # Removed first: an error that is raised below is raised once.
         saving = _previous.pop()
@@ -220,15 +220,15 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Saving:
-    """Copy the state to the host, and write it as ``save`` does while training goes on.
+    """Copy the state to the host, and write it in a background thread as ``save`` does.
 
     ::
 
         saving = checkpoint.async_save("runs/a", step, {"model": model, "optimizer": optimizer})
         saving.result()  # before the process ends
 
-    What changes after the call is not in it. Only one is under way at a time: the next one waits,
-    and raises what went wrong if ``result`` was not asked.
+    Changes after the call are not saved. Only one save runs at a time: the next one waits for it, and
+    raises its error if ``result`` was not called.
 
     Args:
         directory: See ``save``; so are the others.

@@ -1,9 +1,9 @@
-"""FSDP2: local shards of converted weights are quantized, and only the face that is needed is all-gathered.
+"""FSDP2 hooks: quantize local shards of converted weights, and all-gather only the face that is needed.
 
-``fully_shard`` finds two hooks on a sharded weight. ``pre_all_gather`` returns the payload of this rank;
-``post_all_gather`` returns the gathered ``HybridTensor`` that the layers compute with. Storage of its faces is
-allocated only while FSDP2 has the weight gathered, and only for the requested face. The tensor objects are persistent,
-so that autograd and compiled graphs can hold them.
+FSDP2 calls two hooks of a sharded weight. ``pre_all_gather`` returns the payload of this rank; ``post_all_gather``
+returns the gathered ``HybridTensor`` that the layers multiply. Storage of its faces is allocated only between the
+all-gather and the reshard, and only for the requested face. The tensor objects stay the same, because autograd and
+compiled graphs keep references to them.
 """
 
 from __future__ import annotations
@@ -117,11 +117,13 @@ class _Gathering:
             if part is tensor and answer is not None:
                 known.turn = None
                 return answer
-        # which attributes of a weight would pass through, here and in all that follows
+        # Attributes of a weight would pass through its torch function, here and in all that follows
         with torch._C.DisableTorchFunctionSubclass():
             shard = find(module, tensor)
             group = group_of(shard.sharded)
-            if torch.is_grad_enabled():  # FSDP2 gathers without
+            if (
+                torch.is_grad_enabled()
+            ):  # FSDP2 itself gathers under no_grad; ``unshard()`` calls may not
                 with torch.no_grad():
                     return group.send(shard, tensor)
             return group.send(shard, tensor)
@@ -178,7 +180,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     """Quantize values into local shards of persistent weights; every rank passes the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
     written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
-    # In the order of the weights, which all ranks have alike: collectives have to match.
+    # In the order of the weights, which is the same on all ranks: collectives have to match.
     for group in {
         id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting
     }.values():
@@ -199,7 +201,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         for face, dim, fresh in zip((turned.rowwise, turned.columnwise), (0, 1), made, strict=True):
             if fresh is None or face is None or fresh.follows_rowwise:
                 continue
-            # Values lie as those of the rowwise face
+            # A dequantized face has the layout of the rowwise one
             dim = dim if fresh.dequantized_rowwise is None else 0
             sources = fresh.tensors()
             if shard.plan.matrix is None:
@@ -246,7 +248,9 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
         return True
     row, column = (_cut(face, dim, values.shape[0]) for dim, face in enumerate(made))
     if row is not None and column is not None and column.follows_rowwise:
-        column = row._replace(dequantized_rowwise=column.dequantized_rowwise)  # one memory for both
+        column = row._replace(
+            dequantized_rowwise=column.dequantized_rowwise
+        )  # shares the rowwise memory
     part.rowwise, part.columnwise = face_tensors((row, column), values.shape, part.dtype)
     part.config = config
     return True
@@ -258,7 +262,7 @@ def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
     if face.dequantized_rowwise is not None:
         dim = 0
     cut = face.cut(dim, 0, rows)
-    # Views would keep the rows that were put below.
+    # Views would keep the memory of the rows appended for the cast.
     return Face.of([tensor.clone() for tensor in cut.tensors()], cut.kind)
 
 
@@ -318,13 +322,13 @@ def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
         fully_shard(model)
         ht.distributed.expect_recompute_(model, True)
 
-    By default that is found out: the first backward that does gathers a second time, later ones
-    gather both faces at once. Compiled code cannot be watched, so that both are gathered for it;
-    ``False`` promises that it recomputes nothing.
+    By default a recomputation is detected: the first backward that recomputes gathers a second time, later ones gather
+    both faces at once. In compiled code it cannot be detected, so both faces are always gathered; ``False`` promises
+    that nothing is recomputed.
 
     Args:
         model: A model after ``fully_shard``.
-        expected: True, False, or None to find out.
+        expected: True, False, or None to detect it.
 
     Returns:
         ``model``.

@@ -1,4 +1,4 @@
-"""What a cast is asked for, and the tensors that it needs beside the matrix."""
+"""The description of a cast, ``CastRequest``, and its tensors besides the matrix, ``CastInputs``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hybridtensor.ops.prologue import Prologue
 
 
 class Cast(NamedTuple):
-    """How one face is made.
+    """How to quantize one face.
 
     Attributes:
-        format: Its format.
-        pow2_scale: Whether current scaling rounds encode scales down to powers of two, where the
-            format does not say so.
+        format: Format of the face.
+        pow2_scale: Whether current scaling rounds encode scales down to powers of two, for formats that do not always.
         slot: Index of the delayed scale; -1 measures the tensor instead.
-        stream: Random numbers to round with; -1 rounds to nearest, which a format with drawn signs does not.
-        rule: Choice of block scales, where a format leaves one. Of NVFP4 ``"mae"`` or ``"mse"``: the
-            amax of a block maps to 6 or to 4, whichever has the smaller error. Of MXFP4 ``"even"`` or ``"floor"``:
-            how the exponent is rounded. ``""`` is the rule of the format.
+        stream: Stream of random numbers for stochastic rounding; -1 rounds to nearest, and is not allowed for formats
+            with drawn signs.
+        rule: Rule for block scales, for formats with several. NVFP4: ``"mae"`` or ``"mse"`` map the amax of a block
+            to 6 or to 4, whichever has the smaller error. MXFP4: ``"even"`` or ``"floor"`` round the exponent.
+            ``""`` is the format's default.
     """
 
     format: Format
@@ -35,7 +35,7 @@ class Cast(NamedTuple):
 
     @property
     def measures(self) -> bool | None:
-        """Whether scales follow from an amax per row (True), of the tensor (False), or no amax (None)."""
+        """Whether the cast measures one amax per row (True), one per tensor (False), or none before the cast (None)."""
         fmt = self.format.base
         if fmt.tensor_block is not None:
             return fmt.tensor_block[0] is not None
@@ -59,14 +59,14 @@ class Cast(NamedTuple):
 
 
 class CastRequest(NamedTuple):
-    """Which faces to make of a matrix, and how.
+    """The faces to make from a matrix.
 
     Attributes:
         row: Cast of the rowwise face, or None.
         column: Cast of the columnwise face, or None.
-        source: What the columnwise face is made from: what this cast would make rowwise,
-            dequantized to ``dtype``. None is the matrix itself.
-        dtype: Dtype of what ``source`` gives back; None is that of the matrix.
+        source: Cast of a rowwise face that is dequantized to ``dtype``, and from which the columnwise face is
+            quantized. None quantizes the columnwise face from the matrix itself.
+        dtype: Dtype of the dequantized ``source``; None is that of the matrix.
     """
 
     row: Cast | None
@@ -76,18 +76,18 @@ class CastRequest(NamedTuple):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels make these faces; see ``Format.has_kernels``. None are made of what is rotated under drawn
-        signs, and none are rotated under drawn signs that are made of blocks of more than 32 columns."""
+        """Whether kernels make these faces; see ``Format.has_kernels``. There are none for a source with drawn signs,
+        nor for a face with drawn signs from a source whose blocks have more than 32 columns."""
         if self.source is not None and self.source.format.drawn_signs:
             return False
-        # Both would need tiles of 128 x 128, of which kernels had other bits at each launch (H100, Triton 3.6)
+        # Both would need tiles of 128 x 128, for which kernels gave different bits in each launch (H100, Triton 3.6)
         if self.source is not None and self.draws_signs and (self.source.format.block[1] or 0) > 32:
             return False
         return all(cast is None or cast.format.has_kernels for cast in self[:3])
 
     @property
     def has_grouped_kernels(self) -> bool:
-        """Whether kernels make them of groups of rows, and of stacks; see ``Format.has_grouped_kernels``."""
+        """Whether kernels make these faces of groups of tokens and of experts; see ``Format.has_grouped_kernels``."""
         return all(cast is None or cast.format.has_grouped_kernels for cast in self[:3])
 
     @property
@@ -97,12 +97,12 @@ class CastRequest(NamedTuple):
 
     @property
     def is_face_by_face(self) -> bool:
-        """Whether each of two faces has a launch of its own: where signs are drawn."""
+        """Whether the two faces need one launch each: if signs are drawn."""
         return self.draws_signs and self.source is None and None not in self[:2]
 
     @property
     def suits_lists(self) -> bool:
-        """Whether a list of matrices can be cast so: from the matrix itself, by amaxes without rotation."""
+        """Whether one launch can cast a list of matrices: no ``source``, and no amax of rotated values."""
         return self.source is None and not any(
             cast.measures is not None and cast.format.hadamard
             for cast in (self.row, self.column)
@@ -132,13 +132,14 @@ def _parse(text: str) -> Cast | None:
 
 
 class Hint:
-    """The amax that the last tensor of a kind was scaled by: a cast that goes by it takes one pass if it still holds.
+    """The amax of the last tensor of a kind, for power-of-two scales.
 
-    It never changes a result, and is not saved.
+    A cast assumes that the scale is the same; if so, it reads its tensor once instead of twice. It never changes a
+    result, and is not saved.
 
     Attributes:
         amax: fp32 ``[1]``, or None.
-        stream: The CUDA stream on which it is known.
+        stream: The CUDA stream that wrote it.
     """
 
     __slots__ = ("amax", "stream")
@@ -160,17 +161,17 @@ class CastInputs(NamedTuple):
 
     Attributes:
         encode_scale: Delayed encode scales of a layer, fp32 ``[S]``, or None.
-        noted_amax: Where the amax is recorded at the slots that are used: fp32 ``[S]``, raised in place; the
-            address of such a record, int64 ``[1]``; ``Notes``, which get what the cast returns, in a graph; or None.
-            An Inf counts, NaN elements do not.
+        noted_amax: Record of amaxes, updated by a maximum at the slots of the casts: fp32 ``[S]``, in place; its
+            address, int64 ``[1]``; in a graph ``Notes``, which collect amaxes that the cast returns; or None. An Inf
+            counts, NaN elements do not.
         rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
-        first_row: Index of the first row of this part in the whole tensor, for the draws.
-        row_amax: Amaxes that the rowwise face (or ``source``) is scaled by instead of its own, where the matrix is a
-            part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or None.
-        column_amax: The same of the columnwise face, ``[1]`` or ``[K]``.
+        first_row: Index of the matrix's first row in the whole tensor, for stochastic rounding.
+        row_amax: Amaxes for the scales of the rowwise face (or ``source``) instead of measured ones, for a matrix that
+            is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or None.
+        column_amax: The same for the columnwise face, ``[1]`` or ``[K]``.
         hint: Amax of the last matrix of this kind; see ``Hint``.
-        after: What a graph computes before this cast, whose values do not matter; see ``ops.order``.
-        prologue: Computation of the matrix while it is read; None if it is stored.
+        after: Tensor that a graph must compute before this cast; its values are not read. See ``ops.order``.
+        prologue: Computation of the matrix inside the cast kernel; None if the matrix is in memory.
     """
 
     encode_scale: Tensor | None = None
@@ -212,7 +213,7 @@ def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
 
 
 def check_draws(request: CastRequest, inputs: CastInputs) -> None:
-    """Raise ValueError unless signs that are to be drawn can be."""
+    """Raise ValueError if a format draws signs and the cast has no random numbers."""
     for cast in request[:3]:
         if cast is None or not cast.format.drawn_signs:
             continue
