@@ -121,9 +121,7 @@ class _Gathering:
         with torch._C.DisableTorchFunctionSubclass():
             shard = find(module, tensor)
             group = group_of(shard.sharded)
-            if (
-                torch.is_grad_enabled()
-            ):  # FSDP2 itself gathers under no_grad; ``unshard()`` calls may not
+            if torch.is_grad_enabled():  # FSDP2's own calls run without gradients
                 with torch.no_grad():
                     return group.send(shard, tensor)
             return group.send(shard, tensor)
