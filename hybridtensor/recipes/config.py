@@ -76,7 +76,7 @@ class HybridConfig(AOBaseConfig):
         weight: Quantizer of the weight.
         grad_output: Quantizer of the output's gradient.
         backward_override: A backward in high precision: ``"high_precision"``, of the original operands, or
-            ``"dequantized"``, of the operands as the forward saw them, so that the gradient is that of the quantized
+            ``"dequantized"``, of the forward's dequantized operands, so that the gradient is that of the quantized
             function. Shorthand: it rewrites the three roles, and stays here for printing.
         save_original_input: Keep the input itself for backward and make its columnwise face there; the bits are the
             same, but for the roundings that a compiler skips. Saves memory where the producer of the input keeps it

@@ -114,7 +114,7 @@ TABLE = (
         "fp8_dequantized_backward",
         "fp8+dequantized",
         'TransformerEngine\'s ``backward_override="dequantized"``.',
-        "FP8 forward; backward in high precision, of the operands as the forward saw them. The "
+        "FP8 forward; backward in high precision, of the forward's dequantized operands. The "
         "gradient is exactly that of the quantized forward (straight through the rounding), which "
         "reinforcement learning needs when the sampler runs the same quantized forward.",
     ),
@@ -129,7 +129,7 @@ TABLE = (
         "mxfp8_dequantized_backward",
         "mxfp8+dequantized",
         "TransformerEngine's quantizer factory ``mxfp8_fwd_high_precision_bwd``.",
-        "MXFP8 forward; backward in high precision, of the operands as the forward saw them.",
+        "MXFP8 forward; backward in high precision, of the forward's dequantized operands.",
     ),
     RecipeRow(
         "high_precision_fwd_mxfp8_bwd",
@@ -158,8 +158,7 @@ TABLE = (
         "nvfp4_dequantized_backward",
         "nvfp4+dequantized",
         'TransformerEngine\'s NVFP4BlockScaling with ``backward_override="dequantized"``.',
-        "NVFP4 forward with 16x16 weights; backward in high precision, of the operands as the "
-        "forward saw them.",
+        "NVFP4 forward with 16x16 weights; backward in high precision, of the forward's dequantized operands.",
     ),
     RecipeRow(
         "mxfp8_fwd_nvfp4_bwd",
@@ -171,44 +170,43 @@ TABLE = (
         "nvfp4_fwd_mxfp8_bwd",
         "nvfp4/mxfp8/mxfp8+one_d+rowwise_dequantized",
         "as ``nvfp4_row_scaled_fwd_mxfp8_bwd``, with one scale per tensor.",
-        "NVFP4 forward; backward in MXFP8, of the operands as the forward saw them.",
+        "NVFP4 forward; backward in MXFP8, of the forward's dequantized operands.",
     ),
     RecipeRow(
         "nvfp4_row_scaled_fwd_mxfp8_bwd",
         "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
         'Cursor, "Composer 2 Technical Report", arXiv 2603.24477; TransformerEngine\'s quantizer '
         "factory ``nvfp4_row_scaled_fwd_mxfp8_bwd``.",
-        "NVFP4 forward with an fp32 scale per token; backward in MXFP8, of the operands as the "
-        "forward saw them.",
+        "NVFP4 forward with an fp32 scale per token; backward in MXFP8, of the forward's dequantized operands.",
     ),
     RecipeRow(
         "nvfp4_row_scaled_fwd_high_precision_bwd",
         "nvfp4+one_d+row_scaled_input+dequantized",
         "TransformerEngine's quantizer factory ``nvfp4_row_scaled_fwd_high_precision_bwd``.",
-        "NVFP4 forward with an fp32 scale per token; backward in high precision, of the operands "
-        "as the forward saw them.",
+        "NVFP4 forward with an fp32 scale per token; backward in high precision, of the forward's "
+        "dequantized operands.",
     ),
     RecipeRow(
         "quartet2",
         "nvfp4+one_d+four_over_six+four_over_six_mse+eden+rowwise_dequantized",
         'Panferov et al., "Quartet II", arXiv 2601.22813.',
-        "NVFP4 for everything: four over six forward; backward of the operands as the forward saw "
-        "them, rounded through their scales under random rotations of 128. Call ``step_(model)`` "
+        "NVFP4 for everything: four over six forward; backward of the forward's dequantized operands, "
+        "rounded through their scales under random rotations of 128. Call ``step_(model)`` "
         "after every ``optimizer.step()``: it moves rotations and rounding on.",
     ),
     RecipeRow(
         "deepseek_v4_experts",
         "fp8_block:mxfp4/fp8_block/fp8_block+rowwise_dequantized_weight",
         "the experts of DeepSeek-V4, whose weights are MXFP4 and whose activations FP8 in blocks.",
-        "MXFP4 weights with FP8 activations in blocks forward; backward in FP8 blocks, of the weight "
-        "as the forward saw it. For experts, beside ``fp8_block`` for other layers: see ``by_type``.",
+        "MXFP4 weights with FP8 activations in blocks forward; backward in FP8 blocks, of the forward's "
+        "dequantized weight. For experts, beside ``fp8_block`` for other layers: see ``by_type``.",
     ),
     RecipeRow(
         "gpt_oss_experts",
         "bf16:mxfp4+dequantized",
         "the experts of gpt-oss, whose weights are MXFP4 and whose activations BF16.",
-        "MXFP4 weights with high-precision activations; backward in high precision, of the weight as "
-        "the forward saw it.",
+        "MXFP4 weights with high-precision activations; backward in high precision, of the forward's "
+        "dequantized weight.",
     ),
 )
 _ROWS = {row.name: row for row in TABLE}
