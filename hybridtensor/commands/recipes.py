@@ -38,7 +38,7 @@ MODIFIERS = {
     "nearest": "nvfp4, mxfp4: gradients rounded to nearest",
     "no_hadamard": "nvfp4, mxfp4: no rotation",
     "row_scaled_input": "nvfp4: an fp32 scale per row of the input in the forward",
-    "four_over_six": "nvfp4: the largest value of a block of weights or inputs becomes 6 or 4, whichever has less error",
+    "four_over_six": "nvfp4: the largest value of a weight or input block becomes 6 or 4, whichever has less error",
     "four_over_six_weight": "four_over_six for weights only",
     "four_over_six_input": "four_over_six for inputs only",
     "four_over_six_mse": "four_over_six: squared errors instead of absolute ones",
