@@ -85,23 +85,24 @@ def check(
     show: bool = False,
     **kwargs: object,
 ) -> Check:
-    """Run one forward and backward, and say per layer which products ran in which formats, which
-    weights were read in high precision and by what, and which layers never ran.
+    """Run one forward and backward, and report for each layer the formats of its products, the operators that read
+    its weight in high precision, and whether it ran.
 
     ::
 
         print(ht.check(model, batch, loss=lambda output: output.square().mean()))
 
-    The model is as before afterwards: gradients, buffers, state of quantizers, random generators.
-    Hooks on accumulated gradients, as of optimizers that step in backward, do not run. Compiled
-    parts run as eager ones, which compute the same. Under FSDP2 all ranks call it.
+    Afterwards gradients, buffers, state of quantizers and random generators are restored. Hooks on accumulated
+    gradients, such as those of optimizers that step in backward, do not run. Compiled parts run eagerly. Under FSDP2
+    all ranks must call it.
 
     Args:
         model: A model, converted or not, compiled, sharded or not.
         args: Passed to ``model``.
-        loss: From what the model returns to a scalar; by default its ``loss``, or else the mean of
-            the squares of all floating-point tensors in it.
-        strict: Raise if something is not quantized though one might think so.
+        loss: Function from the model's output to a scalar; by default the output's ``loss``, or else the mean square
+            of all its floating-point tensors.
+        strict: Raise if the result has ``problems``: products that did not run, or not by the recipe; weights read as
+            values; layers that are plain although nothing excluded them.
         show: Print tables (needs ``rich``).
         kwargs: Passed to ``model``.
 

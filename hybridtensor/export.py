@@ -1,4 +1,4 @@
-"""Weights as safetensors files: in high precision for any other tool, or quantized as they are used.
+"""Weights as safetensors files: in high precision for other tools, or as quantized faces.
 
 Needs the package ``safetensors``: ``pip install hybridtensor[export]``.
 """
@@ -62,31 +62,32 @@ def export_safetensors(
     masters: MasterWeights | None = None,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Path:
-    """Write the weights of ``model`` into one safetensors file, which is there whole or not at all.
+    """Write the weights of ``model`` into one safetensors file, which appears only once it is complete.
 
     ::
 
         ht.export_safetensors(model, "model.safetensors", "bf16")
 
-    In high precision the file has the names and plain tensors of the model without quantization, so that Hugging Face
-    and everything else reads it. Buffers stay what they are; what quantizers remember is left out. Of tied weights the
-    first name is written, and the metadata names it for each other one, as ``safetensors.torch.save_model`` does.
+    In high precision the file has the names and tensors of the plain model, so that Hugging Face and other tools can
+    read it. Buffers are written unchanged, the state of quantizers is not. Tied weights are written under their first
+    name, and the metadata maps the other names to it, as ``safetensors.torch.save_model`` does.
 
-    Of a sharded model, all ranks call it, and the first one writes; if one fails, all do. Any other
+    All ranks of a sharded model must call it, and the first rank writes; if one rank fails, all raise. Other models
     may be exported by the first rank alone.
 
     Args:
         model: Any module.
         path: The file; an existing one is replaced.
-        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``: floating-point tensors in it. ``"quantized"``:
-            converted weights as elements and scales, ``<name>.rowwise.qdata`` and so on, with
-            formats in the metadata; ``load_safetensors`` reads them.
-        columnwise: Write columnwise faces too, which only training needs.
-        masters: Optimizer that has the fp32 values of persistent weights; without it, they are dequantized.
+        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``: dtype of floating-point tensors. ``"quantized"``: converted weights
+            as elements and scales, ``<name>.rowwise.qdata`` and so on, with their formats in the metadata;
+            ``load_safetensors`` reads them.
+        columnwise: Also write columnwise faces, which only training needs.
+        masters: Optimizer with the fp32 values of persistent weights; without it, these are dequantized.
         timeout: How long to wait for the slowest rank of a sharded model.
 
     Returns:
-        The file, which is there on return; of a model that is not sharded, on the first rank.
+        The path of the file, which the first rank has written when any rank returns; of a model that is not sharded,
+        when the first rank returns.
 
     Raises:
         ImportError: If ``safetensors`` is not installed.
@@ -248,13 +249,13 @@ def load_safetensors(
         ht.export_safetensors(model, "model.safetensors", "quantized")
         tensors = ht.load_safetensors("model.safetensors")
 
-    They have no recipe, and can be dequantized, multiplied, or loaded into a persistent weight of
-    the same formats with ``load_state_dict``. One written without its columnwise face is then
-    quantized again, from what the rowwise one holds.
+    A loaded ``HybridTensor`` has no recipe. It can be dequantized, multiplied, or loaded into a persistent weight of
+    the same formats with ``load_state_dict``; a columnwise face that is not in the file is then quantized from the
+    dequantized rowwise one.
 
     Args:
         path: The file.
-        device: Where the tensors are then.
+        device: Device of the returned tensors.
 
     Raises:
         ImportError: If ``safetensors`` is not installed.

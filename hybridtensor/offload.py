@@ -60,7 +60,7 @@ def offload_activations(
     min_bytes: int = 1024,
     pin_memory: bool | None = None,
 ) -> Iterator[Traffic]:
-    """Offload what ``blocks`` save for backward while the context is open: put it around the model's forward.
+    """Offload tensors that ``blocks`` save for backward to the host; the context encloses the model's forward.
 
     ::
 
@@ -68,26 +68,26 @@ def offload_activations(
             loss = model(batch).mean()
         loss.backward()
 
-    Parameters, buffers and cached faces of weights stay where they are, and so does what is saved outside of blocks,
-    tensor subclasses, and what checkpoints inside of blocks keep. Gradients are bitwise those without.
+    Parameters, buffers and cached faces are not offloaded, and neither are tensors saved outside of blocks, tensor
+    subclasses, and inputs that activation checkpointing inside of blocks saves. Gradients have the same bits.
 
     Args:
         blocks: Modules that run one after the other, for example ``model.blocks``; none inside of
-            another. They, what is inside of them, or the whole model may be compiled, but the
-            whole not with ``fullgraph=True``: what blocks save is caught between graphs.
-        keep_last: How many of the last blocks keep theirs, as backward begins with them.
-        min_bytes: Smaller storages stay, as copying them saves nothing.
-        pin_memory: Whether host memory is page-locked; None is where the blocks are on a GPU.
-            Without, copies do not overlap with computing.
+            another. The blocks, modules inside of them, or the whole model may be compiled, but the
+            whole model not with ``fullgraph=True``, because saved tensors are intercepted between graphs.
+        keep_last: Number of last blocks that are not offloaded, since backward begins with them.
+        min_bytes: Minimum size of an offloaded storage.
+        pin_memory: Whether to page-lock host memory, which copies need to overlap with computation;
+            None does so if the blocks are on a GPU.
 
     Returns:
-        What was copied; counted on while backward runs.
+        The bytes copied so far; backward adds to them.
 
     Raises:
-        TypeError: If ``blocks`` are not modules, or a number is none.
-        ValueError: If there are no blocks, one is there twice or inside of another, or a number is negative.
-        RuntimeError: If another context that is open offloads the same blocks; in backward, if a
-            tensor was changed in place after it was saved and before it was copied.
+        TypeError: If ``blocks`` are not modules, or a number has the wrong type.
+        ValueError: If there are no blocks, a block occurs twice or inside of another, or a number is negative.
+        RuntimeError: If another open context offloads the same blocks; in backward, if a tensor was
+            changed in place after it was saved and before it was copied.
     """
     modules = _checked(blocks, keep_last, min_bytes)
     if pin_memory is not None:

@@ -35,17 +35,16 @@ if MasterWeight not in _foreach_types:
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Step any torch optimizer on fp32 masters of ``HybridTensor`` parameters, then quantize them back.
+    """Run any torch optimizer on fp32 masters of persistent (``HybridTensor``) parameters, and requantize these.
 
     ::
 
         ht.quantize_(model, "mxfp8", persistent=True)
         optimizer = ht.optim.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
 
-    Every persistent parameter gets an fp32 master: its original value where the parameter still holds that (and then
-    frees it), else its dequantized one. Other parameters are stepped as they are. After a step each persistent
-    parameter is ``quantize(master)``, bit for bit, written in place once. What is written into a parameter in between,
-    such as loaded values, is its master from then on.
+    Every persistent parameter gets an fp32 master: its original values, which the parameter then frees, or else its
+    dequantized values. Other parameters are updated as usual. After a step each persistent parameter has the bits of
+    ``quantize(master)``, written in place. Other writes into a parameter, such as loaded values, also set its master.
 
     Args:
         optimizer_class: For example ``torch.optim.AdamW``.
@@ -53,8 +52,8 @@ class MasterWeights(torch.optim.Optimizer):
         kwargs: Passed to ``optimizer_class``.
 
     Raises:
-        TypeError: If ``optimizer_class`` is not an optimizer class, or makes other parameter groups, as torchao's
-            ``CPUOffloadOptimizer`` does, which steps what its hooks have seen in backward.
+        TypeError: If ``optimizer_class`` is not an optimizer class, or changes the parameter groups, as torchao's
+            ``CPUOffloadOptimizer`` does, which steps parameters in hooks of backward.
     """
 
     def __init__(

@@ -28,22 +28,22 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         ht.plain_(model, dtype=torch.bfloat16)
         torch.save(model.state_dict(), "model.pt")
 
-    The parameter objects stay, so that optimizers, tied weights and hooks of the user go on. Master weights keep their
-    memory; persistent weights get the high-precision values that there are (an optimizer's master, or the original), or
-    else what their faces hold. State of quantizers and this library's hooks go.
+    The parameter objects stay the same, so that optimizers, tied weights and your hooks keep working. Master weights
+    keep their memory. Persistent weights become high-precision values: an optimizer's master, the original, or else
+    the dequantized faces. State of quantizers and this library's hooks are removed.
 
     Args:
-        model: A model; parts that are not converted stay as they are.
-        dtype: Dtype of the weights that were converted; by default that which they had.
+        model: A model; parts that are not converted do not change.
+        dtype: New dtype of the converted weights; by default their present one.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a weight has a gradient in another dtype than it gets.
-        RuntimeError: If FSDP2 shards the model, or something refers to a weight that is to be
-            swapped. The model is then as before, as after every error.
+        ValueError: If a weight's gradient has another dtype than its new one.
+        RuntimeError: If FSDP2 shards the model, or a graph or a weak reference refers to a weight. Every error leaves
+            the model unchanged.
     """
     require_module("plain_", model)
     if dtype is not None:

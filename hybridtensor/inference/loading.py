@@ -50,20 +50,20 @@ def load_pretrained(
         ht.quantize_(model, "fp8_rowwise", persistent=True)
         ht.load_pretrained(model, "exported")
 
-    Persistent weights get the bytes and scales as they are; their columnwise faces are made of what
-    these hold. Master weights and plain ones get the values, each rounded once to their dtype. Of
-    NVFP4 the amax is one that has the stored global scale: the one that was, if weights were bf16. Scales of inputs
-    become the delayed scales of layers that have such.
+    Persistent weights get the stored bytes and scales; their columnwise faces are quantized from the dequantized
+    values. Master and plain weights get these values, each rounded once to their dtype. The amax of NVFP4 is computed
+    from the stored global scale; it is the original one if the weights were bf16. Scales of inputs are loaded into
+    layers with delayed scales.
 
-    A model is loaded whole, or is as it was: everything is checked before the first write, and a write that fails is
-    undone. Links are followed inside the folder, and from a snapshot of the Hugging Face hub into its blobs.
+    If a load fails, the model is unchanged: everything is checked before the first write, and writes are undone. Links
+    are followed only inside the folder, and from a snapshot of the Hugging Face hub into its blobs.
 
     Args:
-        model: A model whose names are those of the folder, or of transformers; after ``quantize_``
-            with the formats of the folder, ``persistent=True``; not sharded.
-        folder: With ``model.safetensors`` or several files and their index.
-        strict: Whether every parameter and every tensor of the folder must have its counterpart; else a warning says
-            which have none.
+        model: A model with the names of the folder, or of transformers; not sharded. For persistent weights call
+            ``quantize_`` before, with the formats of the folder and ``persistent=True``.
+        folder: Folder with ``model.safetensors``, or with several files and their index.
+        strict: Whether to raise if a parameter or a tensor of the folder has no counterpart; otherwise a warning lists
+            them.
 
     Returns:
         ``model``.
@@ -71,8 +71,9 @@ def load_pretrained(
     Raises:
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If there is no such folder, a file is damaged, no regular file or elsewhere, tensors are missing
-            or left over, or of other shapes, or a weight is stored in a format that its recipe does not have.
+        ValueError: If the folder does not exist; if a file is damaged, no regular file, or outside of the folder; if
+            tensors are missing, left over, or of other shapes; if a weight is stored in another format than its
+            recipe's.
         NotImplementedError: If the model is sharded.
     """
     require_module(_WHO, model)

@@ -1,4 +1,4 @@
-"""How far what an engine computes is from what was trained."""
+"""``mismatch``: the difference between an inference engine's forward and the trained one."""
 
 from __future__ import annotations
 
@@ -117,34 +117,34 @@ def mismatch(
     static_inputs: bool = False,
     seed: int = 0,
 ) -> Mismatch:
-    """Run the forward that is trained, and the one of an engine that has the exported tensors.
+    """Compare the trained forward with that of an emulated engine, which has only the exported tensors.
 
     ::
 
         print(ht.mismatch(model, batch))
 
-    The engine's is built on these tensors, what torch and compressed-tensors decode of them, and torch's products;
-    high-precision weights of converted layers are not there. Each converted module is compared given its input in
-    training, the whole model by its outputs. Where an engine has the recipe's rule for inputs, both have the same bits
-    on a CPU, but for NVFP4: its three scales are multiplied in another order.
+    torch and compressed-tensors decode these tensors, and products are torch's; the engine has no high-precision
+    weights of converted layers. Each converted module is compared with the input that it gets in training, the whole
+    model by its outputs. If the engine quantizes inputs as the recipe does, both have the same bits on a CPU, except
+    for NVFP4, whose three scales are multiplied in another order.
 
     Args:
         model: A model after ``quantize_``, not sharded. It is run in evaluation mode.
-        batch: What it is called with: a tensor, a tuple of arguments, or a dictionary of them.
+        batch: Arguments of the model: a tensor, a tuple, or a dictionary of keyword arguments.
         layout: See ``inference_tensors``.
         activation: How the engine quantizes inputs: in E4M3 per ``"tensor"``, per ``"token"`` or per ``"1x128"``, as
-            MXFP8 ``"1x32"``, as NVFP4 ``"1x16"``; None is as the recipe, where that is one of these.
-        tensors: What the engine has, if not what is exported now: as ``inference_tensors(model,
-            layout, experts="stacked")`` names it. Static scales of inputs among them are used.
-        static_inputs: Whether the engine has the delayed scales of inputs, as exports with ``static_inputs=True`` do;
-            else it measures inputs.
-        seed: Of the tokens that are sampled for ratios.
+            MXFP8 ``"1x32"``, as NVFP4 ``"1x16"``. None is the recipe's rule, if it is one of these.
+        tensors: Tensors of the engine, named as by ``inference_tensors(model, layout, experts="stacked")``; by default
+            those that are exported now. Static scales of inputs among them are used.
+        static_inputs: Whether the engine uses the delayed scales of inputs, as after an export with
+            ``static_inputs=True``; otherwise it measures inputs.
+        seed: Seed for sampling the tokens whose probability ratios are computed.
 
     Raises:
         ImportError: If compressed-tensors is not installed, and needed for NVFP4.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a weight has no layout, a tensor is missing, the recipe's rule for inputs is no
-            engine's, there are no static scales to export, or outputs are no logits.
+        ValueError: If a weight has no layout, a tensor is missing, no engine quantizes inputs as the recipe does,
+            there are no static scales to export, or outputs are not logits.
         NotImplementedError: If the model is sharded.
     """
     require_int(_WHO, at_least=0, seed=seed)

@@ -43,34 +43,34 @@ def inference_tensors(
     static_inputs: bool = False,
     timeout: datetime.timedelta = TIMEOUT,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the weights of a model as inference engines load them.
+    """Iterate over the weights of a model in the layout of an inference engine.
 
     ::
 
         for name, tensor in ht.inference_tensors(model):
             engine_weights[name] = tensor.clone()
 
-    Of converted weights these are the bytes and scales of the rowwise face, which the next forward
-    multiplies; everything else is in ``dtype``. Tied weights come once, under their first name.
-    Where a face is there, tensors share its memory: copy what is to outlive the next write.
+    For converted weights it yields the quantized data and scales of the rowwise face, which the next forward
+    multiplies; other tensors are cast to ``dtype``. Tied weights are yielded once, under their first name. The tensors
+    may alias cached faces: copy what must outlive the next write.
 
-    Of a sharded model (FSDP2, tensor and expert parallel), every rank iterates to the end: parts
-    are sent as quantized bytes, in buckets.
+    All ranks of a sharded model (FSDP2, tensor and expert parallel) must iterate to the end: they exchange quantized
+    bytes, in buckets.
 
     Args:
         model: Any model.
         layout: ``"hf_fp8"``, ``"hf_fp8_ue8m0"``, ``"hf_mxfp4"``, ``"hf_deepseek_v4"``, ``"ct_fp8_tensor"``,
-            ``"ct_fp8_row"``, ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``; ``"auto"`` is Hugging
-            Face's where that holds all weights and the recipes quantize inputs as its engines do (per 1x128, with
-            gpt-oss's experts not at all), else for each weight what compressed-tensors has for its format.
-        experts: ``"separate"``: each of a stack has a name, transformers' models the names of their
-            checkpoints, others ``experts.3.w1.weight``. ``"stacked"``: names and shapes of the model.
-            ``"hf_mxfp4"`` has stacks, whatever this is.
-        dtype: Dtype of everything that is not quantized, but for what DeepSeek V4's checkpoints have in FP32.
+            ``"ct_fp8_row"``, ``"ct_fp8_block"``, ``"ct_mxfp8"``, ``"ct_mxfp4"``, ``"ct_nvfp4"``. ``"auto"`` chooses one
+            of Hugging Face's if it can store all weights and its engines quantize inputs as the recipes do (per 1x128;
+            with gpt-oss's experts not at all), else the layout of compressed-tensors for each weight's format.
+        experts: ``"separate"`` yields each expert under a name of its own: that of the checkpoint for models of
+            transformers, else ``experts.3.w1.weight``. ``"stacked"`` uses names and shapes of the model.
+            ``"hf_mxfp4"`` always stacks.
+        dtype: Dtype of tensors that are not quantized, except those that DeepSeek V4's checkpoints have in FP32.
         bucket_bytes: Bytes of whole tensors that are sent together; at least one tensor.
-        ranks: Who gets what is gathered: ``"all"``, or ``"first"``, then others get nothing.
-        static_inputs: Whether layers with delayed scales of inputs have these as ``input_scale``, where compressed
-            tensors per tensor or row have that; else engines measure inputs.
+        ranks: Ranks that get the tensors: ``"all"``, or ``"first"``; the others then get none.
+        static_inputs: Whether to export delayed scales of inputs as ``input_scale``, in the layouts of
+            compressed-tensors per tensor or row; otherwise engines measure inputs.
         timeout: How long to wait for the slowest rank of a sharded model.
 
     Yields:
@@ -81,9 +81,9 @@ def inference_tensors(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If no layout holds a weight, or not the one that was named: with the layer, and
-            what to use instead; or if ranks have other weights, recipes or layouts. On every rank, before anything
-            is gathered; of MXFP4 whose exponents NVFP4 has not, when it is packed.
+        ValueError: If no layout, or not the given one, can store a weight; the message names the layer and an
+            alternative. If ranks differ in weights, recipes or layouts. On every rank, before anything is sent; but
+            MXFP4 exponents outside of NVFP4's range raise when the weight is packed.
         RuntimeError: If a rank is gone; on every rank.
     """
     who = "inference_tensors"

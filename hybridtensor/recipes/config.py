@@ -77,23 +77,22 @@ class HybridConfig(AOBaseConfig):
         grad_output: Quantizer of the output's gradient.
         backward_override: A backward in high precision: ``"high_precision"``, of the original operands, or
             ``"dequantized"``, of the forward's dequantized operands, so that the gradient is that of the quantized
-            function. Shorthand: it rewrites the three roles, and stays here for printing.
-        save_original_input: Keep the input itself for backward and make its columnwise face there; the bits are the
-            same, but for the roundings that a compiler skips. Saves memory where the producer of the input keeps it
-            anyway. Implied by ``"high_precision"``.
-        fast_accum: Let the matrix units of a Hopper GPU add up the two products of backward by themselves, as they do
-            in the forward. Faster, with fewer bits than fp32 in sums (some 13 below the largest term): long sums of one
-            sign lose visibly. Only for FP8 with scales per tensor or per row; bits on a CPU stay.
-        bf16_weight_values: Round weights to bf16 before they are quantized, which masters in fp32 are not: the faces
-            are then those of the model's bf16 export, which inference engines quantize.
-        keep_faces: How long faces live that can be recomputed; no bit depends on it, but for the roundings that a
-            compiler skips. Those of weights in high precision: ``"auto"``: until the next write where several forwards
-            use a weight in between, as while gradients accumulate, else the rowwise one while forward uses it, and the
-            columnwise one, which backward makes, while that does. ``"always"``: until the next write. ``"never"``: as
-            if nothing used a weight again. In graphs of ``torch.compile`` they never outlive a backward, and
-            ``"always"`` only means that forward makes both. The columnwise face of an input that backward has anyway
-            (attention's output; in a graph also that of a norm or an activation) is made in backward, with ``"always"``
-            in forward.
+            function. It is a shorthand that rewrites the three quantizers, and is stored only for printing.
+        save_original_input: Save the input itself for backward and make its columnwise face there; the bits are the
+            same, except for roundings that a compiler skips. Saves memory if the operation that produced the input
+            saves it anyway. Implied by ``"high_precision"``.
+        fast_accum: Accumulate the two backward products in the matrix units of a Hopper GPU, as in the forward. This is
+            faster, but sums have fewer bits than fp32 (about 13 below the largest term): long sums of one sign lose
+            accuracy. Only for FP8 with scales per tensor or per row; results on a CPU do not change.
+        bf16_weight_values: Round weights to bf16 before they are quantized, also fp32 masters: the faces are then those
+            of the model's bf16 export, which inference engines quantize.
+        keep_faces: How long faces that can be recomputed are cached; no bit depends on it, except for roundings that a
+            compiler skips. Faces of high-precision weights: with ``"auto"`` until the next write if several forwards
+            use a weight before it, as with accumulated gradients; otherwise forward makes the rowwise face and frees
+            it, and backward the columnwise one. ``"always"``: until the next write. ``"never"``: no longer than one
+            use. In graphs of ``torch.compile`` they never outlive a backward, and ``"always"`` only means that forward
+            makes both. The columnwise face of an input that backward has anyway (attention's output; in a graph also
+            that of a norm or an activation) is made in backward, or with ``"always"`` in forward.
 
     Raises:
         TypeError: If a role is not a quantizer.

@@ -1,4 +1,4 @@
-"""Checkpoints of converted models: what is stored are plain tensors, and what is loaded is what was written.
+"""Checkpoints of converted models: plain tensors in a folder of steps, checked by digests when they are loaded.
 
 ::
 
@@ -6,15 +6,15 @@
 
     state = {"model": model, "optimizer": optimizer, "seen": torch.tensor(0)}
     checkpoint.save("runs/a", step, state)
-    step = checkpoint.load("runs/a", state)  # the newest good one, on any number of ranks
+    step = checkpoint.load("runs/a", state)  # the newest intact step, on any number of ranks
 
 - ``save``, ``async_save``, ``load``, ``latest``, ``verify``: a folder of steps that survives crashes and bad disks. Its
   steps are checkpoints of ``torch.distributed.checkpoint``, which other tools read too.
-- ``check_replicas``: whether ranks that should have the same values do.
-- ``HybridSavePlanner``, ``HybridLoadPlanner``: for who calls ``torch.distributed.checkpoint`` themselves.
-- ``plain``: any state with plain tensors for converted weights, in the same memory: for
-  ``torch.save``, and for ``dcp.async_save`` of persistent weights.
-- ``SafeReader``: reads the pickle in ``torch.distributed.checkpoint`` without running what it says.
+- ``check_replicas``: compares values that must be the same on all ranks.
+- ``HybridSavePlanner``, ``HybridLoadPlanner``: planners for direct calls of ``torch.distributed.checkpoint``.
+- ``plain``: returns a state with plain tensors that alias the converted weights, for ``torch.save``, and for
+  ``dcp.async_save`` of persistent weights.
+- ``SafeReader``: reads checkpoints of ``torch.distributed.checkpoint`` without running code of their pickles.
 """
 
 from hybridtensor.distributed.checkpoint.agreement import check_replicas

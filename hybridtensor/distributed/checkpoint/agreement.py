@@ -1,4 +1,4 @@
-"""What ranks must have alike: the arguments of a call, the tensors of a state, and their values."""
+"""Checks that ranks agree on the arguments of a call, the tensors of a state, and their values."""
 
 from __future__ import annotations
 

@@ -257,14 +257,14 @@ class Verified(Printed, dict[int, list[str]]):
 
 
 def verify(directory: str | os.PathLike[str]) -> Verified:
-    """Read every step in ``directory``, or the one that it is, and return what is wrong with each, the newest first.
+    """Read every step in ``directory``, or the step that it is, and return the problems of each, the newest first.
 
     ::
 
         for step, problems in checkpoint.verify("runs/a").items():
             print(step, problems or "intact")
 
-    A step with an empty list is what was written, and can be read.
+    An empty list means that the step is intact and readable.
 
     Raises:
         TypeError: If ``directory`` is not a path.
@@ -288,7 +288,7 @@ def _unreadable(path: Path) -> list[str]:
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number of the newest step that is what was written, or None.
+    """Return the number of the newest intact step, or None.
 
     ::
 

@@ -1,4 +1,4 @@
-"""From modules, optimizers and other objects to what is stored of them."""
+"""Collect the tensors and data that a checkpoint stores of modules, optimizers and other objects."""
 
 from __future__ import annotations
 
