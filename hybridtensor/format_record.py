@@ -173,11 +173,6 @@ class Format(metaclass=_OnePerValue):
         return _without_name(self.base) in _WITH_KERNELS
 
     @functools.cached_property
-    def has_grouped_kernels(self) -> bool:
-        """Whether there are kernels for groups of rows, and for stacks: of such no signs are drawn."""
-        return self.has_kernels and not self.drawn_signs
-
-    @functools.cached_property
     def num_tensors(self) -> int:
         """How many tensors a face consists of: elements, scales, tensor scales."""
         return 1 + (self.scale_dtype is not None) + (self.tensor_block is not None)

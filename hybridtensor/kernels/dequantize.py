@@ -50,7 +50,7 @@ def dequantize_kernel(
         out: ``[OTHER, ALONG]``, contiguous.
         SCALE: How scales are stored; NONE leaves them out.
         LEVEL: Whether tensor scales are multiplied with, and with UNIT.
-        ROTATED: How many values are rotated together; behind the tensor scale lie the signs where they are drawn.
+        ROTATED: How many values are rotated together; behind tensor scales lie the signs where they are drawn.
         LARGEST: Where the result saturates.
     """
     pid = tl.program_id(0)
@@ -89,7 +89,8 @@ def dequantize_kernel(
             v = v * scale
     if ROTATED == DRAWN:
         value = tl.arange(0, DRAWN)
-        signs = tl.load(levels + 1 + value // 16).to(tl.int32) >> value % 16
+        count = OTHER if LEVEL_PER_ROW else 1
+        signs = tl.load(levels + count + value // 16).to(tl.int32) >> value % 16
         v = rotate_drawn_back(v, signs & 1, P, Q)
     elif ROTATED:
         v = rotate_back(v, P, Q)

@@ -185,8 +185,9 @@ def grouped_cast_kernel(matrix, row, column, state, first_row, row_slot, row_str
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_stream", "column_stream"])
 def grouped_measure_kernel(matrix, row_target, column_target, parts, row_size, column_size,
+                           rounding, row_stream, column_stream,
                            ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, HW: tl.constexpr,
                            FOLLOWED: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
     """Raise the amaxes that the casts of either face need, which begin at zero; see ``measure.measure_kernel``.
@@ -195,6 +196,7 @@ def grouped_measure_kernel(matrix, row_target, column_target, parts, row_size, c
         parts: How the matrices lie.
         row_size: Amaxes of the rowwise face from matrix to matrix, 0 where they are those of rows of all.
         column_size: Those of the columnwise face.
+        rounding: Key and step, from which with a stream of the face the signs follow that are drawn.
         TOKENS: Whether the matrices are groups of rows.
     """
     if FOLLOWED:
@@ -207,5 +209,6 @@ def grouped_measure_kernel(matrix, row_target, column_target, parts, row_size, c
         of_column = column_target + part.group * column_size
         tile = load_tile(part.matrix, part.top, part.left, TILE)
         measure_tile(
-            tile, part.matrix, part.top, part.left, of_row, of_column, matrix.x, -1, -1, ROW, COLUMN, TILE, HW
-        )  # no face under drawn signs
+            tile, part.matrix, part.top, part.left, of_row, of_column, rounding, row_stream, column_stream,
+            ROW, COLUMN, TILE, HW,
+        )  # fmt: skip

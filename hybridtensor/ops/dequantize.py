@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_dtype
+from hybridtensor.format_record import ROTATED_WITH_SIGNS
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import Launch, on_device
@@ -17,6 +18,7 @@ from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.references.hadamard import rotate_back
 from hybridtensor.ops.references.nvfp4 import e2m1_decode, unpack
 
+_SIGNS = ROTATED_WITH_SIGNS // 16  # numbers behind tensor scales
 _LARGE, _SMALLER = 2.0**64, 2.0**-16  # beyond the first, amax times a block scale could overflow
 
 
@@ -37,7 +39,12 @@ def _exact(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, fmt: Forma
 
 def level_of(tensor_scale: Tensor, fmt: Format) -> Tensor:
     """Return the tensor scales without the signs stored behind them; see ``Format.drawn_signs``."""
-    return tensor_scale[:1] if fmt.drawn_signs else tensor_scale
+    return tensor_scale[..., :-_SIGNS, :] if fmt.drawn_signs else tensor_scale
+
+
+def signs_of(tensor_scale: Tensor) -> Tensor:
+    """Return the signs behind tensor scales, ``[..., 8, 1]``; see ``Format.drawn_signs``."""
+    return tensor_scale[..., -_SIGNS:, :]
 
 
 def _rotated_back(values: Tensor, tensor_scale: Tensor | None, fmt: Format) -> Tensor:
@@ -45,7 +52,7 @@ def _rotated_back(values: Tensor, tensor_scale: Tensor | None, fmt: Format) -> T
     if not fmt.hadamard:
         return values
     if fmt.drawn_signs and tensor_scale is not None:
-        return eden.rotate_back(values, tensor_scale[1:, 0])
+        return eden.rotate_back(values, signs_of(tensor_scale)[:, 0])
     return rotate_back(values)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtensor.ops.dequantize import level_of, multipliable_values
+from hybridtensor.ops.dequantize import level_of, multipliable_values, signs_of
 from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.references.blocks import spread
@@ -36,7 +36,7 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
         left, right = _of_one_length(left, right)
     left_factor, right_factor = sum_factor(a), sum_factor(b)
     if a.format.drawn_signs and left_factor is not None:
-        left_factor = _nan_under_other_signs(left_factor, a, b)
+        left_factor = nan_under_other_signs(left_factor, a, b)
     partial = a.format.scales_partial_sums or b.format.scales_partial_sums
     plain = left_factor is None and right_factor is None and bias is None and not partial
     if plain and out_dtype == dtype == torch.bfloat16:
@@ -47,11 +47,13 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
     return scale_and_round(out, left_factor, right_factor, bias, out_dtype)
 
 
-def _nan_under_other_signs(factor: Tensor, a: Face, b: Face) -> Tensor:
-    """Return the factor, or NaN if the faces' signs differ: raising would synchronize with the device."""
+def nan_under_other_signs(factor: Tensor, a: Face, b: Face) -> Tensor:
+    """Return the factor of whole sums ``[..., 1, 1]``, NaN where the faces' signs differ: raising would synchronize
+    with the device."""
     if a.tensor_scale is None or b.tensor_scale is None:
         return factor
-    return torch.where((a.tensor_scale[1:] == b.tensor_scale[1:]).all(), factor, float("nan"))
+    alike = signs_of(a.tensor_scale) == signs_of(b.tensor_scale)
+    return torch.where(alike.all(-2, keepdim=True), factor, float("nan"))
 
 
 def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

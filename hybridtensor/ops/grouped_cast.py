@@ -152,7 +152,7 @@ def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInpu
     """Run kernels without synchronizing with the device."""
     if groups.ends is not None:
         checked(groups, x.shape[0])
-    if not request.has_grouped_kernels:
+    if not request.has_kernels:
         return reference(x, groups, request, inputs)  # where tokens are groups, after their ends
     if x.numel() == 0:  # without a look at offsets, which are zeros
         if groups.ends is not None:

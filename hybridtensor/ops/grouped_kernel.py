@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.kernels.groups import SideConstants
 from hybridtensor.ops.cast.planning import planning
+from hybridtensor.ops.emulated_mm import nan_under_other_signs
 from hybridtensor.ops.face import Face, Groups
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
 from hybridtensor.ops.kernel_library import Launch, on_device
@@ -88,6 +89,8 @@ def _multiply(
         kernel_operand(face, groups, dtype, rowwise=by_row or face.dequantized_rowwise is not None)
         for face in (left, right)
     )
+    if left.format.drawn_signs and a.factor is not None:
+        a = a._replace(factor=nan_under_other_signs(a.factor, left, right))
     tile = PRECISE_TILE if dtype is None and not fast_accum else TILES[dtype]
     if a.scales is not None or b.scales is not None:
         tile = PARTIAL_TILES[dtype]

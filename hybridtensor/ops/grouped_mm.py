@@ -19,6 +19,7 @@ from hybridtensor.ops.cast.planning import aligned
 from hybridtensor.ops.face import Face, FaceKind, Groups
 from hybridtensor.ops.flops import count_flops
 from hybridtensor.ops.grouped_kernel import (
+    held_format,
     multiplies_codes,
     multiply_groups,
     reencodes_weights,
@@ -38,7 +39,7 @@ def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum:
     groups = left.groups
     if groups is None or groups.ends is None:
         raise ValueError("grouped_mm: tokens with groups are required on the left, got none")
-    check_multipliable(left.format, right.format)
+    check_multipliable(held_format(left), held_format(right))
     if right.qdata.dim() == 3 and right.qdata.shape[0] != groups.num_groups:
         raise ValueError(
             f"grouped_mm: a weight for each of {groups.num_groups} groups is required, got {right.qdata.shape[0]}"
@@ -71,7 +72,7 @@ def select_grouped_backend(
         return Backend(
             "native", "FP8 matrix units, in a grouped kernel, of MXFP4 re-encoded to E4M3"
         )
-    if not (left.has_grouped_kernels and right.has_grouped_kernels):
+    if not (left.has_kernels and right.has_kernels):
         return Backend("emulated", f"group by group, {one.reason}")
     reason = one.reason if one.name == "emulated" else f"no grouped product of {left} and {right}"
     return Backend("emulated", f"{reason}; its values, by hybridtensor's grouped kernel")
@@ -119,9 +120,7 @@ def by_kernels(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Run kernels without synchronizing with the device."""
-    if torch.version.hip is not None or not (
-        left.format.has_grouped_kernels and right.format.has_grouped_kernels
-    ):
+    if torch.version.hip is not None or not (left.format.has_kernels and right.format.has_kernels):
         return reference(left, right, groups, out_dtype, fast_accum)
     shape, qdata = _shape(left, right, groups), left.qdata
     if 0 in (*shape, *qdata.shape, *right.qdata.shape):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridtensor.formats import Format
 from hybridtensor.kernels.groups import Address, Side, SideConstants
-from hybridtensor.ops.dequantize import face_values, multipliable_values
+from hybridtensor.ops.dequantize import face_values, level_of, multipliable_values, signs_of
 from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.face import Face, Groups
 
@@ -115,7 +115,9 @@ def _by_rows(face: Face, groups: Groups) -> Face:
     if face.scale is not None:
         matrix = matrix._replace(scale=spread(face.scale, fmt.block[0], face.qdata, groups))
     if face.tensor_scale is not None and fmt.tensor_block is not None:
-        levels = spread(face.tensor_scale, fmt.tensor_block[0], face.qdata, groups)
+        levels = spread(level_of(face.tensor_scale, fmt), fmt.tensor_block[0], face.qdata, groups)
+        if fmt.drawn_signs:  # of every matrix the same
+            levels = torch.cat((levels, signs_of(face.tensor_scale[0])))
         matrix = matrix._replace(tensor_scale=levels)
     return matrix._replace(format=_of_rows(fmt))
 
@@ -150,6 +152,8 @@ def over_groups(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups
 
 @functools.cache
 def _of_rows(fmt: Format) -> Format:
+    if fmt.drawn_signs:  # read by as many tensor scales as lie before the signs
+        return fmt
     level = None if fmt.tensor_block is None else (1, None)
     block = (1, fmt.block[1])
     return dataclasses.replace(fmt, name=f"{fmt.name} by row", block=block, tensor_block=level)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several
 from hybridtensor.ops.cast.planning import Planning
-from hybridtensor.ops.cast.request import CastInputs, CastRequest
+from hybridtensor.ops.cast.request import CastInputs, CastRequest, check_draws
 from hybridtensor.ops.cast.tiles import (
     MEASURED,
     PER_ROW,
@@ -53,6 +53,9 @@ def grouped_cast(
     x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs
 ) -> list[Tensor]:
     """Return the tensors of both faces of a non-empty ``x``; see ``ops.quantize_groups``."""
+    if request.is_face_by_face:
+        alone = request._replace(column=None), request._replace(row=None)
+        return [tensor for one in alone for tensor in grouped_cast(x, groups, one, inputs)]
     swapped = groups.ends is None and _is_better_swapped(x, request)
     if swapped:
         x, request = x.transpose(-2, -1), CastRequest(request.column, request.row)
@@ -95,7 +98,7 @@ class GroupedCast:
         self._copies = not _is_readable(key)
         if self._copies:
             key = key._replace(strides=_readable_strides(key.shape))
-        self._strides = key.strides
+        self._strides, self._request = key.strides, key.request
         request, count = key.request, key.groups.num_groups
         source = None if request.column is None else request.source
         faces = KernelFace.of(source or request.row), KernelFace.of(request.column)
@@ -124,7 +127,7 @@ class GroupedCast:
             held = AMAX_ROW if column.kind in PER_ROW else AMAX
             self._measure_held = CastLaunch(
                 task,
-                column=KernelFace(held, rotated=column.rotated),
+                column=column.as_amax(held),
                 store=False,
                 reverse=passes == 1,
             )
@@ -139,6 +142,8 @@ class GroupedCast:
     def run(
         self, x: Tensor, ends: Tensor | None, inputs: CastInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
+        if self._request.draws_signs:
+            check_draws(self._request, inputs)
         row, column = (output.empty() for output in self._task.outputs)
         if self._copies:
             wide = x.new_empty(*x.shape[:-1], self._strides[-2])
@@ -152,7 +157,7 @@ class GroupedCast:
             plan = None if self._plan is None or ends is None else self._plan(ends)
             row_amax = column_amax = x  # stands for nothing
             if self._measurement is not None:
-                row_amax, column_amax = self._measurement(x, plan)
+                row_amax, column_amax = self._measurement(x, plan, inputs.rounding)
             if self._measure_held is not None:
                 column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
                 self._measure_held(x, ([], []), (row_amax, column_amax), inputs, plan)
@@ -255,8 +260,11 @@ class _Measurement:
             TOKENS=_several(task).tokens,
         )
 
-    def __call__(self, x: Tensor, plan: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal."""
+    def __call__(
+        self, x: Tensor, plan: Tensor | None, rounding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal. ``rounding``, key and step,
+        is needed where signs are drawn."""
         new = x.new_zeros(self._sizes[0] if self._one else sum(self._sizes), dtype=torch.float32)
         of_row, of_column = (new, new) if self._one else new.split(self._sizes)
         several, take = _several(self._task), self._launch.take
@@ -268,6 +276,8 @@ class _Measurement:
             several.parts(taken if plan is None else take(plan)),
             several.row_sizes.measured,
             several.column_sizes.measured,
+            taken if rounding is None else take(rounding),
+            *(face.stream for face in self._task.faces),
         )
         return of_row, of_column
 

@@ -284,8 +284,7 @@ class KernelCast(PreparedCast):
         """Return the launch that measures the columnwise face's amaxes from the dequantized rowwise face."""
         column = self.task.faces[1]
         kind = AMAX_ROW if column.kind in PER_ROW else AMAX
-        stream = column.stream if column.draws_signs else -1
-        face = KernelFace(kind, rotated=column.rotated, stream=stream)
+        face = column.as_amax(kind)
         if not self.by_largest:
             return CastLaunch(self.task, column=face, store=False, reverse=reverse)
         tiling, vector = self.task.tiling, self.task.tiling.constants.V * self.task.dtype.itemsize

@@ -86,11 +86,6 @@ class CastRequest(NamedTuple):
         return all(cast is None or cast.format.has_kernels for cast in self[:3])
 
     @property
-    def has_grouped_kernels(self) -> bool:
-        """Whether kernels make these faces of groups of tokens and of experts; see ``Format.has_grouped_kernels``."""
-        return all(cast is None or cast.format.has_grouped_kernels for cast in self[:3])
-
-    @property
     def draws_signs(self) -> bool:
         """Whether signs are drawn for a face; see ``Format.drawn_signs``."""
         return any(cast is not None and cast.format.drawn_signs for cast in self[:2])

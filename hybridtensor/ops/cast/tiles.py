@@ -96,6 +96,11 @@ class KernelFace(NamedTuple):
         """Whether values are rotated under drawn signs, and scales rounded at random in place of elements."""
         return self.rotated == DRAWN
 
+    def as_amax(self, kind: int) -> KernelFace:
+        """Return what raises its amaxes in place of being cast."""
+        stream = self.stream if self.draws_signs else -1
+        return KernelFace(kind, rotated=self.rotated, stream=stream)
+
     def constants(
         self, dtype: torch.dtype, contraction: int, *, note: bool, store: bool
     ) -> FaceConstants:

@@ -1,0 +1,362 @@
+"""MS-EDEN of groups of tokens and of stacks, and products of such faces.
+
+Oracles: the definition of single matrices, each with its amax, which test_eden compares with numpy; products of
+float64. The kernels run on a GPU, and without one in Triton's interpreter.
+"""
+
+import numpy as np
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+from casting import cast_of, quantize, request_of
+from kernels import require_kernels
+
+from hybridtensor.formats import get_format
+from hybridtensor.ops import CastInputs, CastRequest, Groups, grouped_kernel
+from hybridtensor.ops.cast import grouped as grouped_casts
+from hybridtensor.ops.cast.grouped import grouped_cast
+from hybridtensor.ops.cast.kernel import cast_on_gpu
+from hybridtensor.ops.dequantize import dequantize
+from hybridtensor.ops.face import Face, columnwise_of
+from hybridtensor.ops.grouped_cast import by_kernels as cast_by_kernels
+from hybridtensor.ops.grouped_cast import quantize_groups, reference
+from hybridtensor.ops.grouped_mm import by_kernels, grouped_product
+from hybridtensor.ops.grouped_mm import reference as product_reference
+from hybridtensor.ops.groups import cut_columns, cut_rows, each_group, matrix_of, rows_of_none
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in Triton's interpreter
+
+KEY, STEP, STREAM = -0x123456789ABCDEF, 5, 12
+EDEN = cast_of("nvfp4_eden", stream=STREAM)
+FORMAT = get_format("nvfp4_eden")
+T, K, N, E = 330, 256, 128, 4
+ENDS = [(5, 70, 70, 300), (0, 0, 129, 330), (0, 0, 0, 0), (330, 330, 330, 330), (128, 256, 257, 320)]
+
+
+def inputs_of(device, step=STEP, first_row=0, key=KEY):
+    return CastInputs(rounding=torch.tensor([key, step], device=device), first_row=first_row)
+
+
+def spread_out(*shape, device, dtype=torch.bfloat16):
+    """Return values of many magnitudes, of matrices of different ones."""
+    return (torch.randn(*shape) * torch.exp2(torch.randint(-6, 7, shape))).to(dtype).to(device)
+
+
+def groups_of(ends, device, step=128):
+    return Groups(len(ends), torch.tensor(ends, dtype=torch.int32, device=device), step)
+
+
+def bits(tensor):
+    flat = tensor.reshape(-1).clone()
+    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for got, want in zip(found, expected, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+        if got.dtype == torch.float8_e4m3fn:  # a NaN has no sign
+            got, want = (torch.where(part.isnan(), 0x7F, part.view(torch.uint8)) for part in (got, want))
+        assert torch.equal(bits(got), bits(want))
+
+
+def of_one(x, *, columnwise, first_row, step=STEP):
+    """Return the face of a single matrix."""
+    made = {"column" if columnwise else "row": EDEN}
+    return quantize(x, **made, rounding=torch.tensor([KEY, step], device=x.device), first_row=first_row)
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_group_is_cast_as_if_it_were_alone(ends, device):
+    """The rows of none behind the last one are zeros."""
+    x, groups = spread_out(T, 128, device=device), groups_of(ends, device)
+    row, column = quantize_groups(x, groups, CastRequest(EDEN, EDEN), inputs_of(device, first_row=3))
+    assert row.tensor_scale.shape == column.tensor_scale.shape == (E, 9, 1)
+    found = each_group(groups, T)
+    for group in found:
+        own = x[group.start : group.stop]
+        padded = F.pad(own, (0, 0, 0, group.size - own.shape[0]))
+        whole = group._replace(stop=group.start + group.size)
+        given = {"first_row": 3 + group.start}
+        if own.numel():
+            assert_same_values(cut_rows(row, group), of_one(own, columnwise=False, **given))
+        assert_same_values(cut_columns(column, whole), of_one(padded, columnwise=True, **given))
+    rest = rows_of_none(groups, found, T)
+    assert not (row.qdata[rest.start :] & 0x77).any()  # but for signs
+    assert not (column.qdata[:, rest.padded // 2 :] & 0x77).any()
+
+
+def assert_same_values(face, tensors):
+    for got, want in zip(face.tensors(), tensors, strict=True):
+        assert got.shape == want.shape
+        assert torch.equal(got.float(), want.float())
+
+
+def test_a_matrix_of_a_stack_is_cast_as_if_it_were_alone(device):
+    """And draws by its rows among all: the second half of the experts draws what it would with the first one."""
+    w = torch.stack([spread_out(128, K, device=device) * 4.0**e for e in range(E)])
+    faces = quantize_groups(w, Groups(E), CastRequest(EDEN, EDEN), inputs_of(device))
+    half = quantize_groups(w[2:], Groups(2, first=2), CastRequest(EDEN, EDEN), inputs_of(device, first_row=256))
+    for columnwise, face, of_half in zip((False, True), faces, half, strict=True):
+        for e in range(E):
+            one = of_one(w[e], columnwise=columnwise, first_row=128 * e)
+            assert_same_values(matrix_of(face, e), one)
+            if e >= 2:
+                assert_same_values(matrix_of(of_half, e - 2), one)
+
+
+def check(x, groups, request, *, first_row=3, noted=False):
+    """Compare the kernels with the definition, bit for bit."""
+    require_kernels(x.device.type)
+    assert request.has_kernels
+    mine, theirs = (inputs_of(x.device, first_row=first_row) for _ in range(2))
+    if noted:
+        scales = torch.arange(1.0, 9.0, device=x.device)
+        mine, theirs = (
+            inputs._replace(encode_scale=scales, noted_amax=torch.zeros(8, device=x.device))
+            for inputs in (mine, theirs)
+        )
+    with np.errstate(all="ignore"):
+        got = grouped_cast(x, groups, request, mine)
+    assert_same(got, reference(x, groups, request, theirs))
+    if noted:
+        assert torch.equal(mine.noted_amax, theirs.noted_amax)
+
+
+OTHERS = [
+    cast_of("nvfp4"),
+    cast_of("nvfp4_max256", rule="mse"),
+    cast_of("nvfp4_row_scaled"),
+    cast_of("nvfp4_16x16"),
+    cast_of("mxfp8_e4m3"),
+    cast_of("fp8_e4m3_row"),
+    cast_of("fp8_e4m3_tensor", slot=1),
+]
+
+
+def requests_of(other):
+    """Return both faces under drawn signs, one beside another format, and one made of it."""
+    return [
+        CastRequest(EDEN, EDEN.for_columnwise()),
+        CastRequest(other, EDEN),
+        CastRequest(EDEN, other),
+        CastRequest(other, EDEN, other, torch.bfloat16),
+        CastRequest(None, EDEN, other, torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(OTHERS)), ids=[str(other) for other in OTHERS])
+def test_kernels_cast_tokens_as_defined(index, device):
+    """Groups of any sizes, empty ones, rows of none, and tiles that end with them."""
+    x, other = spread_out(T, K, device=device), OTHERS[index]
+    x[3, 7], x[200, 130], x[-1, 0] = float("nan"), float("inf"), float("nan")
+    ways = [(request, ends) for request in requests_of(other) for ends in ENDS]
+    every = 3 if tiers.LONG else 9  # in the interpreter, in turn: it takes its time
+    for number, (request, ends) in enumerate(ways):
+        if device != "cpu" or number % every == index % every:
+            matrix = x[:, :: (1, 2)[number % 2]]
+            check(matrix, groups_of(ends, device, (128, 256)[number % 2]), request, noted=other.slot >= 0)
+
+
+@pytest.mark.parametrize("index", range(len(OTHERS)), ids=[str(other) for other in OTHERS])
+def test_kernels_cast_stacks_as_defined(index, device):
+    """Also of matrices that lie transposed, as experts ``[E, in, out]`` do."""
+    w = torch.stack([spread_out(128, K, device=device) * 4.0**e for e in range(3)])
+    turned = w.transpose(-2, -1).contiguous().transpose(-2, -1)
+    for number, request in enumerate(requests_of(OTHERS[index])):
+        if device != "cpu" or tiers.LONG or number % 3 == index % 3:
+            for matrix in (w, turned):
+                check(matrix, Groups(3), request, noted=OTHERS[index].slot >= 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_cast_other_dtypes(dtype, device):
+    x = spread_out(40, 144, device=device, dtype=dtype)[:, 8:136]  # rows begin at no multiple of 16 elements
+    check(x, groups_of((7, 33), device), CastRequest(EDEN, EDEN.for_columnwise()))
+    check(x, groups_of((7, 33), device), CastRequest(OTHERS[0], EDEN, OTHERS[0], torch.float32))
+
+
+def test_many_groups(device):
+    sizes = torch.tensor([0, 1, 0, 16, 129, 3, 0, 0, 40, 5, 0], device=device)
+    ends = tuple(sizes.cumsum(0).tolist())
+    check(spread_out(200, 128, device=device), groups_of(ends, device), CastRequest(EDEN, EDEN.for_columnwise()))
+
+
+@pytest.mark.parametrize("wide", ["fp8_e4m3_128x128", "nvfp4_eden"])
+def test_what_no_kernel_casts_is_cast_by_the_definition(wide, device):
+    source = EDEN if wide == "nvfp4_eden" else cast_of(wide)
+    request, x = CastRequest(None, EDEN.for_columnwise(), source), spread_out(130, 128, device=device)
+    groups = groups_of((5, 100), device)
+    assert not request.has_kernels
+    assert_same(
+        cast_by_kernels(x, groups, request, inputs_of(device)), reference(x, groups, request, inputs_of(device))
+    )
+
+
+def test_faces_of_groups_have_tiles_that_faces_of_one_matrix_have(device):
+    """Tiles of 128 x 128 had other bits at each launch (H100, Triton 3.6)."""
+    require_kernels(device)
+    x, groups = spread_out(128, 128, device=device), groups_of((128,), device)
+    for request in (CastRequest(EDEN), CastRequest(None, EDEN), CastRequest(OTHERS[0], EDEN, OTHERS[0])):
+        with np.errstate(all="ignore"):
+            grouped_cast(x, groups, request, inputs_of(device))
+        (mine,) = (
+            cast for key, cast in grouped_casts._CASTS.items() if key.request == request and key.shape == x.shape
+        )
+        one, several = cast_on_gpu(x, request, inputs_of(device)).task.tiling, mine._task.tiling
+        assert (one.constants.BM, one.constants.BK, one.options) == (
+            several.constants.BM, several.constants.BK, several.options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", [CastRequest(EDEN._replace(stream=-1)), CastRequest(EDEN)], ids=str)
+def test_a_cast_that_draws_nothing_is_an_error(request_, device):
+    require_kernels(device)
+    x = spread_out(40, 128, device=device)
+    inputs = inputs_of(device) if request_.row.stream < 0 else CastInputs()
+    for run in (grouped_cast, quantize_groups):
+        with pytest.raises(ValueError, match="random numbers are required for nvfp4_eden"):
+            run(x, groups_of((5, 40), device), request_, inputs)
+
+
+@pytest.fixture
+def small_tiles(device, monkeypatch):
+    """In the interpreter tiles are as small as blocks allow."""
+    require_kernels(device)
+    if device == "cpu":
+        for dtype in grouped_kernel.TILES:
+            monkeypatch.setitem(grouped_kernel.TILES, dtype, grouped_kernel.ProductTile(32, 32, 64, 8, 4, 1))
+
+
+def operands(device, ends, step=STEP, other_step=STEP):
+    """Return the operands of the three products, and matrices that they are made of."""
+    generator = torch.Generator().manual_seed(4)
+    x, g, w = (torch.randn(*shape, generator=generator).bfloat16().to(device) for shape in ((T, K), (T, N), (E, N, K)))
+    groups, stack = groups_of(ends, device), Groups(E)
+    one, other = inputs_of(device, step), inputs_of(device, other_step)
+    of_x = quantize_groups(x, groups, CastRequest(EDEN, EDEN.for_columnwise()), one)
+    of_g = quantize_groups(
+        g, groups, CastRequest(EDEN._replace(stream=STREAM + 2), EDEN._replace(stream=STREAM + 3)), other
+    )
+    of_w = quantize_groups(w, stack, CastRequest(EDEN, EDEN.for_columnwise()), one)
+    return [(of_g[0], of_w[1]), (of_g[1], of_x[1])], (x, g, w)
+
+
+def values(face):
+    return dequantize(*face.tensors(), format=FORMAT, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ends", ENDS[:3])
+def test_products_are_those_of_values(ends, device, small_tiles):
+    """Without rotating back; of groups without tokens, and tokens without group, zeros."""
+    pairs, _ = operands(device, ends)
+    for number, (left, right) in enumerate(pairs):
+        with np.errstate(all="ignore"):
+            made = by_kernels(left, right, left.groups, torch.float32, False)
+        defined = product_reference(left, right, left.groups, torch.float32, False)
+        covered = torch.zeros_like(defined, dtype=torch.bool)
+        for group in each_group(left.groups, T):
+            if number == 0:
+                at = slice(group.start, group.stop)
+                expected = values(cut_rows(left, group)) @ values(matrix_of(right, group.number)).t()
+            else:
+                at = group.number
+                expected = values(cut_columns(left, group)) @ values(cut_columns(right, group)).t()
+            covered[at] = group.stop > group.start
+            for found in (made, defined):
+                torch.testing.assert_close(found[at].double(), expected, rtol=1e-5, atol=1e-3)
+        for found in (made, defined):
+            assert not found[~covered].any()
+
+
+def test_a_product_of_groups_is_unbiased(device):
+    """Against the exact products, by the error of a mean that is measured beside it."""
+    ends, count = (70, 70, 330, 330), 64
+    totals, squares = [0.0, 0.0], [0.0, 0.0]
+    for step in range(count):
+        pairs, (x, g, w) = operands(device, ends, step, step)
+        for i, (left, right) in enumerate(pairs):
+            found = grouped_product(left, right, torch.float32, False).double()
+            totals[i], squares[i] = totals[i] + found, squares[i] + found**2
+    parts = list(zip((0, *ends[:-1]), ends, strict=True))
+    exact = [
+        torch.cat([g[a:b].double() @ w[e].double() for e, (a, b) in enumerate(parts)]),
+        torch.stack([g[a:b].double().t() @ x[a:b].double() for a, b in parts]),
+    ]
+    for total, square, wanted in zip(totals, squares, exact, strict=True):
+        mean = total / count
+        error = ((square / count - mean**2) / (count - 1)).sqrt()
+        chosen = error > 0  # not of groups without tokens
+        off = ((mean - wanted) / error)[chosen]
+        assert torch.equal(mean[~chosen], wanted[~chosen])
+        assert 0.9 < off.square().mean() < 1.15  # 63 degrees of freedom: 63 / 61
+        assert off.mean().abs() < 0.05
+
+
+@pytest.mark.parametrize("other", [{"step": STEP + 1}, {"key": KEY + 1}])
+def test_a_product_under_other_signs_is_nan(other, device, small_tiles):
+    ends = ENDS[0]
+    pairs, (_, g, _) = operands(device, ends)
+    drawn = inputs_of(device, **other)
+    of_g = quantize_groups(g, groups_of(ends, device), CastRequest(EDEN, EDEN.for_columnwise()), drawn)
+    for number, (left, (_, right)) in enumerate(zip(of_g, pairs, strict=True)):
+        for run in (by_kernels, product_reference):
+            with np.errstate(all="ignore"):
+                found = run(left, right, left.groups, torch.float32, False)
+            for group in each_group(left.groups, T):
+                if group.stop > group.start:
+                    assert found[slice(group.start, group.stop) if number == 0 else group.number].isnan().all()
+    with np.errstate(all="ignore"):
+        found = by_kernels(of_g[0], pairs[0][1], of_g[0].groups, torch.float32, False)
+    assert not found[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("kind", ["identity", "fp8_e4m3_row"])
+def test_what_it_holds_is_multiplied_with_other_formats(kind, device, small_tiles):
+    """As a columnwise face in high precision: each group under its own tensor scale."""
+    groups = groups_of(ENDS[0], device)
+    x = torch.cat([spread_out(100, K, device=device) * 8.0**e for e in range(4)])[:T]
+    held, _ = quantize_groups(x, groups, CastRequest(EDEN), inputs_of(device))
+    left = columnwise_of(held, torch.bfloat16)
+    if kind == "identity":
+        right = columnwise_of(Face(x, None, None, get_format("identity"), groups=groups), torch.bfloat16)
+    else:
+        right = quantize_groups(x, groups, request_of(None, cast_of(kind), None, None), CastInputs())[1]
+    expected = product_reference(left, right, groups, torch.bfloat16, False)
+    assert torch.equal(grouped_product(left, right, torch.bfloat16, False), expected)
+    with np.errstate(all="ignore"):
+        found = by_kernels(left, right, groups, torch.bfloat16, False)
+    assert (found.double() - expected.double()).abs().max() <= 2**-7 * expected.double().abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is waited for")
+def test_nothing_waits_for_the_device():
+    """Neither a cast nor a product: no tensor's value comes to the host."""
+    x, groups = spread_out(T, K, device="cuda"), groups_of(ENDS[0], "cuda")
+    pairs, _ = operands("cuda", ENDS[0])
+    runs = [lambda left=left, right=right: grouped_product(left, right, torch.bfloat16, False) for left, right in pairs]
+    for request in (CastRequest(EDEN, EDEN.for_columnwise()), CastRequest(OTHERS[1], EDEN, OTHERS[1])):
+        inputs = inputs_of("cuda")
+        runs.append(lambda request=request, inputs=inputs: quantize_groups(x, groups, request, inputs))
+    for run in runs:
+        run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for run in runs:
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes on a CPU")
+def test_many_groups_have_the_bits_of_the_definition_at_every_launch():
+    x = torch.randn(8192, 2048, device="cuda").bfloat16()
+    groups = groups_of((1000, 1000, 3001, 5000, 8100), "cuda")
+    other = OTHERS[1]
+    for request in (CastRequest(EDEN, EDEN.for_columnwise()), CastRequest(other, EDEN, other, torch.bfloat16)):
+        expected = reference(x, groups, request, inputs_of("cuda"))
+        for _ in range(20):
+            assert_same(grouped_cast(x, groups, request, inputs_of("cuda")), expected)
