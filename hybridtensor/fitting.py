@@ -141,15 +141,12 @@ def _check_all_sizes(plan: Plan) -> None:
 
 
 def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
-    """Raise NotImplementedError if signs drawn per step would meet cached faces of another step, or rows of experts."""
+    """Raise NotImplementedError if signs drawn per step would meet faces that are the parameter, of another step."""
     drawn = [gemm.name for gemm in GEMMS if any(fmt.drawn_signs for fmt in config.formats(gemm))]
-    if not drawn:
-        return
-    if layer.is_stack or persistent:
-        what = "a stack of experts' weights" if layer.is_stack else "a persistent weight"
+    if drawn and persistent:
         raise NotImplementedError(
             f"quantize_: layer {layer.name or '<root>'}: rounding='eden' in {', '.join(drawn)} is for "
-            f"high-precision weights of linear layers, not {what}; use rounding='stochastic' for it"
+            "high-precision weights, not a persistent weight; use rounding='stochastic' for it"
         )
 
 

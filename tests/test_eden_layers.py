@@ -178,20 +178,6 @@ def test_what_it_is_not_for_is_an_error():
         HybridConfig.parse("nvfp4+eden+save_original_input")
 
 
-def test_experts_are_refused():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.num_experts = 2
-            self.weight = nn.Parameter(torch.randn(2, 128, 128))
-
-        def forward(self, x, ends):
-            return torch.nn.functional.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
-
-    with pytest.raises(NotImplementedError, match="not a stack of experts' weights; use rounding='stochastic'"):
-        ht.quantize_(nn.ModuleDict({"experts": Experts()}), "nvfp4+eden")
-
-
 def test_watching_measures_what_was_rotated():
     x, g = operands()
     model = layer()

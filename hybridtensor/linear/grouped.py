@@ -63,12 +63,13 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
 
 
 def step_of(config: HybridConfig) -> int:
-    """Return the row multiple of each group in columnwise faces: no block of a format crosses groups."""
+    """Return the row multiple of each group in columnwise faces: no block or rotation of a format crosses groups."""
     extents = [_LEAST_STEP]
     for role in ROLES:
         quantizer = getattr(config, role)
         extents += [
             quantizer.columnwise_format.block[1] or 1,
+            quantizer.columnwise_format.step,
             quantizer.rowwise_format.block[0] or 1,
         ]
     return max(extents)

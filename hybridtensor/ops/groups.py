@@ -109,7 +109,12 @@ def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[Te
 
 
 def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
-    """Return the layouts of the columnwise face of grouped tokens ``[rows, columns]``, groups padded to blocks."""
+    """Return the layouts of the columnwise face of grouped tokens ``[rows, columns]``, groups padded to blocks; raise
+    ValueError if these are of other sizes."""
+    if groups.step % fmt.step:
+        raise ValueError(
+            f"quantize_groups: a step that is a multiple of {fmt.step} is required for {fmt}, got {groups.step}"
+        )
     layouts = list(face_layouts(fmt, columns, padded_rows(rows, groups)))
     levels = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
     for i, (_, along) in list(enumerate(levels))[1 : len(layouts)]:

@@ -129,11 +129,5 @@ class NVFP4Quantizer(OneFormatQuantizer):
         return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
 
     def cast(self, context: Context) -> Cast:
-        """Return the cast; raise NotImplementedError for rows of several experts with ``"eden"``."""
-        if self.rounding == EDEN and context.groups is not None:
-            raise NotImplementedError(
-                f"{context}: rounding='eden' is for matrices, got groups of rows, or a stack of weights; use "
-                "rounding='stochastic' for experts"
-            )
         stream = context.stream(self.seed) if self.stochastic else -1
         return Cast(self.format, stream=stream, rule=self.rule)

@@ -220,6 +220,13 @@ def test_a_cast_that_draws_nothing_is_an_error(request_, device):
             run(x, groups_of((5, 40), device), request_, inputs)
 
 
+def test_a_step_that_cuts_what_is_rotated_is_an_error(device):
+    x, groups = spread_out(40, 128, device=device), groups_of((5, 40), device, 64)
+    with pytest.raises(ValueError, match="a step that is a multiple of 128 is required for nvfp4_eden, got 64"):
+        quantize_groups(x, groups, CastRequest(None, EDEN), inputs_of(device))
+    quantize_groups(x, groups, CastRequest(EDEN), inputs_of(device))
+
+
 @pytest.fixture
 def small_tiles(device, monkeypatch):
     """In the interpreter tiles are as small as blocks allow."""
