@@ -1,7 +1,7 @@
-"""MS-EDEN of groups of tokens and of stacks, and products of such faces.
+"""MS-EDEN of groups of tokens and of stacks.
 
-Oracles: the definition of single matrices, each with its amax, which test_eden compares with numpy; products of
-float64. The kernels run on a GPU, and without one in Triton's interpreter.
+Oracle: the definition of single matrices, each with its amax, which test_eden compares with numpy. The kernels run on a
+GPU, and without one in Triton's interpreter.
 """
 
 import numpy as np
@@ -9,20 +9,16 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-from casting import cast_of, quantize, request_of
+from casting import cast_of, quantize
 from kernels import require_kernels
 
 from hybridtensor.formats import get_format
-from hybridtensor.ops import CastInputs, CastRequest, Groups, grouped_kernel
+from hybridtensor.ops import CastInputs, CastRequest, Groups
 from hybridtensor.ops.cast import grouped as grouped_casts
 from hybridtensor.ops.cast.grouped import grouped_cast
 from hybridtensor.ops.cast.kernel import cast_on_gpu
-from hybridtensor.ops.dequantize import dequantize
-from hybridtensor.ops.face import Face, columnwise_of
 from hybridtensor.ops.grouped_cast import by_kernels as cast_by_kernels
 from hybridtensor.ops.grouped_cast import quantize_groups, reference
-from hybridtensor.ops.grouped_mm import by_kernels, grouped_product
-from hybridtensor.ops.grouped_mm import reference as product_reference
 from hybridtensor.ops.groups import cut_columns, cut_rows, each_group, matrix_of, rows_of_none
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in Triton's interpreter
@@ -225,136 +221,6 @@ def test_a_step_that_cuts_what_is_rotated_is_an_error(device):
     with pytest.raises(ValueError, match="a step that is a multiple of 128 is required for nvfp4_eden, got 64"):
         quantize_groups(x, groups, CastRequest(None, EDEN), inputs_of(device))
     quantize_groups(x, groups, CastRequest(EDEN), inputs_of(device))
-
-
-@pytest.fixture
-def small_tiles(device, monkeypatch):
-    """In the interpreter tiles are as small as blocks allow."""
-    require_kernels(device)
-    if device == "cpu":
-        for dtype in grouped_kernel.TILES:
-            monkeypatch.setitem(grouped_kernel.TILES, dtype, grouped_kernel.ProductTile(32, 32, 64, 8, 4, 1))
-
-
-def operands(device, ends, step=STEP, other_step=STEP):
-    """Return the operands of the three products, and matrices that they are made of."""
-    generator = torch.Generator().manual_seed(4)
-    x, g, w = (torch.randn(*shape, generator=generator).bfloat16().to(device) for shape in ((T, K), (T, N), (E, N, K)))
-    groups, stack = groups_of(ends, device), Groups(E)
-    one, other = inputs_of(device, step), inputs_of(device, other_step)
-    of_x = quantize_groups(x, groups, CastRequest(EDEN, EDEN.for_columnwise()), one)
-    of_g = quantize_groups(
-        g, groups, CastRequest(EDEN._replace(stream=STREAM + 2), EDEN._replace(stream=STREAM + 3)), other
-    )
-    of_w = quantize_groups(w, stack, CastRequest(EDEN, EDEN.for_columnwise()), one)
-    return [(of_g[0], of_w[1]), (of_g[1], of_x[1])], (x, g, w)
-
-
-def values(face):
-    return dequantize(*face.tensors(), format=FORMAT, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("ends", ENDS[:3])
-def test_products_are_those_of_values(ends, device, small_tiles):
-    """Without rotating back; of groups without tokens, and tokens without group, zeros."""
-    pairs, _ = operands(device, ends)
-    for number, (left, right) in enumerate(pairs):
-        with np.errstate(all="ignore"):
-            made = by_kernels(left, right, left.groups, torch.float32, False)
-        defined = product_reference(left, right, left.groups, torch.float32, False)
-        covered = torch.zeros_like(defined, dtype=torch.bool)
-        for group in each_group(left.groups, T):
-            if number == 0:
-                at = slice(group.start, group.stop)
-                expected = values(cut_rows(left, group)) @ values(matrix_of(right, group.number)).t()
-            else:
-                at = group.number
-                expected = values(cut_columns(left, group)) @ values(cut_columns(right, group)).t()
-            covered[at] = group.stop > group.start
-            for found in (made, defined):
-                torch.testing.assert_close(found[at].double(), expected, rtol=1e-5, atol=1e-3)
-        for found in (made, defined):
-            assert not found[~covered].any()
-
-
-def test_a_product_of_groups_is_unbiased(device):
-    """Against the exact products, by the error of a mean that is measured beside it."""
-    ends, count = (70, 70, 330, 330), 64
-    totals, squares = [0.0, 0.0], [0.0, 0.0]
-    for step in range(count):
-        pairs, (x, g, w) = operands(device, ends, step, step)
-        for i, (left, right) in enumerate(pairs):
-            found = grouped_product(left, right, torch.float32, False).double()
-            totals[i], squares[i] = totals[i] + found, squares[i] + found**2
-    parts = list(zip((0, *ends[:-1]), ends, strict=True))
-    exact = [
-        torch.cat([g[a:b].double() @ w[e].double() for e, (a, b) in enumerate(parts)]),
-        torch.stack([g[a:b].double().t() @ x[a:b].double() for a, b in parts]),
-    ]
-    for total, square, wanted in zip(totals, squares, exact, strict=True):
-        mean = total / count
-        error = ((square / count - mean**2) / (count - 1)).sqrt()
-        chosen = error > 0  # not of groups without tokens
-        off = ((mean - wanted) / error)[chosen]
-        assert torch.equal(mean[~chosen], wanted[~chosen])
-        assert 0.9 < off.square().mean() < 1.15  # 63 degrees of freedom: 63 / 61
-        assert off.mean().abs() < 0.05
-
-
-@pytest.mark.parametrize("other", [{"step": STEP + 1}, {"key": KEY + 1}])
-def test_a_product_under_other_signs_is_nan(other, device, small_tiles):
-    ends = ENDS[0]
-    pairs, (_, g, _) = operands(device, ends)
-    drawn = inputs_of(device, **other)
-    of_g = quantize_groups(g, groups_of(ends, device), CastRequest(EDEN, EDEN.for_columnwise()), drawn)
-    for number, (left, (_, right)) in enumerate(zip(of_g, pairs, strict=True)):
-        for run in (by_kernels, product_reference):
-            with np.errstate(all="ignore"):
-                found = run(left, right, left.groups, torch.float32, False)
-            for group in each_group(left.groups, T):
-                if group.stop > group.start:
-                    assert found[slice(group.start, group.stop) if number == 0 else group.number].isnan().all()
-    with np.errstate(all="ignore"):
-        found = by_kernels(of_g[0], pairs[0][1], of_g[0].groups, torch.float32, False)
-    assert not found[ends[-1] :].any()
-
-
-@pytest.mark.parametrize("kind", ["identity", "fp8_e4m3_row"])
-def test_what_it_holds_is_multiplied_with_other_formats(kind, device, small_tiles):
-    """As a columnwise face in high precision: each group under its own tensor scale."""
-    groups = groups_of(ENDS[0], device)
-    x = torch.cat([spread_out(100, K, device=device) * 8.0**e for e in range(4)])[:T]
-    held, _ = quantize_groups(x, groups, CastRequest(EDEN), inputs_of(device))
-    left = columnwise_of(held, torch.bfloat16)
-    if kind == "identity":
-        right = columnwise_of(Face(x, None, None, get_format("identity"), groups=groups), torch.bfloat16)
-    else:
-        right = quantize_groups(x, groups, request_of(None, cast_of(kind), None, None), CastInputs())[1]
-    expected = product_reference(left, right, groups, torch.bfloat16, False)
-    assert torch.equal(grouped_product(left, right, torch.bfloat16, False), expected)
-    with np.errstate(all="ignore"):
-        found = by_kernels(left, right, groups, torch.bfloat16, False)
-    assert (found.double() - expected.double()).abs().max() <= 2**-7 * expected.double().abs().max()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is waited for")
-def test_nothing_waits_for_the_device():
-    """Neither a cast nor a product: no tensor's value comes to the host."""
-    x, groups = spread_out(T, K, device="cuda"), groups_of(ENDS[0], "cuda")
-    pairs, _ = operands("cuda", ENDS[0])
-    runs = [lambda left=left, right=right: grouped_product(left, right, torch.bfloat16, False) for left, right in pairs]
-    for request in (CastRequest(EDEN, EDEN.for_columnwise()), CastRequest(OTHERS[1], EDEN, OTHERS[1])):
-        inputs = inputs_of("cuda")
-        runs.append(lambda request=request, inputs=inputs: quantize_groups(x, groups, request, inputs))
-    for run in runs:
-        run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for run in runs:
-            run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
