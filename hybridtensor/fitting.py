@@ -13,7 +13,6 @@ from hybridtensor.distributed.fsdp.torch_compat import locate
 from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
-from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import Plan, coverage
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
@@ -141,12 +140,18 @@ def _check_all_sizes(plan: Plan) -> None:
 
 
 def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
-    """Raise NotImplementedError if signs drawn per step would meet faces that are the parameter, of another step."""
-    drawn = [gemm.name for gemm in GEMMS if any(fmt.drawn_signs for fmt in config.formats(gemm))]
-    if drawn and persistent:
+    """Raise NotImplementedError if signs drawn per step would meet faces of a persistent weight, of another step."""
+    quantizer = config.weight
+    drawn = [
+        direction
+        for direction in ("rowwise", "columnwise")
+        if getattr(quantizer, f"{direction}_format").drawn_signs
+    ]
+    if persistent and drawn and not (drawn == ["columnwise"] and quantizer.draws_from_rowwise):
         raise NotImplementedError(
-            f"quantize_: layer {layer.name or '<root>'}: rounding='eden' in {', '.join(drawn)} is for "
-            "high-precision weights, not a persistent weight; use rounding='stochastic' for it"
+            f"quantize_: layer {layer.name or '<root>'}: rounding='eden' in the {' and '.join(drawn)} face of a "
+            "persistent weight is for columnwise faces that are made of the rowwise one; add "
+            "+rowwise_dequantized_weight, or use rounding='stochastic' for it"
         )
 
 

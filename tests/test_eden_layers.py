@@ -165,13 +165,6 @@ def test_operands_of_one_product_need_one_seed():
 
 
 def test_what_it_is_not_for_is_an_error():
-    with pytest.raises(
-        NotImplementedError, match=r"rounding='eden' in grad_input, grad_weight .*, not a persistent weight"
-    ):
-        layer(persistent=True)
-    kept = layer("nvfp4", persistent=True)
-    with pytest.raises(NotImplementedError, match="not a persistent weight"):
-        ht.set_config_(kept, "nvfp4+eden")
     with pytest.raises(ValueError, match="multiple of 128"):
         ht.quantize_(nn.Linear(128, 96), "nvfp4+eden")
     with pytest.raises(ValueError, match="rounded at random"):

@@ -5,6 +5,7 @@
 | ``Operand`` | a persistent weight, whose faces are the parameter |
 | ``MasterOperand`` | a weight in high precision, which keeps its faces, or makes them when they are needed |
 | ``TracedMaster`` | the same in a graph, where each face is made where it is used |
+| ``RequantizedWeight`` | a persistent weight whose columnwise face is made of its rowwise one under signs of the step |
 | ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
 
@@ -21,6 +22,7 @@ from hybridtensor.linear.weight_buckets import add_columns_of_bucket, refresh_bu
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
 from hybridtensor.ops.library import is_traced
+from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -199,6 +201,27 @@ class GatheredWeight(Operand):
         return required_face(column, "columnwise", "grad_input")
 
 
+class RequantizedWeight(Operand):
+    """A persistent weight whose columnwise face backward makes of the rowwise one, under the signs of its step."""
+
+    __slots__ = ("_context", "_dtype", "_quantizer")
+
+    def __init__(
+        self, row: Face | None, quantizer: HybridQuantizer, dtype: torch.dtype, context: Context
+    ) -> None:
+        super().__init__(row, None)
+        self._quantizer, self._dtype, self._context = quantizer, dtype, context
+
+    def save(self) -> list[Tensor]:
+        self._column = self.rowwise()
+        return super().save()
+
+    def columnwise(self, saved: list[Tensor]) -> Face:
+        row, context = super().columnwise(saved), self._context.in_backward()
+        column = self._quantizer.of_rowwise(row, self._dtype, context)
+        return required_face(column, "columnwise", "grad_input")
+
+
 def weight_operand(
     weight: Weight, needs: Needs, dtype: torch.dtype, context: Context, of_weight: Context
 ) -> Operand:
@@ -224,10 +247,14 @@ def weight_operand(
         record = None if noted is None else noted.step_amax
         record = record if isinstance(record, AmaxRecord) else None
         return MasterOperand(weight, needs, dtype, record, of_weight)
-    gathered = weight.is_gathered
-    row, column = weight.faces(rowwise=True, columnwise=needs.input and not gathered, dtype=dtype)
+    gathered, quantizer = weight.is_gathered, weight.recipe.weight
+    later = gathered or quantizer.draws_from_rowwise
+    row, column = weight.faces(rowwise=True, columnwise=needs.input and not later, dtype=dtype)
     if gathered:
         return GatheredWeight(weight, row, dtype)
+    if needs.input and isinstance(quantizer, HybridQuantizer) and quantizer.draws_from_rowwise:
+        of_step = of_weight._replace(state=context.state)
+        return RequantizedWeight(row, quantizer, dtype, of_step)
     return Operand(row, column)
 
 

@@ -50,6 +50,9 @@ class Quantizer(ABC):
     stochastic: ClassVar[bool] = False
     """Whether elements are rounded at random."""
 
+    draws_from_rowwise: ClassVar[bool] = False
+    """Whether the columnwise face is made of the rowwise one under signs of the step: weights keep the latter alone."""
+
     rule: ClassVar[str] = ""
     """Which block scale is chosen, where formats leave a choice; see ``Cast``."""
 

@@ -97,6 +97,12 @@ class HybridQuantizer(CastQuantizer):
         return self.rowwise.stochastic or self.columnwise.stochastic
 
     @property
+    def draws_from_rowwise(self) -> bool:  # type: ignore[override]
+        """Whether the columnwise face is made of the rowwise one under signs of the step."""
+        of_rowwise = self.columnwise_source == "rowwise_dequantized"
+        return of_rowwise and self.columnwise_format.drawn_signs
+
+    @property
     def rowwise_format(self) -> Format:
         """Rowwise format of the rowwise quantizer."""
         return self.rowwise.rowwise_format

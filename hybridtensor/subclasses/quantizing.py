@@ -120,11 +120,19 @@ def quantize_weight(
     layer: LayerState | StateTensors | None,
     dtype: torch.dtype | None = None,
 ) -> HybridTensor:
-    """Quantize a layer's weight as it is stored, of a stack each matrix."""
+    """Quantize a layer's weight as it is stored, of a stack each matrix; without a columnwise face that each step
+    makes of the rowwise one."""
     dtype, values = dtype or values.dtype, weight_values(config, values)
-    if layer is None or not layer.transposed:
-        return quantize(config.weight, values, dtype=dtype, context=context)
-    made = quantize(config.weight, values.transpose(-2, -1), dtype=dtype, context=context)
+    turns = layer is not None and bool(layer.transposed)
+    made = quantize(
+        config.weight,
+        values.transpose(-2, -1) if turns else values,
+        columnwise=not config.weight.draws_from_rowwise,
+        dtype=dtype,
+        context=context,
+    )
+    if not turns:
+        return made
     row, column = (
         None if face is None else turned(face) for face in (made.columnwise, made.rowwise)
     )

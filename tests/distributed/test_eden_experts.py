@@ -97,10 +97,12 @@ def apart(rows, rank):
     return torch.cat(pieces[rank::2])
 
 
-def experts_on_ranks(rank, recipe):
+def experts_on_ranks(rank, recipe, persistent):
     mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
     whole, mine = (ht.quantize_(plain().bfloat16(), recipe) for _ in range(2))
     parallelize_module(mine, mesh, ExpertParallel(ends=True))
+    if persistent:
+        ht.quantize_(mine, recipe, persistent=True)
     ht.set_data_parallel_group_(whole, own_group(rank))
     counts = torch.tensor(SIZES, device=here())
     for step in range(2):
@@ -121,9 +123,9 @@ def experts_on_ranks(rank, recipe):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_on_ranks_draw_as_on_one(two, recipe):
-    two.run(experts_on_ranks, recipe)
+@pytest.mark.parametrize(("recipe", "persistent"), [(RECIPES[0], False), (RECIPES[1], False), (RECIPES[0], True)])
+def test_experts_on_ranks_draw_as_on_one(two, recipe, persistent):
+    two.run(experts_on_ranks, recipe, persistent)
 
 
 def goes_on(rank, folder, recipe):

@@ -3,5 +3,5 @@
 import hybridtensor as ht
 
 ANY_LAYER = [name for name in ht.recipes.RECIPES if name != "quartet2"]
-"""``quartet2`` takes outputs in multiples of 128 and high-precision weights only: ``tests/test_eden_layers.py`` and
-``tests/test_eden_experts.py``."""
+"""``quartet2`` takes outputs in multiples of 128 only: ``test_eden_layers``, ``test_eden_experts``,
+``test_eden_persistent``."""

@@ -239,7 +239,8 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     if shard.plan.reduce is not None:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
-        made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=True)
+        keeps = not config.weight.draws_from_rowwise
+        made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=keeps)
     if shard.plan.matrix is not None:
         fresh = quantize_weight(config, original, part.context, part.layer, part.dtype)
         part.rowwise, part.columnwise, part.config = fresh.rowwise, fresh.columnwise, config

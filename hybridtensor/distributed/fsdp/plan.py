@@ -301,8 +301,8 @@ def of_rowwise_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -
     """Return the plan of a columnwise face that is requantized from the rowwise data."""
     if row.kind == column.kind == "values":
         return column
-    if column.kind == "values" or row.kind == "whole":
-        return FacePlan(ROW, column.format)
+    if column.kind == "values" or row.kind == "whole" or column.format.drawn_signs:
+        return FacePlan(ROW, column.format)  # of drawn signs no shard keeps those of another step
     if column.kind == "whole":
         return FacePlan(ROW, column.format, reason=column.reason)
     if column.reduce in ("column", "blocks") or (

@@ -1,0 +1,209 @@
+"""Persistent weights whose columnwise face each step makes of the rowwise one, under signs of its own: ``quartet2``.
+
+Oracle: weights in high precision with the same values, bitwise.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from experts import offsets
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
+from hybridtensor.subclasses.structure import flatten
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 256, 3, 200
+ENDS = (5, 130, 200)
+RECIPES = ["quartet2", "nvfp4+one_d+eden+rowwise_dequantized_weight"]
+
+
+class Experts(nn.Module):
+    """Experts that are stored ``[E, in, out]``, and others ``[E, out, in]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 11)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 16)
+
+    def forward(self, x):
+        ends = offsets(ENDS)
+        hidden = torch._grouped_mm(x, self.up, offs=ends).relu()
+        return torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.last(self.experts(self.first(x)))
+
+
+def model(recipe="quartet2", *, persistent=True):
+    torch.manual_seed(0)
+    return ht.quantize_(Model(), recipe, persistent=persistent, transposed=["experts.up"])
+
+
+def weights(made):
+    return [p for p in made.parameters() if isinstance(p, (ht.HybridTensor, ht.MasterWeight))]
+
+
+def tokens(step):
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def optimizer_of(made, persistent=True):
+    if not persistent:
+        return torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.5)
+    return ht.optim.MasterWeights(torch.optim.SGD, made.parameters(), lr=0.5, momentum=0.5)
+
+
+def steps(made, optimizer, count=3, run=None, first=0):
+    """Train, accumulating two gradients; return outputs and gradients."""
+    found = []
+    for step in range(first, first + count):
+        for again in range(2):
+            x = tokens(2 * step + again).requires_grad_()
+            y = (made if run is None else run)(x)
+            y.square().mean().backward()
+        found += [y.detach(), x.grad, *[p.grad.clone() for p in made.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(made)
+    return found
+
+
+def same(mine, theirs):
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trains_as_weights_in_high_precision(recipe):
+    found = [steps(m, optimizer_of(m, p)) for p in (False, True) for m in [model(recipe, persistent=p)]]
+    assert same(*found)
+    assert not torch.equal(*found[0][:: len(found[0]) // 3][:2])
+
+
+def test_it_is_the_rowwise_face_alone():
+    made = model()
+    held = {name: [p.rowwise, p.columnwise] for name, p in made.named_parameters() if isinstance(p, ht.HybridTensor)}
+    for name, faces in held.items():
+        turned = name == "experts.up"
+        assert faces[turned].format.name == "nvfp4_max256"
+        assert faces[not turned] is None
+    assert ht.explain(made, show=False).rows[1].right == "weight.columnwise: nvfp4_eden of rowwise"
+    x = tokens(0)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        made.last(x.requires_grad_())
+    own = {t.data_ptr() for t in flatten(made.last.weight)[0]}
+    assert own <= {t.data_ptr() for t in saved}  # no copy of it
+
+
+@pytest.mark.parametrize("spec", ["nvfp4+eden", "nvfp4+one_d+eden"])
+def test_faces_of_the_master_are_refused(spec):
+    with pytest.raises(
+        NotImplementedError, match=r"in the columnwise face of a persistent weight .* add .*rowwise_deq"
+    ):
+        model(spec)
+    kept = model("nvfp4")
+    with pytest.raises(NotImplementedError, match="made of the rowwise one"):
+        ht.set_config_(kept, spec)
+
+
+def test_other_operands_may_be_under_drawn_signs():
+    """Where the weight itself is not."""
+    found = [
+        steps(m, optimizer_of(m, p)) for p in (False, True) for m in [model("nvfp4/bf16/nvfp4+eden", persistent=p)]
+    ]
+    assert same(*found)
+
+
+def test_another_recipe_adds_and_drops_the_face():
+    made, wanted = model("nvfp4+one_d+nearest"), model()
+    ht.set_config_(made, "quartet2")
+    assert [(p.rowwise is None, p.columnwise is None) for p in weights(made)] == [
+        (p.rowwise is None, p.columnwise is None) for p in weights(wanted)
+    ]
+    for mine, theirs in zip(weights(made), weights(wanted), strict=True):
+        assert torch.equal(mine.dequantize(), theirs.dequantize())
+    ht.set_config_(made, "nvfp4+one_d")
+    assert all(p.rowwise is not None and p.columnwise is not None for p in weights(made))
+    assert torch.isfinite(torch.stack([g.sum() for g in steps(made, optimizer_of(made), 1)])).all()
+
+
+def test_a_write_between_forward_and_backward_is_an_error():
+    made, other = model(), model()
+    with torch.no_grad():
+        for p in weights(other):
+            p.mul_(2.0)
+    loss = made(tokens(0)).sum()
+    with torch.no_grad():
+        made.last.weight.copy_(other.last.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_recomputed_forwards_draw_the_same():
+    found = []
+    for run in (None, lambda m: lambda x: recompute(m, x, use_reentrant=False)):
+        made = model()
+        found.append(steps(made, optimizer_of(made), run=None if run is None else run(made)))
+    assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_draws_as_eager_code_does():
+    torch._dynamo.reset()
+    eager, compiled = model(), model()
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    assert same(steps(eager, optimizer_of(eager)), steps(compiled, optimizer_of(compiled), run=run))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", ["state dicts", "pickles", "checkpoints"])
+def test_training_goes_on(way, tmp_path):
+    made = model()
+    optimizer = optimizer_of(made)
+    steps(made, optimizer)
+    if way == "checkpoints":
+        checkpoint.save(tmp_path, 3, {"model": made, "optimizer": optimizer})
+    saved = copy.deepcopy((made.state_dict(), optimizer.state_dict()))
+    if way == "pickles":
+        memory = io.BytesIO()
+        torch.save(saved, memory)
+        memory.seek(0)
+        saved = torch.load(memory)
+    expected = steps(made, optimizer, first=3)
+    other = model()
+    its = optimizer_of(other)
+    if way == "checkpoints":
+        checkpoint.load(tmp_path, {"model": other, "optimizer": its})
+    else:
+        other.load_state_dict(saved[0])
+        its.load_state_dict(saved[1])
+    assert same(steps(other, its, first=3), expected)
+
+
+def test_copies_are_independent():
+    made = model()
+    other = copy.deepcopy(made)
+    expected = steps(made, optimizer_of(made))
+    assert same(steps(other, optimizer_of(other)), expected)
+
+
+def test_it_is_watched():
+    made = model()
+    with ht.watch(made, every=1, rows=128) as watched:
+        made(tokens(0).requires_grad_()).square().mean().backward()
+        watched.step()
+    (sample,) = watched.samples
+    found = {(row.layer, row.product): row.statistics["sqnr"] for row in sample.products}
+    assert found["last", "grad_input"] > 14
+    assert found["first", "grad_input"] > 14
