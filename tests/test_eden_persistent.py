@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 from experts import offsets
+from graphs import Graphs
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -164,6 +165,22 @@ def test_a_graph_draws_as_eager_code_does():
     eager, compiled = model(), model()
     run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
     assert same(steps(eager, optimizer_of(eager)), steps(compiled, optimizer_of(compiled), run=run))
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_makes_the_columnwise_face_in_backward():
+    """Of the parameter, so that forward saves neither that face nor values of it."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    layer = ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), "quartet2", persistent=True)
+    run = torch.compile(layer, fullgraph=True, backend=graphs.backend())
+    run(tokens(0).requires_grad_()).sum().backward()
+    dequantize = torch.ops.hybridtensor.dequantize.default
+    assert (graphs.count("forward", dequantize), graphs.count("backward", dequantize)) == (0, 1)
+    saved = {(*t.shape, t.dtype) for t in graphs.saved(outputs=1)}
+    assert (WIDTH, WIDTH, torch.float32) not in saved
+    assert sum(t.numel() * t.itemsize for t in graphs.saved(outputs=1)) <= 256 * WIDTH * 9 / 16 + 36
     torch._dynamo.reset()
 
 

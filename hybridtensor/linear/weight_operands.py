@@ -204,20 +204,25 @@ class GatheredWeight(Operand):
 class RequantizedWeight(Operand):
     """A persistent weight whose columnwise face backward makes of the rowwise one, under the signs of its step."""
 
-    __slots__ = ("_context", "_dtype", "_quantizer")
+    __slots__ = ("_after", "_context", "_dtype", "_quantizer")
 
     def __init__(
         self, row: Face | None, quantizer: HybridQuantizer, dtype: torch.dtype, context: Context
     ) -> None:
         super().__init__(row, None)
+        self._after: Tensor | None = None
         self._quantizer, self._dtype, self._context = quantizer, dtype, context
 
     def save(self) -> list[Tensor]:
         self._column = self.rowwise()
         return super().save()
 
+    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
+        if is_traced():  # as of ``TracedMaster``
+            self._after = grad
+
     def columnwise(self, saved: list[Tensor]) -> Face:
-        row, context = super().columnwise(saved), self._context.in_backward()
+        row, context = super().columnwise(saved), self._context._replace(after=self._after)
         column = self._quantizer.of_rowwise(row, self._dtype, context)
         return required_face(column, "columnwise", "grad_input")
 
@@ -253,8 +258,7 @@ def weight_operand(
     if gathered:
         return GatheredWeight(weight, row, dtype)
     if needs.input and isinstance(quantizer, HybridQuantizer) and quantizer.draws_from_rowwise:
-        of_step = of_weight._replace(state=context.state)
-        return RequantizedWeight(row, quantizer, dtype, of_step)
+        return RequantizedWeight(row, quantizer, dtype, of_weight)
     return Operand(row, column)
 
 
