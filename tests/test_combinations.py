@@ -6,9 +6,10 @@ Oracle: the same steps eagerly, without checkpointing and offloading, bit for bi
 import contextlib
 import functools
 
+import programs
 import pytest
 import torch
-from programs import RECIPES, WIDTH, Attention, Block, Mlp, Stack
+from programs import RECIPES, WIDTH, Attention, Block, Mlp, Routed, Stack
 from tiers import by_group
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -28,10 +29,14 @@ pytestmark = [
 ]
 
 
-def steps(recipe, device, compiled=False, checkpointed=None, offloaded=None, autocast=False):
+def small():
+    return Stack(Block(Attention(True), nn.RMSNorm(WIDTH)), Block(Mlp(False, False), nn.LayerNorm(WIDTH)))
+
+
+def steps(recipe, device, compiled=False, checkpointed=None, offloaded=None, autocast=False, make=small, width=WIDTH):
     """Return losses, gradients and state of three steps with small losses."""
     torch.manual_seed(0)
-    model = Stack(Block(Attention(True), nn.RMSNorm(WIDTH)), Block(Mlp(False, False), nn.LayerNorm(WIDTH)))
+    model = make()
     ht.quantize_(model.to(device, torch.float32 if autocast else torch.bfloat16), recipe)
     model.reentrant = checkpointed
     optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-2), []
@@ -45,7 +50,7 @@ def steps(recipe, device, compiled=False, checkpointed=None, offloaded=None, aut
         "offload_activations": lambda: ht.offload.offload_activations(model, keep_last=0, min_bytes=0),
     }[offloaded]
     for step in range(3):
-        x = torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(2, 24, width, generator=torch.Generator().manual_seed(step))
         x = x.to(device, next(model.parameters()).dtype).requires_grad_()
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast), around():
             y = model(x)
@@ -67,4 +72,21 @@ expected = functools.cache(steps)
 def test_together(recipe, compiled, checkpointed, offloaded, autocast, device):
     found = steps(recipe, device, compiled, checkpointed, offloaded, autocast)
     oracle = expected(recipe, device, autocast=autocast)
+    assert [i for i, (a, b) in enumerate(zip(found, oracle, strict=True)) if not torch.equal(a, b)] == []
+
+
+def wide():
+    """With experts, of layers whose outputs are multiples of what is rotated together."""
+    return Stack(*(Block(inner, nn.RMSNorm(programs.WIDTH)) for inner in (Mlp(False, False), Routed())))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "checkpointed", "offloaded"),
+    [(True, None, "offload_activations"), (True, True, None), (False, False, "save_on_cpu")],  # each takes its time
+)
+def test_signs_of_each_step_together(compiled, checkpointed, offloaded, device, monkeypatch):
+    """Without autocast, under which such experts do not run."""
+    monkeypatch.setattr(programs, "WIDTH", 128)
+    found = steps("quartet2", device, compiled, checkpointed, offloaded, make=wide, width=128)
+    oracle = expected("quartet2", device, make=wide, width=128)
     assert [i for i, (a, b) in enumerate(zip(found, oracle, strict=True)) if not torch.equal(a, b)] == []
