@@ -4,6 +4,7 @@ Oracle: the products of faces of single matrices, which test_eden and test_scale
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -249,7 +250,9 @@ def test_the_host_does_not_wait(recipe, transposed):
     model["up"](x, ends).backward(g)
     model.zero_grad()
     x.grad = None
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch says that it is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         y = model["up"](x, ends)
         y.backward(g)
