@@ -45,7 +45,8 @@ def test_dequantized_faces_are_told_apart():
     assert rows[0].layer == "<root>"
 
 
-def test_prints_a_table(capsys):
+def test_prints_a_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # else the width is that of the terminal that tests run in
     found = ht.explain(model())
     assert not capsys.readouterr().out
     print(found)
