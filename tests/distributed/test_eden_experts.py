@@ -6,6 +6,7 @@ import torch.distributed as dist
 from experts import ENDS, EXPERTS, TOKENS, Experts, offsets
 from processes import generator, here
 from sharding import mesh_of, own_group
+from tiers import covered, few
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -74,10 +75,9 @@ def sharded_like_one(rank, recipe, kind, dim, resharded):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("resharded", [True, False])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("kind", [Experts, Stored])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "kind", "dim", "resharded"), covered(RECIPES, [Experts, Stored], [0, 1], [True, False])
+)
 def test_fsdp2_trains_like_one_process(two, recipe, kind, dim, resharded):
     two.run(sharded_like_one, recipe, kind, dim, resharded)
 
@@ -153,7 +153,7 @@ def goes_on(rank, folder, recipe):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, 1))
 def test_training_goes_on_from_other_ranks(two, tmp_path, recipe):
     two.run(goes_on, str(tmp_path), recipe)
 

@@ -7,6 +7,7 @@ import torch
 from experts import EXPERTS, Experts, offsets
 from processes import generator, here
 from sharding import mesh_of, own_group
+from tiers import few, long
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,7 +93,7 @@ def like_one_process(rank, resharded, compiled):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("resharded", "compiled"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("resharded", "compiled"), few([(True, True), (False, False), (True, False)], 2))
 def test_two_ranks_train_like_one_process(two, resharded, compiled):
     two.run(like_one_process, resharded, compiled)
 
@@ -126,6 +127,7 @@ def another_recipe(rank):
 
 
 @pytest.mark.filterwarnings("ignore")
+@long("sharded weights; tests/test_eden_persistent.py has whole ones")
 def test_another_recipe_adds_and_drops_the_face(two):
     two.run(another_recipe)
 

@@ -155,7 +155,7 @@ def test_kernels_cast_tokens_as_defined(index, device):
             check(matrix, groups_of(ends, device, (128, 256)[number % 2]), request, noted=other.slot >= 0)
 
 
-@pytest.mark.parametrize("index", range(len(OTHERS)), ids=[str(other) for other in OTHERS])
+@pytest.mark.parametrize("index", tiers.few(range(len(OTHERS)), 3))
 def test_kernels_cast_stacks_as_defined(index, device):
     """Also of matrices that lie transposed, as experts ``[E, in, out]`` do."""
     w = torch.stack([spread_out(128, K, device=device) * 4.0**e for e in range(3)])
