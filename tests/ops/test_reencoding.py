@@ -112,6 +112,19 @@ def test_blocks_are_exact_or_said_not_to_be(spans, fmt, device):
         assert np.array_equal(np.signbit(got[cut]), np.signbit(exact[cut]))
 
 
+@pytest.mark.parametrize("code", [252, 253])
+def test_the_largest_scale_is_one_whose_values_fp32_holds(code, device):
+    """6 * 2^125 is below 2^128, 6 * 2^126 is not."""
+    require_kernels(device)
+    codes = torch.full((128, 64), 0x77, dtype=torch.uint8, device=device)
+    scale = torch.full((128, 4), code, dtype=torch.uint8, device=device)
+    face = Face(codes, scale.view(torch.float8_e8m0fnu), None, MX4)
+    made = Reencoded(face)
+    exact = values_of(face).max() <= torch.finfo(torch.float32).max
+    assert (made._misfits.item() == 0) == exact == (code == 252)
+    assert not exact or np.array_equal(values_of(made.face), values_of(face))
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_scales_of_zeros_do_not_count(zeros, device):
     """A row that an expert never used has the smallest scale."""
