@@ -12,7 +12,7 @@ from hybridtensor.kernels.numbers import BF16_MAX, e2m1_values, e8m0_value, fp8_
 # becomes 384 of 448, 0.5 times the smallest one 2^-6.
 _SPREAD = tl.constexpr(11)
 _TOP = tl.constexpr(12)  # added to exponents of elements under the largest scale
-_LARGEST = tl.constexpr(252)  # E8M0 of 2^125: 6 times more is beyond fp32, where products saturate by definition
+_LARGEST = tl.constexpr(252)  # E8M0 of 2^125: 6 times a larger scale is beyond fp32
 _NAN = tl.constexpr(255)  # of E8M0
 
 
