@@ -97,7 +97,7 @@ class KernelFace(NamedTuple):
         return self.rotated == DRAWN
 
     def as_amax(self, kind: int) -> KernelFace:
-        """Return what raises its amaxes in place of being cast."""
+        """Return the face with which a launch measures the amaxes and casts nothing."""
         stream = self.stream if self.draws_signs else -1
         return KernelFace(kind, rotated=self.rotated, stream=stream)
 
