@@ -30,6 +30,7 @@ def add_command(
 
 
 def print_json(data: object) -> None:
+    """Print data as indented JSON."""
     print(json.dumps(data, indent=1))
 
 

@@ -115,6 +115,7 @@ def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def is_current(device: torch.device) -> bool:
+    """Return whether kernels launch on this device without entering a context."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 

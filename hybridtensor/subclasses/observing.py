@@ -74,15 +74,18 @@ def values_of_products(
 
 
 def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:
+    """Pass an operand to every observer."""
     for observer in observers:
         observer.note_operand(layer, role, values, call)
 
 
 def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:
+    """Pass a product to every observer."""
     for observer in observers:
         observer.note_product(layer, gemm, left, right, dtype)
 
 
 def note_read(weight: Any, reader: object) -> None:
+    """Tell every observer which operator read a weight in high precision."""
     for observer in observers:
         observer.note_read(weight.record.layer, str(reader))

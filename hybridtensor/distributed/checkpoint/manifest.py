@@ -156,6 +156,7 @@ def versions() -> dict[str, str]:
 
 
 def step_path(root: Path, step: int) -> Path:
+    """Return the folder of a step in the folder of a run."""
     return root / f"step_{step:08d}"
 
 
