@@ -1,4 +1,4 @@
-"""Seconds that ``import hybridtensor`` adds to ``import torch``, and to a training script's first step; where they go.
+"""Seconds that ``import hybridtensor``, its first use and its commands add to ``import torch``, and where they go.
 
 Every figure is a median over fresh processes that take turns, of the difference to the process before it in the list
 that does less.
@@ -18,17 +18,22 @@ from common import arguments, report
 STEP = "p = torch.nn.Parameter(torch.ones(2)); o = torch.optim.AdamW([p]); p.sum().backward(); o.step()"
 COMPILER = "import torch._dynamo, torch.distributed.tensor"
 QUIET = "import logging; logging.disable()"
+USE = "import hybridtensor as ht; ht.quantize_"
 VARIANTS = {  # what runs, and what it is compared with
     "torch": ("import torch", None),
     "hybridtensor": ("import torch, hybridtensor", "torch"),
+    "hybridtensor and its first use": (f"import torch; {USE}", "torch"),
     "torch's compiler and DTensor": (f"import torch; {COMPILER}", "torch"),
     "torchao, beside these": (f"import torch; {COMPILER}; import torchao.quantization", "torch's compiler and DTensor"),
-    "hybridtensor, beside all of them": (
-        f"import torch; {COMPILER}; import torchao.quantization; import hybridtensor",
+    "hybridtensor's first use, beside all of them": (
+        f"import torch; {COMPILER}; import torchao.quantization; {USE}",
         "torchao, beside these",
     ),
     "a first AdamW step": (f"import torch; {STEP}", "torch"),
-    "hybridtensor, beside such a step": (f"import torch, hybridtensor; {STEP}", "a first AdamW step"),
+    "hybridtensor's first use, beside such a step": (f"import torch; {USE}; {STEP}", "a first AdamW step"),
+    "hybridtensor recipes": ("from hybridtensor.__main__ import main; main(['recipes'])", "torch"),
+    "hybridtensor verify NOWHERE": ("from hybridtensor.__main__ import main; main(['verify', 'nowhere'])", "torch"),
+    "hybridtensor doctor": ("from hybridtensor.__main__ import main; main(['doctor'])", "torch"),
 }
 
 
@@ -38,7 +43,7 @@ def seconds(program: str) -> float:
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     begin = time.perf_counter()
     command = [sys.executable, "-W", "ignore", "-c", f"{QUIET}; {program}"]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - begin
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 
-from hybridtensor.commands import doctor, explain, export, recipes, report, verify
 from hybridtensor.printed import visible
 from hybridtensor.version import __version__
 
-_COMMANDS = (doctor, recipes, explain, verify, export, report)
+_COMMANDS = {
+    "doctor": "tell what this machine runs natively, and known problems",
+    "recipes": "list named recipes, formats and modifiers",
+    "explain": "tell what a recipe does",
+    "verify": "tell whether checkpoints are what was written",
+    "export": "write weights as inference engines load them",
+    "report": "write a page of HTML of what was watched",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,8 +28,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hybridtensor {__version__}")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for command in _COMMANDS:
-        command.add(parsers)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, words in _COMMANDS.items():
+        command = parsers.add_parser(
+            name, help=words, description=f"{words[0].upper()}{words[1:]}."
+        )
+        if name == chosen:  # the others' modules import much that this one does not use
+            module = importlib.import_module(f"hybridtensor.commands.{name}")
+            module.add(command)
+            command.set_defaults(run=module.run)
     given = parser.parse_args(arguments)
     try:
         code = int(given.run(given))

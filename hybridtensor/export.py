@@ -27,10 +27,8 @@ from hybridtensor.arguments import (
 )
 from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
-from hybridtensor.distributed.checkpoint.untrusted.files import own_folder
 from hybridtensor.dtensor import local
 from hybridtensor.formats import get_format
-from hybridtensor.inference.safetensors_files import safetensors, save_file
 from hybridtensor.inference.stored import require_scales
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
@@ -44,6 +42,8 @@ from hybridtensor.subclasses import (
 )
 from hybridtensor.subclasses.followers import follows_rowwise
 from hybridtensor.subclasses.quantizing import quantize, quantize_weight
+from hybridtensor.untrusted.files import own_folder
+from hybridtensor.untrusted.safetensors_files import safetensors, save_file
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1

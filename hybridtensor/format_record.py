@@ -364,4 +364,3 @@ def with_kernels(fmt: Format) -> Format:
 # by which pickles name them, and lists of what ``torch.load`` may call
 for _public in (Format, format_of_face, get_format):
     _public.__module__ = "hybridtensor.formats"
-torch.serialization.add_safe_globals([get_format, format_of_face])

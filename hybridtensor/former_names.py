@@ -1,11 +1,10 @@
 """Former names of classes and hooks: a pickle names them by the path that it had when written.
 
-``torch.load(weights_only=True)`` looks a path up among what was allowed, so a class that moved is
-allowed under its former path too. Other pickles import the module of the path. A module that is
-gone gets an empty one in its place, which holds the former names and nothing else: ``pickle`` then
+A module that is gone gets an empty one in its place, which holds the former names and nothing else: ``pickle`` then
 needs no ``Unpickler`` of ours, which ``torch.load`` and ``pickle.load`` of others would not use.
 
-A class that moves again gets a row here; ``tests/test_former_checkpoints.py`` loads what names it.
+A class that moves again gets a row here and in ``lazy.ALLOWED``; ``tests/test_former_checkpoints.py`` loads what names
+it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-
-import torch
 
 from hybridtensor import state_dicts
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
@@ -48,7 +45,6 @@ def _register() -> None:
         module = _module(path)
         if not hasattr(module, name):
             setattr(module, name, present)
-        torch.serialization.add_safe_globals([(present, former)])
 
 
 _register()

@@ -13,8 +13,7 @@ STATES = ("RuntimeError", "NotImplementedError")  # the others are of an argumen
 # Readers of files leave the subject to their callers, which begin the message with the file; a command with its name.
 WITHOUT_SUBJECT = (
     "commands/",
-    "distributed/checkpoint/untrusted/",
-    "distributed/checkpoint/manifest.py",
+    "untrusted/",
     "export.py",
     "inference/",
     "watching/recording.py",

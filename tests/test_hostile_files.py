@@ -25,6 +25,7 @@ from valid_calls import recording
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
+from hybridtensor.untrusted import manifest
 
 HUGE = 1 << 40
 
@@ -169,7 +170,7 @@ save_step = {
 save_plain = {"write": lambda path: dcp.save({"a": torch.ones(4), "b": 3}, checkpoint_id=path), "sealed": False}
 READERS = {
     **{f"step {n}": Reader(file=n, step=97, **save_step) for n in ("manifest.json", ".metadata", "__0_0.distcp")},
-    "manifest": Reader(save_step["write"], "manifest.json", checkpoint.manifest.Manifest.read, step=3),
+    "manifest": Reader(save_step["write"], "manifest.json", manifest.Manifest.read, step=3),
     "metadata": Reader(file=".metadata", read=read_metadata, step=3, **save_plain),
     "data": Reader(file="__0_0.distcp", read=read_data, step=13, **save_plain),
     "safetensors": Reader(

@@ -15,12 +15,12 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "version", "graph_caches", "arguments", "printed", "dtensor", "ranks", "format_record", "formats", "kernels", "ops",
-    "debug", "state", "quantizers",
+    "lazy", "version", "graph_caches", "arguments", "printed", "named_recipes", "untrusted", "dtensor", "ranks",
+    "format_record", "formats", "kernels", "ops", "debug", "state", "quantizers",
     "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "masters", "optim", "offload",
     "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",
     "explanation", "check", "explain", "inference", "export", "watching", "advising", "integrations", "commands",
-    "__main__", "verify", "former_names", "testing",
+    "__main__", "verify", "former_names", "public", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "kept_faces", "record", "intercepting",
@@ -92,7 +92,7 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {"numpy", "ml_dtypes"}
     if module.parts[1] == "kernels":
         allowed |= {"triton"}
-    if module.parts[1] in ("inference", "commands"):
+    if module.parts[1] in ("inference", "commands", "untrusted"):
         allowed |= {"safetensors", "transformers", "compressed_tensors"}
     in_framework = module.parts[1] == "integrations"
     if in_framework:  # each of these is imported by who uses its framework

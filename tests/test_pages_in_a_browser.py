@@ -13,8 +13,8 @@ from pages import recording, trained
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.distributed.checkpoint.reading import Verified
 from hybridtensor.inference.mismatch import LayerMismatch, Mismatch
+from hybridtensor.untrusted.verifying import Verified
 
 pytestmark = needs_browser
 

@@ -1,2 +1,1 @@
-"""The commands of ``hybridtensor``, a file each: ``add`` registers one with argparse, its function returns the exit
-code."""
+"""The commands of ``hybridtensor``, a file each: ``add`` adds arguments to a parser, ``run`` returns the exit code."""

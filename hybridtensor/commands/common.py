@@ -5,28 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
 
 import torch
-
-Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Command = Callable[[argparse.Namespace], int]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def add_command(
-    parsers: Parsers, name: str, run: Command, words: str, *, as_json: bool = False
-) -> argparse.ArgumentParser:
-    """Return the parser of a command that ``run`` runs, with ``--json`` if it can print data."""
-    parser = parsers.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
-    parser.set_defaults(run=run)
-    if as_json:
-        parser.add_argument("--json", action="store_true", help="print data for programs")
-    return parser
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Add ``--json`` to a command that can print data."""
+    command.add_argument("--json", action="store_true", help="print data for programs")
 
 
 def print_json(data: object) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from hybridtensor.commands.common import Parsers, add_command, print_json
+from hybridtensor.commands.common import add_json, print_json
 from hybridtensor.ops import select_backend
 from hybridtensor.recipes.named import RECIPES
 from hybridtensor.recipes.spec import GEMMS
@@ -37,12 +37,13 @@ class Machine:
     driver: str | None
 
 
-def add(parsers: Parsers) -> None:
-    words = "tell what this machine runs natively, and known problems"
-    add_command(parsers, "doctor", _run, words, as_json=True)
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``doctor``."""
+    add_json(command)
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     machine = this_machine()
     device = torch.device("cpu" if machine.capability is None else "cuda")
     found, runs = problems(machine), backends(device)

@@ -11,8 +11,7 @@ from torch import nn
 
 from hybridtensor.commands.common import (
     DTYPES,
-    Parsers,
-    add_command,
+    add_json,
     config_of,
     print_json,
     transformers,
@@ -21,22 +20,24 @@ from hybridtensor.convert import quantize_
 from hybridtensor.explain import explain
 
 
-def add(parsers: Parsers) -> None:
-    parser = add_command(parsers, "explain", _run, "tell what a recipe does", as_json=True)
-    parser.add_argument("spec", help="a recipe's name or spec, as for quantize_")
-    what = parser.add_mutually_exclusive_group()
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``explain``."""
+    add_json(command)
+    command.add_argument("spec", help="a recipe's name or spec, as for quantize_")
+    what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--size", default="4096x4096", help="of the layer, OUTxIN (default: %(default)s)"
     )
     what.add_argument(
         "--model", type=Path, help="a folder with config.json of transformers, in place of a layer"
     )
-    parser.add_argument(
+    command.add_argument(
         "--dtype", default="bf16", choices=list(DTYPES), help="of weights (default: %(default)s)"
     )
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     dtype = DTYPES[given.dtype]
     with torch.device("meta"):
         model = _layer(given.size, dtype) if given.model is None else _model(given.model, dtype)

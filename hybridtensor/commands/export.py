@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hybridtensor.commands.common import DTYPES, Parsers, add_command, config_of, transformers
+from hybridtensor.commands.common import DTYPES, config_of, transformers
 from hybridtensor.convert import quantize_
 from hybridtensor.distributed import checkpoint
 from hybridtensor.inference import LAYOUTS, export_pretrained
@@ -23,46 +23,49 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def add(parsers: Parsers) -> None:
-    export = add_command(parsers, "export", _run, "write weights as inference engines load them")
-    export.add_argument(
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``export``."""
+    command.add_argument(
         "source", type=Path, help="transformers' folder, or a run's folder of checkpoints"
     )
-    export.add_argument("folder", type=Path, help="which is not there yet")
-    export.add_argument("--recipe", required=True, help="a recipe's name or spec, as for quantize_")
-    export.add_argument("--experts-recipe", help="that of experts, if it is another one")
-    export.add_argument(
+    command.add_argument("folder", type=Path, help="which is not there yet")
+    command.add_argument(
+        "--recipe", required=True, help="a recipe's name or spec, as for quantize_"
+    )
+    command.add_argument("--experts-recipe", help="that of experts, if it is another one")
+    command.add_argument(
         "--keep-bf16", nargs="+", default=[], help="layers to leave alone, as for quantize_"
     )
-    export.add_argument(
+    command.add_argument(
         "--layout",
         default="auto",
         choices=["auto", *LAYOUTS],
         help="of what is written; with hf_mxfp4 the recipe is for experts alone",
     )
-    export.add_argument("--experts", default="separate", choices=["separate", "stacked"])
-    export.add_argument("--config", type=Path, help="folder of config.json, of a run's model")
-    export.add_argument(
+    command.add_argument("--experts", default="separate", choices=["separate", "stacked"])
+    command.add_argument("--config", type=Path, help="folder of config.json, of a run's model")
+    command.add_argument(
         "--entry", default="model", help="what checkpoints of the run call the model"
     )
-    export.add_argument("--step", type=int, help="of the run; by default the newest that is whole")
-    export.add_argument(
+    command.add_argument("--step", type=int, help="of the run; by default the newest that is whole")
+    command.add_argument(
         "--dtype",
         default="bf16",
         choices=list(DTYPES),
         help="of the weights before they are quantized",
     )
-    export.add_argument(
+    command.add_argument(
         "--persistent", action="store_true", help="the run trained persistent weights"
     )
-    export.add_argument(
+    command.add_argument(
         "--static-inputs",
         action="store_true",
         help="store the delayed scales of inputs that the run learned; else engines measure inputs",
     )
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     _check(given)
     models = transformers().AutoModelForCausalLM
     dtype = DTYPES[given.dtype]

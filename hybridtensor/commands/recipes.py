@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hybridtensor.commands.common import Parsers, add_command, print_json
-from hybridtensor.recipes.named import TABLE
+from hybridtensor.commands.common import add_json, print_json
+from hybridtensor.named_recipes import TABLE
 
 FORMATS = {
     "bf16": "no quantization",
@@ -50,11 +50,13 @@ MODIFIERS = {
 """The words after ``+``."""
 
 
-def add(parsers: Parsers) -> None:
-    add_command(parsers, "recipes", _run, "list named recipes, formats and modifiers", as_json=True)
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``recipes``."""
+    add_json(command)
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if given.json:
         named = [row._asdict() for row in TABLE]
         print_json({"recipes": named, "formats": FORMATS, "modifiers": MODIFIERS})

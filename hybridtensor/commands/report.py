@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hybridtensor.commands.common import Parsers, add_command, print_json
+from hybridtensor.commands.common import add_json, print_json
 from hybridtensor.watching import Recording, report
 
 
-def add(parsers: Parsers) -> None:
-    command = add_command(
-        parsers, "report", _run, "write a page of HTML of what was watched", as_json=True
-    )
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    add_json(command)
     command.add_argument("file", type=Path, help="that watched.recording().save(FILE) wrote")
     command.add_argument("page", type=Path, nargs="?", help="by default FILE with .html")
     command.add_argument(
@@ -23,7 +22,7 @@ def add(parsers: Parsers) -> None:
     )
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Write the page; or print the last sample's numbers as data."""
     if given.json:
         if given.beside is not None:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from hybridtensor.commands.common import Parsers, add_command, print_json
-from hybridtensor.distributed import checkpoint
-from hybridtensor.inference.files import DIGESTS
-from hybridtensor.inference.folder import Folder
-from hybridtensor.inference.safetensors_files import safetensors
+from hybridtensor.commands.common import add_json, print_json
 from hybridtensor.printed import visible
+from hybridtensor.untrusted.manifest import has_steps
+from hybridtensor.untrusted.safetensors_files import safetensors
+from hybridtensor.untrusted.safetensors_folder import DIGESTS, Folder
 
 
-def add(parsers: Parsers) -> None:
-    verify = add_command(
-        parsers, "verify", _run, "tell whether checkpoints are what was written", as_json=True
-    )
-    verify.add_argument(
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    add_json(command)
+    command.add_argument(
         "directory",
         type=Path,
         help="a run's folder of checkpoints, the folder of one step, or one that was exported",
     )
 
 
-def _run(given: argparse.Namespace) -> int:
-    found = checkpoint.verify(given.directory)
+def run(given: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    found = _verified(given.directory)
     if not found and (given.directory / DIGESTS).is_file():
         return _run_exported(given)
     if given.json:
@@ -43,6 +44,15 @@ def _run(given: argparse.Namespace) -> int:
     if not found:
         return 2
     return 1 if any(found.values()) else 0
+
+
+def _verified(directory: Path) -> dict[int, list[str]]:
+    """Return the problems of each step; the reader, and torch.distributed.checkpoint, are imported if there is one."""
+    if not has_steps(directory):
+        return {}
+    verify: Callable[[Path], dict[int, list[str]]]
+    verify = importlib.import_module("hybridtensor.untrusted.verifying").verify
+    return verify(directory)
 
 
 def _run_exported(given: argparse.Namespace) -> int:

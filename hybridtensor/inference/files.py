@@ -22,17 +22,15 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_int, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
-from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, own_folder, sync_folder
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO
 from hybridtensor.inference.names import unwrapped
-from hybridtensor.inference.safetensors_files import safetensors, save_file
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
+from hybridtensor.untrusted.files import digest_file, own_folder, sync_folder
+from hybridtensor.untrusted.safetensors_files import safetensors, save_file
+from hybridtensor.untrusted.safetensors_folder import CONFIG, DIGESTS, INDEX
 from hybridtensor.version import __version__
 
-CONFIG = "config.json"
-DIGESTS = "digests.json"
-INDEX = "model.safetensors.index.json"
 _SHARD = 5 * 10**9
 _VERSION = 1
 

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module, require_path, told
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
-from hybridtensor.inference.folder import Folder
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names, prefix_of
-from hybridtensor.inference.safetensors_files import safetensors
 from hybridtensor.inference.stored import (
     columnwise_of_stored,
     has_stack,
@@ -35,6 +33,8 @@ from hybridtensor.ops.dequantize import face_values
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, QuantizedTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.followers import follows_rowwise
+from hybridtensor.untrusted.safetensors_files import safetensors
+from hybridtensor.untrusted.safetensors_folder import Folder
 
 _WHO = "load_pretrained"
 

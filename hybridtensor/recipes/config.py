@@ -20,7 +20,7 @@ from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantize
 from hybridtensor.recipes.spec import FLAGS, GEMMS, Faces, Gemm, Spec, simplified
 from hybridtensor.recipes.spec_of_config import derive
 from hybridtensor.state import ROLES, DelayedRule
-from hybridtensor.torchao_compat import ALLOWED_AO_MODULES, AOBaseConfig, config_to_dict
+from hybridtensor.torchao_compat import AOBaseConfig, config_to_dict
 
 KEEP_FACES = ("auto", "always", "never")
 """How long faces of weights live; see ``HybridConfig``."""
@@ -381,8 +381,3 @@ def _spec_of(config: HybridConfig) -> str | None:
         return str(spec) if HybridConfig.parse(str(spec)) == config else None
     except ValueError:  # the faces name modifiers that contradict each other
         return None
-
-
-# torchao's config_from_dict looks for a config's class in these modules only.
-ALLOWED_AO_MODULES.add("hybridtensor")
-torch.serialization.add_safe_globals([HybridConfig])

@@ -436,6 +436,3 @@ def required(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("LayerState: the recipe of this layer has no delayed scales")
     return tensor
-
-
-torch.serialization.add_safe_globals([LayerState])

@@ -64,6 +64,3 @@ def same_tensor(slot: str) -> list[str]:
     role = next(role for role in ROLES if of_tensor.startswith(role))
     names = [of_tensor, role, f"{role}_rowwise", f"{role}_columnwise"]
     return [f"{name}{bracket}{expert}" for name in dict.fromkeys(names)]
-
-
-torch.serialization.add_safe_globals([DelayedRule])

@@ -205,6 +205,3 @@ def is_same(a: Tensor, b: Tensor) -> bool:
         return False
     # ``_cdata`` is private: the address of the storage itself, which one without memory has too.
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
-torch.serialization.add_safe_globals([HighPrecisionValues])

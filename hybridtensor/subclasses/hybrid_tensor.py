@@ -357,6 +357,3 @@ def _precision(face: FaceTensor) -> tuple[bool, int, bool, bool]:
         not leaf.format.hadamard,
         leaf.format.block != (None, None),
     )
-
-
-torch.serialization.add_safe_globals([HybridTensor])

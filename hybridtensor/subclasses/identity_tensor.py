@@ -84,6 +84,3 @@ class IdentityTensor(WrapperTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         of = f", of {self.source!r}" if isinstance(self.source, QuantizedTensor) else ""
         return f"IdentityTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{of})"
-
-
-torch.serialization.add_safe_globals([IdentityTensor])

@@ -166,6 +166,3 @@ def note_writes(weights: list[MasterWeight]) -> None:
             plains.append(plain)
     if plains:
         torch.autograd.graph.increment_version(plains)
-
-
-torch.serialization.add_safe_globals([MasterWeight])

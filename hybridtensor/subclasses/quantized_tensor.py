@@ -139,6 +139,3 @@ class QuantizedTensor(WrapperTensor):
             f"QuantizedTensor({self.format}, {direction}, shape={tuple(self.shape)}, dtype={self.nominal_dtype}, "
             f"device={self.qdata.device})"
         )
-
-
-torch.serialization.add_safe_globals([QuantizedTensor])

@@ -343,6 +343,3 @@ def _rebuild(
     tensor.requires_grad_(requires_grad)
     tensor._take_attributes(attributes)
     return tensor
-
-
-torch.serialization.add_safe_globals([_rebuild])

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridtensor.arguments import require_kind
-from hybridtensor.distributed.checkpoint.untrusted.files import read_json
 from hybridtensor.printed import Printed, add_row, as_text, named_table
+from hybridtensor.untrusted.files import read_json
 from hybridtensor.version import __version__
 from hybridtensor.watching.records import FaceRow, ProductRow, Sample, badness
 from hybridtensor.watching.statistics import NAMES, OPTIONAL, PRODUCT_NAMES

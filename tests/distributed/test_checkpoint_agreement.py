@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
+from hybridtensor.untrusted import reader
 
 
 def save_arguments(rank, path):
@@ -132,7 +133,7 @@ def fails_on_one(rank, path):
     state = {"model": make("fp8", seed=1)[0]}
     before = bits(state["model"])
     for holder, name in (
-        (checkpoint.untrusted.reader.SafeReader, "_read"),
+        (reader.SafeReader, "_read"),
         (checkpoint.restoration.Restoration, "finish"),
         (checkpoint.restoration.Restoration, "fill"),
         (checkpoint.planners.HybridLoadPlanner, "commit_tensor"),

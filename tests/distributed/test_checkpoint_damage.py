@@ -13,6 +13,7 @@ from processes import call_program
 
 from hybridtensor import verify as command
 from hybridtensor.distributed import checkpoint
+from hybridtensor.untrusted import manifest
 
 
 class TestDamage:
@@ -38,7 +39,7 @@ class TestDamage:
 
     def test_a_manifest_of_another_version_is_not_read(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.manifest, "_VERSION", 99)
+            patch.setattr(manifest, "_VERSION", 99)
             saved(tmp_path, 1)
         assert "it has version 99, this library reads 1" in checkpoint.verify(tmp_path)[1][0]
 
@@ -74,6 +75,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import random, signal, sys, time, torch
 from checkpointing import bits, make, train
 from hybridtensor.distributed import checkpoint
+from hybridtensor.untrusted import manifest
 torch.set_num_threads(1)
 folder = sys.argv[1]
 random.seed(0)
@@ -119,6 +121,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import shutil, sys, torch
 from hybridtensor.distributed import checkpoint
+from hybridtensor.untrusted import manifest
 torch.set_num_threads(1)
 folder = sys.argv[1]
 names = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir", "shutil.rmtree"}

@@ -19,7 +19,8 @@ from checkpointing import bits, folder, forge, load, make, saved
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hybridtensor.distributed import checkpoint
-from hybridtensor.distributed.checkpoint.untrusted import metadata as reading
+from hybridtensor.untrusted import items, manifest
+from hybridtensor.untrusted import metadata as reading
 
 
 class Hostile:
@@ -258,7 +259,7 @@ def test_a_manifest_with_fields_of_other_types_is_damaged(tmp_path):
     for name in good.keys() - {"digest", "format", "fingerprint"}:
         for value in (None, "x", [1], {"a": 1}, -1, {"a": {"kind": 1, "fingerprint": "x"}}, {"a": [-1, "x"]}, True):
             content = {key: good[key] for key in good if key != "digest"} | {name: value}
-            content["digest"] = checkpoint.manifest._digest(content)
+            content["digest"] = manifest._digest(content)
             path.write_text(json.dumps(content))
             told = checkpoint.verify(tmp_path)[1][0]
             assert f"damaged manifest: {name} is not what it should be made of" in told, (name, value)
@@ -360,7 +361,7 @@ class TestItems:
     """What torch unpacks of a data file is looked at first."""
 
     def refused(self, data, told):
-        for read in (checkpoint.untrusted.items.read_value, checkpoint.untrusted.items.read_tensor):
+        for read in (items.read_value, items.read_tensor):
             with pytest.raises(ValueError, match=told):
                 read(io.BytesIO(data))
 

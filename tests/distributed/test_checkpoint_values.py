@@ -15,6 +15,7 @@ from checkpointing import Held, bits, make, train
 from torch import nn
 
 from hybridtensor.distributed import checkpoint
+from hybridtensor.untrusted import reader
 
 
 class Unwilling(Held):
@@ -192,7 +193,7 @@ class TestFailedLoad:
         targets = {
             "optimizer": (inner, "load_state_dict"),
             "module": (state["model"], "load_state_dict"),
-            "reading": (checkpoint.untrusted.reader.SafeReader, "_read"),
+            "reading": (reader.SafeReader, "_read"),
             "writing": (checkpoint.planners.HybridLoadPlanner, "commit_tensor"),
             "last step": (checkpoint.restoration.Restoration, "fill"),
         }

@@ -8,6 +8,8 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.subclasses.structure import flatten
+from hybridtensor.untrusted.files import digest_file
+from hybridtensor.untrusted.manifest import Manifest
 
 ALL = tuple(ANY_LAYER)
 # Of each way to hold a weight one: not at all, per tensor, delayed, per row, in blocks of each kind, in one face
@@ -99,8 +101,8 @@ def flip(path, at=None):
 def forge(path, name, data):
     """Put other bytes into a step, and make its manifest agree."""
     (path / name).write_bytes(data)
-    manifest = checkpoint.manifest.Manifest.read(path)
-    manifest.files[name] = checkpoint.untrusted.files.digest_file(path / name)
+    manifest = Manifest.read(path)
+    manifest.files[name] = digest_file(path / name)
     (path / "manifest.json").write_text(manifest.to_json())
 
 

@@ -20,9 +20,10 @@
 from hybridtensor.distributed.checkpoint.agreement import check_replicas
 from hybridtensor.distributed.checkpoint.plain import plain
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner, HybridSavePlanner
-from hybridtensor.distributed.checkpoint.reading import latest, load, verify
+from hybridtensor.distributed.checkpoint.reading import load
 from hybridtensor.distributed.checkpoint.store import Saving, async_save, save
-from hybridtensor.distributed.checkpoint.untrusted.reader import SafeReader
+from hybridtensor.untrusted.reader import SafeReader
+from hybridtensor.untrusted.verifying import latest, verify
 
 __all__ = [
     "HybridLoadPlanner",

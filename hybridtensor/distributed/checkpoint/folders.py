@@ -8,19 +8,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from hybridtensor.distributed.checkpoint.manifest import (
-    problems,
-    replaced,
-    replaced_path,
-    step_path,
-)
 from hybridtensor.distributed.checkpoint.owners import (
     has_ended,
     is_forgotten,
     is_own,
     owned_name,
 )
-from hybridtensor.distributed.checkpoint.untrusted.files import sync_folder
+from hybridtensor.untrusted.files import sync_folder
+from hybridtensor.untrusted.manifest import REPLACED, replaced, step_path
+from hybridtensor.untrusted.verifying import problems
 
 _PARTIAL = ".partial"
 
@@ -48,7 +44,7 @@ def move_into_place(folder: Path, target: Path) -> None:
     # Order matters: between the two renames the step is its hidden folder, which ``steps`` finds after a crash.
     former = None
     if target.exists():
-        former = replaced_path(target)
+        former = _replaced_path(target)
         target.rename(former)
     try:
         folder.rename(target)
@@ -59,6 +55,11 @@ def move_into_place(folder: Path, target: Path) -> None:
     sync_folder(target.parent)
     if former is not None:
         shutil.rmtree(former, ignore_errors=True)
+
+
+def _replaced_path(path: Path) -> Path:
+    """Return a new hidden name for the folder of a step that is being replaced."""
+    return path.with_name(f".{path.name}{REPLACED}{owned_name()}")
 
 
 def _recover(root: Path) -> None:

@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from hybridtensor.distributed.checkpoint.plain import StateDict, plain
-from hybridtensor.distributed.checkpoint.untrusted.items import pickled, read_value
-from hybridtensor.distributed.checkpoint.untrusted.metadata import use_present_names
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.followers import followers
+from hybridtensor.untrusted.items import pickled, read_value
+from hybridtensor.untrusted.metadata import use_present_names
 
 
 class Opaque:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,13 +15,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from hybridtensor.arguments import require_flag
 from hybridtensor.distributed.checkpoint.agreement import check_arguments
-from hybridtensor.distributed.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    problems,
-    root_folder,
-    steps,
-)
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
@@ -30,19 +22,15 @@ from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import wait_for_previous
 from hybridtensor.distributed.checkpoint.training import Training
 from hybridtensor.distributed.checkpoint.undo import Former
-from hybridtensor.distributed.checkpoint.untrusted.files import digest_file
-from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
-from hybridtensor.distributed.checkpoint.untrusted.reader import (
+from hybridtensor.untrusted.files import digest_file
+from hybridtensor.untrusted.manifest import MANIFEST, Manifest, root_folder
+from hybridtensor.untrusted.metadata import read_metadata
+from hybridtensor.untrusted.reader import (
     SafeReader,
     Staged,
     UnreadableError,
 )
-from hybridtensor.printed import Printed, add_row, named_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_SHOWN = 20  # damaged steps in a table
+from hybridtensor.untrusted.verifying import problems, steps
 
 
 def load(
@@ -234,71 +222,3 @@ def _check(
             f"checkpoint.load: {path.name} does not fit the state: {'; '.join(wrong[:5])}{more}; "
             "build the model and optimizer as they were"
         )
-
-
-class Verified(Printed, dict[int, list[str]]):
-    """The defects of each step, newest first."""
-
-    def __rich__(self) -> Table:
-        table = named_table("step", "what is wrong")
-        damaged = [(step, wrong) for step, wrong in self.items() if wrong]
-        good = [step for step, wrong in self.items() if not wrong]
-        table.title = (
-            f"{len(good)} of {len(self)} checkpoints are good" if self else "No checkpoint"
-        )
-        if good:
-            table.caption = f"the newest that is good: step {good[0]}"
-        for step, wrong in damaged[:_SHOWN]:
-            more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            add_row(table, str(step), f"{wrong[0]}{more}")
-        if len(damaged) > _SHOWN:
-            table.add_row("...", f"{len(damaged) - _SHOWN} more")
-        return table
-
-
-def verify(directory: str | os.PathLike[str]) -> Verified:
-    """Read every step in ``directory``, or the step that it is, and return the problems of each, the newest first.
-
-    ::
-
-        for step, problems in checkpoint.verify("runs/a").items():
-            print(step, problems or "intact")
-
-    An empty list means that the step is intact and readable.
-
-    Raises:
-        TypeError: If ``directory`` is not a path.
-    """
-    root = root_folder(directory, None)
-    found = steps(root)
-    if not found:
-        found = {
-            number: path for number, path in steps(root.parent).items() if path.name == root.name
-        }
-    return Verified(
-        {number: problems(path, number) or _unreadable(path) for number, path in found.items()}
-    )
-
-
-def _unreadable(path: Path) -> list[str]:
-    """Return a text for each file of a step with an entry that cannot be read."""
-    reader = SafeReader(path)
-    reader.set_up_storage_reader(reader.read_metadata(), True)
-    return reader.unreadable()
-
-
-def latest(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number of the newest intact step, or None.
-
-    ::
-
-        step = checkpoint.latest("runs/a")
-    """
-    return next(
-        (
-            number
-            for number, path in steps(root_folder(directory, None)).items()
-            if not problems(path, number)
-        ),
-        None,
-    )

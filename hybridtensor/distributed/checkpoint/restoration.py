@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.distributed.checkpoint.manifest import Manifest
 from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.distributed.checkpoint.training import Training, has_parts
@@ -24,6 +23,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.state import weight_of_state
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.quantizing import refresh_
+from hybridtensor.untrusted.manifest import Manifest
 
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and indices that lead to a value in a nested state, the name of an entry first."""

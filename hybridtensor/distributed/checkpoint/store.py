@@ -24,23 +24,23 @@ from hybridtensor.distributed.checkpoint.agreement import (
     compare_replicas,
 )
 from hybridtensor.distributed.checkpoint.folders import move_into_place, new_folder
-from hybridtensor.distributed.checkpoint.manifest import (
+from hybridtensor.distributed.checkpoint.plain import StateDict
+from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
+from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.distributed.checkpoint.training import Training
+from hybridtensor.untrusted.files import (
+    digest_file,
+    sync_folder,
+    write_synced,
+)
+from hybridtensor.untrusted.manifest import (
     MANIFEST,
     Manifest,
     root_folder,
     step_path,
     versions,
 )
-from hybridtensor.distributed.checkpoint.plain import StateDict
-from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
-from hybridtensor.distributed.checkpoint.training import Training
-from hybridtensor.distributed.checkpoint.untrusted.files import (
-    digest_file,
-    sync_folder,
-    write_synced,
-)
-from hybridtensor.distributed.checkpoint.untrusted.metadata import METADATA, Writer
+from hybridtensor.untrusted.metadata import METADATA, Writer
 
 
 @dataclass(frozen=True)

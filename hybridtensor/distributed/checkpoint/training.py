@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from hybridtensor.distributed.checkpoint.manifest import Manifest, Weight
 from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
 from hybridtensor.distributed.checkpoint.plain import StateDict, named_parameters
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.untrusted.manifest import Manifest, Weight
 
 
 class Training:

@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridtensor.distributed.checkpoint.untrusted.files import digest_file, read_json
-from hybridtensor.inference.files import CONFIG, DIGESTS, INDEX
+from hybridtensor.untrusted.files import digest_file, read_json
 
+CONFIG = "config.json"
+DIGESTS = "digests.json"
+INDEX = "model.safetensors.index.json"
 _CACHES = ("models--", "datasets--")
 _METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4")  # with elements as here
 _SIDE = 128  # of the blocks of "fp8"

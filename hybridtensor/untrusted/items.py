@@ -11,8 +11,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.checkpoint.untrusted.numpy_values import NumpyReader
-from hybridtensor.distributed.checkpoint.untrusted.scan import Scan
+from hybridtensor.untrusted.numpy_values import NumpyReader
+from hybridtensor.untrusted.scan import Scan
 
 _PICKLE = "data.pkl"
 _DEEPEST = 100

@@ -15,19 +15,14 @@ from pathlib import Path
 
 import torch
 
-from hybridtensor.distributed.checkpoint.owners import owned_name
-from hybridtensor.distributed.checkpoint.untrusted.files import (
-    check_folder,
-    digest_file,
-    read_json,
-)
-from hybridtensor.distributed.checkpoint.untrusted.metadata import METADATA, read_metadata
+from hybridtensor.untrusted.files import read_json
 from hybridtensor.version import __version__
 
 MANIFEST = "manifest.json"
 _VERSION = 1
-_STEP = re.compile(r"step_([0-9]{8,})")
-_REPLACED = ".replaced"
+STEP = re.compile(r"step_([0-9]{8,})")
+REPLACED = ".replaced"
+"""Hidden folders of steps that are being replaced have it in their names."""
 _LIMIT = 1 << 28  # some hundred bytes per weight, and per file
 
 
@@ -160,77 +155,14 @@ def step_path(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def steps(root: Path) -> dict[int, Path]:
-    """Return the folders of all steps by number, newest first, including intact ones whose replacement was
-    interrupted."""
-    if not root.is_dir():
-        return {}
-    found = {
-        int(match[1]): path
-        for path in root.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir()
-    }
-    # A name with more zeros than needed would be a second folder of a step.
-    found = {step: path for step, path in found.items() if path == step_path(root, step)}
-    for step, path in replaced(root):
-        if step not in found and not problems(path, step):
-            found[step] = path
-    return dict(sorted(found.items(), reverse=True))
-
-
-def replaced_path(path: Path) -> Path:
-    """Return a new hidden name for the folder of a step that is being replaced."""
-    return path.with_name(f".{path.name}{_REPLACED}{owned_name()}")
-
-
 def replaced(root: Path) -> list[tuple[int, Path]]:
     """Return number and hidden folder of the steps that were being replaced, the last first."""
     found = []
-    for path in root.glob(f".step_*{_REPLACED}-*"):
-        match = _STEP.fullmatch(path.name[1:].partition(_REPLACED)[0])
+    for path in root.glob(f".step_*{REPLACED}-*"):
+        match = STEP.fullmatch(path.name[1:].partition(REPLACED)[0])
         if match and path.is_dir() and not path.is_symlink():
             found.append((path.stat().st_mtime_ns, int(match[1]), path))
     return [(step, path) for _, step, path in sorted(found, reverse=True)]
-
-
-def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return a text for each damage of a step; with ``share=(i, n)`` check only every n-th file from the i-th on."""
-    try:
-        check_folder(path)
-        manifest = Manifest.read(path)
-    except FileNotFoundError:
-        return [f"{path.name}: {MANIFEST} is missing"]
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    found = []
-    named = _STEP.fullmatch(path.name)
-    expected = int(named[1]) if step is None and named else step
-    if expected is not None and manifest.step != expected:
-        found.append(f"{path.name}: the manifest is that of step {manifest.step}")
-    for name in sorted(manifest.files)[share[0] :: share[1]]:
-        found += _file_problems(path, name, *manifest.files[name])
-    if share[0] == 0 and not any(METADATA in text for text in found):
-        try:
-            read_metadata(path, manifest.files)
-        except (ValueError, OSError) as error:
-            found.append(str(error))
-    return found
-
-
-def _file_problems(path: Path, name: str, size: int, sha: str) -> list[str]:
-    if Path(name).name != name:
-        return [f"{path.name}: the manifest names {name[:100]!r}, which is not in it"]
-    try:
-        got = digest_file(path / name, size=size)
-    except FileNotFoundError:
-        return [f"{path.name}: {name} is missing"]
-    except ValueError as error:
-        return [str(error)]
-    except OSError as error:
-        return [f"{path.name}: {name} cannot be read: {error}"]
-    if got[0] != size:
-        return [f"{path.name}: {name} has {got[0]} bytes, {size} were written"]
-    return [] if got[1] == sha else [f"{path.name}: {name} has a wrong SHA-256"]
 
 
 def root_folder(directory: str | os.PathLike[str], step: int | None) -> Path:
@@ -242,3 +174,9 @@ def root_folder(directory: str | os.PathLike[str], step: int | None) -> Path:
     if step is not None and step < 0:
         raise ValueError(f"checkpoint: the number of a step, 0 or more, is required, got {step}")
     return Path(directory)
+
+
+def has_steps(directory: Path) -> bool:
+    """Return whether a folder is, or has in it, one that is named like a step, or like one that was being replaced."""
+    inside = directory.iterdir() if directory.is_dir() else ()
+    return any(STEP.match(path.name.removeprefix(".")) for path in (directory, *inside))

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from hybridtensor.distributed.checkpoint.untrusted.files import open_file
-from hybridtensor.distributed.checkpoint.untrusted.items import read_tensor, read_value
-from hybridtensor.distributed.checkpoint.untrusted.metadata import read_metadata
+from hybridtensor.untrusted.files import open_file
+from hybridtensor.untrusted.items import read_tensor, read_value
+from hybridtensor.untrusted.metadata import read_metadata
 
 
 class UnreadableError(ValueError):

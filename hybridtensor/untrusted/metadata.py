@@ -21,8 +21,8 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from hybridtensor.distributed.checkpoint.untrusted.files import read_file
-from hybridtensor.distributed.checkpoint.untrusted.scan import Scan
+from hybridtensor.untrusted.files import read_file
+from hybridtensor.untrusted.scan import Scan
 
 PathItem = TypeVar("PathItem", str, int)
 

@@ -1,0 +1,184 @@
+"""``import hybridtensor`` imports little, and the first use of anything imports the whole package.
+
+Each use is the first one of its process.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor import lazy
+from hybridtensor.former_names import FORMER_NAMES
+
+HEAVY = ("torchao", "torch.distributed.tensor", "hybridtensor.public", "hybridtensor.subclasses", "triton", "rich")
+BEGIN = f"""
+import sys, torch
+import hybridtensor as ht
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+assert not heavy, heavy
+"""
+# A weight's class without the functions that it intercepts would be multiplied in high precision.
+END = """
+from hybridtensor.recipes.config import HybridConfig
+layer = ht.quantize_(torch.nn.Linear(16, 16), "fp8")
+x = torch.randn(4, 16)
+assert not torch.equal(layer(x), torch.nn.functional.linear(x, ht.plain_(layer).weight, layer.bias))
+"""
+
+
+def run(program, folder="."):
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=env, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("done\n"), ran.stdout
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return a folder with files of other processes: pickles, an exported program, a checkpoint, exported weights."""
+    folder = tmp_path_factory.mktemp("files")
+    layer = ht.quantize_(nn.Linear(16, 16), "fp8_delayed")
+    torch.save(layer.state_dict(), folder / "state.pt")
+    torch.save(ht.HybridConfig.parse("nvfp4"), folder / "recipe.pt")
+    torch.save(ht.quantize_(nn.Linear(16, 16), "nvfp4", persistent=True), folder / "module.pt")
+    (folder / "former.pkl").write_bytes(b"chybridtensor.subclasses.kept\nKept\n.")
+    program = torch.export.export(ht.quantize_(nn.Linear(16, 16), "fp8"), (torch.zeros(4, 16),))
+    torch.export.save(program, folder / "program.pt2")
+    ht.distributed.checkpoint.save(folder / "run", 1, {"model": layer})
+    ht.export_pretrained(nn.Sequential(layer), folder / "exported")
+    return folder
+
+
+FIRST_USES = {
+    "an attribute": "assert callable(ht.check)",
+    "names by import": "from hybridtensor import quantize_, HybridConfig",
+    "all names": "from hybridtensor import *; quantize_",
+    "the list of names": "assert dir(ht) == sorted(ht.__all__)",
+    "a module": "import hybridtensor.subclasses.master_tensor",
+    "a module named like a function": "from hybridtensor.check import check; assert ht.check is check",
+    "a module and its spec": """
+import hybridtensor.watching.report, importlib.resources
+assert type(sys.modules["hybridtensor.watching.report"].__spec__.loader).__name__ == "SourceFileLoader"
+assert importlib.resources.files("hybridtensor.watching").joinpath("report.html").is_file()
+""",
+    "a file of state": "assert torch.load('state.pt', weights_only=True)['weight'] is not None",
+    "a file of a recipe": "assert type(torch.load('recipe.pt', weights_only=True)) is ht.HybridConfig",
+    "a pickled module": "torch.load('module.pt', weights_only=False)",
+    "a former module": "import pickle; assert pickle.load(open('former.pkl', 'rb')).__name__ == 'HighPrecisionValues'",
+    "an exported program": "assert torch.export.load('program.pt2').module()(torch.ones(4, 16)).shape == (4, 16)",
+    "an operator": "torch.ops.hybridtensor.no_operator if hasattr(torch.ops.hybridtensor, 'no_operator') else None",
+    "a config of torchao": """
+from torchao.core.config import config_from_dict
+assert config_from_dict({"_type": "HybridConfig", "_version": 1, "_data": CONFIG}) == ht.HybridConfig.parse("mxfp8")
+""",
+    "two threads": """
+import threading
+found = []
+def use():
+    found.append(ht.quantize_)
+threads = [threading.Thread(target=use) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert len(set(found)) == 1 and len(found) == 4
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def failures(files):
+    """Return the error of each first use in a process forked after ``import hybridtensor``, or an empty text."""
+    from torchao.core.config import config_to_dict
+
+    config = config_to_dict(ht.HybridConfig.parse("mxfp8"))["_data"]
+    uses = {use: f"CONFIG = {config!r}\n{program}\n{END}" for use, program in FIRST_USES.items()}
+    forking = f"""{BEGIN}
+import json, os, traceback, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forking, which is what this does
+for use, program in {uses!r}.items():
+    if os.fork() == 0:
+        failed = ""
+        try:
+            exec(program, {{"ht": ht, "torch": torch, "sys": sys}})
+        except BaseException:
+            failed = traceback.format_exc()
+        open(f"{{use}}.failed", "w").write(failed)
+        os._exit(0)
+    os.wait()
+print("done")
+"""
+    run(forking, files)
+    return {use: (files / f"{use}.failed").read_text() for use in FIRST_USES}
+
+
+@pytest.mark.parametrize("use", FIRST_USES)
+def test_the_first_use_imports_everything(use, failures):
+    assert failures[use] == "", failures[use]
+
+
+def test_torchao_may_be_imported_first():
+    run(
+        "import torchao, hybridtensor\n"
+        "from torchao.core.config import ALLOWED_AO_MODULES\n"
+        "assert 'hybridtensor' in ALLOWED_AO_MODULES and 'hybridtensor.public' not in sys.modules\n"
+        "print('done')".replace(
+            "import torchao", "import sys, warnings; warnings.simplefilter('ignore'); import torchao"
+        )
+    )
+
+
+def test_questions_about_the_module_import_nothing():
+    run(f"{BEGIN}\nimport inspect\nassert not hasattr(ht, '__wrapped__'); inspect.getmodule(ht); ht.__version__\n"
+        "assert 'torchao' not in sys.modules\nprint('done')")  # fmt: skip
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="hybridtensor: no attribute 'quantise_'"):
+        ht.quantise_  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "arguments", [["recipes"], ["recipes", "--json"], ["verify", "nowhere"], ["verify", "exported"]]
+)
+def test_commands_that_read_and_print_import_no_more_than_torch(arguments, files):
+    run(f"{BEGIN}\nfrom hybridtensor.__main__ import main\nmain({arguments!r})\n"
+        f"assert not [name for name in {HEAVY!r} if name in sys.modules]\nprint('done')", files)  # fmt: skip
+
+
+def test_verifying_a_checkpoint_imports_no_torchao(files):
+    run(f"{BEGIN}\nfrom hybridtensor.__main__ import main\nassert main(['verify', 'run']) == 0\n"
+        "assert 'torchao' not in sys.modules\nprint('done')", files)  # fmt: skip
+
+
+def test_a_failed_import_is_raised_again_and_can_be_repeated():
+    run(f"""{BEGIN}
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchao":
+            raise ImportError("no torchao")
+sys.meta_path.insert(0, Block())
+for _ in range(2):
+    try:
+        ht.quantize_
+    except ImportError as error:
+        assert "no torchao" in str(error)
+    else:
+        raise SystemExit("imported")
+del sys.meta_path[0]
+{END}
+print("done")""")
+
+
+def test_each_allowed_name_is_there_and_each_former_one_is_allowed():
+    names = {f"hybridtensor.{module}.{name}" for module, names in lazy.ALLOWED.items() for name in names}
+    assert FORMER_NAMES.keys() <= names
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), attribute))
+    assert names <= torch._weights_only_unpickler._get_user_allowed_globals().keys()
