@@ -41,20 +41,19 @@ def run(program, folder="."):
     assert ran.stdout.endswith("done\n"), ran.stdout
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
+@pytest.fixture
+def files(tmp_path):
     """Return a folder with files of other processes: pickles, an exported program, a checkpoint, exported weights."""
-    folder = tmp_path_factory.mktemp("files")
     layer = ht.quantize_(nn.Linear(16, 16), "fp8_delayed")
-    torch.save(layer.state_dict(), folder / "state.pt")
-    torch.save(ht.HybridConfig.parse("nvfp4"), folder / "recipe.pt")
-    torch.save(ht.quantize_(nn.Linear(16, 16), "nvfp4", persistent=True), folder / "module.pt")
-    (folder / "former.pkl").write_bytes(b"chybridtensor.subclasses.kept\nKept\n.")
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    torch.save(ht.HybridConfig.parse("nvfp4"), tmp_path / "recipe.pt")
+    torch.save(ht.quantize_(nn.Linear(16, 16), "nvfp4", persistent=True), tmp_path / "module.pt")
+    (tmp_path / "former.pkl").write_bytes(b"chybridtensor.subclasses.kept\nKept\n.")
     program = torch.export.export(ht.quantize_(nn.Linear(16, 16), "fp8"), (torch.zeros(4, 16),))
-    torch.export.save(program, folder / "program.pt2")
-    ht.distributed.checkpoint.save(folder / "run", 1, {"model": layer})
-    ht.export_pretrained(nn.Sequential(layer), folder / "exported")
-    return folder
+    torch.export.save(program, tmp_path / "program.pt2")
+    ht.distributed.checkpoint.save(tmp_path / "run", 1, {"model": layer})
+    ht.export_pretrained(nn.Sequential(layer), tmp_path / "exported")
+    return tmp_path
 
 
 FIRST_USES = {
@@ -91,17 +90,34 @@ assert len(set(found)) == 1 and len(found) == 4
 }
 
 
-@pytest.fixture(scope="module")
-def failures(files):
-    """Return the error of each first use in a process forked after ``import hybridtensor``, or an empty text."""
+LIGHT = f"""
+assert not [name for name in {HEAVY!r} if name in sys.modules]
+"""
+COMMAND = "from hybridtensor.__main__ import main\n"
+OTHER_USES = {
+    "questions about the module": f"""
+import inspect
+assert not hasattr(ht, "__wrapped__")
+inspect.getmodule(ht); ht.__version__{LIGHT}""",
+    "recipes": f"{COMMAND}assert main(['recipes']) == 0{LIGHT}",
+    "recipes as data": f"{COMMAND}assert main(['recipes', '--json']) == 0{LIGHT}",
+    "verify a folder that is not there": f"{COMMAND}assert main(['verify', 'nowhere']) == 2{LIGHT}",
+    "verify what was exported": f"{COMMAND}assert main(['verify', 'exported']) == 0{LIGHT}",
+    "verify a checkpoint": f"{COMMAND}assert main(['verify', 'run']) == 0; assert 'torchao' not in sys.modules",
+}
+
+
+def test_each_first_use_imports_everything_and_others_little(files):
+    """Each use runs in a process forked after ``import hybridtensor``."""
     from torchao.core.config import config_to_dict
 
     config = config_to_dict(ht.HybridConfig.parse("mxfp8"))["_data"]
-    uses = {use: f"CONFIG = {config!r}\n{program}\n{END}" for use, program in FIRST_USES.items()}
+    uses = {use: f"CONFIG = {config!r}\n{program}\n{END}" for use, program in FIRST_USES.items()} | OTHER_USES
     forking = f"""{BEGIN}
-import json, os, traceback, warnings
+import os, traceback, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of forking, which is what this does
 for use, program in {uses!r}.items():
+    sys.stdout.flush()
     if os.fork() == 0:
         failed = ""
         try:
@@ -114,12 +130,7 @@ for use, program in {uses!r}.items():
 print("done")
 """
     run(forking, files)
-    return {use: (files / f"{use}.failed").read_text() for use in FIRST_USES}
-
-
-@pytest.mark.parametrize("use", FIRST_USES)
-def test_the_first_use_imports_everything(use, failures):
-    assert failures[use] == "", failures[use]
+    assert {use: failed for use in uses if (failed := (files / f"{use}.failed").read_text())} == {}
 
 
 def test_torchao_may_be_imported_first():
@@ -133,27 +144,9 @@ def test_torchao_may_be_imported_first():
     )
 
 
-def test_questions_about_the_module_import_nothing():
-    run(f"{BEGIN}\nimport inspect\nassert not hasattr(ht, '__wrapped__'); inspect.getmodule(ht); ht.__version__\n"
-        "assert 'torchao' not in sys.modules\nprint('done')")  # fmt: skip
-
-
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="hybridtensor: no attribute 'quantise_'"):
         ht.quantise_  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    "arguments", [["recipes"], ["recipes", "--json"], ["verify", "nowhere"], ["verify", "exported"]]
-)
-def test_commands_that_read_and_print_import_no_more_than_torch(arguments, files):
-    run(f"{BEGIN}\nfrom hybridtensor.__main__ import main\nmain({arguments!r})\n"
-        f"assert not [name for name in {HEAVY!r} if name in sys.modules]\nprint('done')", files)  # fmt: skip
-
-
-def test_verifying_a_checkpoint_imports_no_torchao(files):
-    run(f"{BEGIN}\nfrom hybridtensor.__main__ import main\nassert main(['verify', 'run']) == 0\n"
-        "assert 'torchao' not in sys.modules\nprint('done')", files)  # fmt: skip
 
 
 def test_a_failed_import_is_raised_again_and_can_be_repeated():
